@@ -1,0 +1,1 @@
+"""Recipes: one folder is one reproducible result."""

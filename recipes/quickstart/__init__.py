@@ -1,0 +1,1 @@
+"""The embedded default: a tiny model learns to sort and to add."""

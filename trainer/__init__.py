@@ -1,0 +1,1 @@
+"""The driver: data, the training loop, validation, tracking, commands."""

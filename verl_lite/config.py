@@ -1,0 +1,259 @@
+"""Every option of verl_lite, as typed dataclasses: the only place where a default lives.
+
+Names are verl's. A key on the command line is the path through these classes (`actor.optim.lr=1e-6`); verl's prefix
+`actor_rollout_ref.` is accepted and stripped by `config_loader`. Each field carries its sentence of documentation
+(`opt(default, "...")`), which `python -m trainer.main_ppo --help-config` prints; units are in the name or the sentence.
+A field that no code reads fails a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def opt(default: Any, doc: str) -> Any:
+    """A dataclass field with its documentation; lists and dicts get a fresh copy for each instance."""
+    metadata = {"doc": doc}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(cls: type, doc: str) -> Any:
+    """A nested group of options, built fresh for each instance."""
+    return field(default_factory=cls, metadata={"doc": doc})
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = opt([], "parquet, json or jsonl files of training prompts; one path or a list")
+    val_files: list[str] = opt([], "the same for validation; may be empty, then nothing is validated")
+    prompt_key: str = opt("prompt", "column that holds the chat messages")
+    train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)")
+    val_batch_size: int | None = opt(None, "prompts per validation call; null = the whole set at once")
+    max_prompt_length: int = opt(512, "tokens; see `truncation` for longer prompts")
+    max_response_length: int = opt(512, "tokens generated at most per sample")
+    truncation: str = opt("error", "what to do with a longer prompt: error | left | right | middle")
+    filter_overlong_prompts: bool = opt(False, "drop longer prompts at start, and say how many")
+    filter_overlong_prompts_workers: int = opt(1, "processes that measure prompt lengths")
+    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
+    val_max_samples: int = opt(-1, "use at most this many validation rows; -1 = all")
+    shuffle: bool = opt(True, "shuffle the training rows each epoch")
+    seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed")
+    apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
+
+
+@dataclass
+class ModelConfig:
+    path: str | None = opt(None, "Hugging Face folder or cached hub name of the policy")
+    tokenizer_path: str | None = opt(None, "tokenizer from elsewhere; null = model.path")
+    trust_remote_code: bool = opt(False, "run code that comes with the model")
+    override_config: dict[str, Any] = opt({}, "entries that replace those of the model's own config")
+    enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
+    use_remove_padding: bool = opt(True, "packed forward without padding; false = padded, the plain reference")
+
+
+@dataclass
+class OptimConfig:
+    lr: float = opt(1e-6, "peak learning rate")
+    weight_decay: float = opt(0.01, "AdamW decoupled weight decay")
+    betas: list[float] = opt([0.9, 0.999], "AdamW moments")
+    eps: float = opt(1e-8, "AdamW denominator term")
+    clip_grad: float = opt(1.0, "global gradient norm is clipped to this; a non-finite norm skips the step")
+    lr_scheduler_type: str = opt("constant", "after warm-up: constant | cosine")
+    lr_warmup_steps: int = opt(-1, "training steps of linear warm-up; -1 = use lr_warmup_steps_ratio")
+    lr_warmup_steps_ratio: float = opt(0.0, "warm-up as a share of all training steps")
+    min_lr_ratio: float = opt(0.0, "cosine ends at lr times this")
+    num_cycles: float = opt(0.5, "cosine periods; 0.5 = from peak to minimum once")
+
+
+@dataclass
+class MixedPrecisionConfig:
+    param_dtype: str = opt("auto", "dtype of forward and backward: auto (bf16 on CUDA, fp32 on CPU) | fp32 | bf16")
+    reduce_dtype: str = opt("fp32", "dtype of the gradient reduction: fp32 | bf16")
+
+
+@dataclass
+class WrapPolicyConfig:
+    min_num_params: int = opt(0, "layers with fewer parameters share the root's FSDP group (fewer, larger collectives)")
+
+
+@dataclass
+class FSDPConfig:
+    param_offload: bool = opt(False, "keep parameters in host memory outside their phase")
+    optimizer_offload: bool = opt(False, "keep optimizer state in host memory outside the update")
+    reshard_after_forward: bool = opt(True, "free gathered parameters after the forward (ZeRO-3); false = ZeRO-2")
+    fsdp_size: int = opt(-1, "ranks that share one copy of the weights; -1 = all, 1 = replicate")
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes of computation")
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what becomes an FSDP group of its own")
+
+
+@dataclass
+class PolicyLossConfig:
+    loss_mode: str = opt("vanilla", "registered policy loss, or pkg.module:function")
+
+
+@dataclass
+class ActorConfig:
+    ppo_mini_batch_size: int = opt(256, "prompts per optimizer step (times rollout.n = sequences)")
+    ppo_epochs: int = opt(1, "passes over each batch")
+    shuffle: bool = opt(False, "draw mini-batches at random, anew each epoch")
+    use_dynamic_bsz: bool = opt(True, "micro-batches by token budget; false = by ppo_micro_batch_size_per_gpu")
+    ppo_max_token_len_per_gpu: int = opt(16384, "token budget of a micro-batch on one device")
+    ppo_micro_batch_size_per_gpu: int | None = opt(None, "sequences per micro-batch when use_dynamic_bsz=false")
+    clip_ratio: float = opt(0.2, "PPO clip range, both sides")
+    clip_ratio_low: float | None = opt(None, "lower clip range; null = clip_ratio")
+    clip_ratio_high: float | None = opt(None, "upper clip range; null = clip_ratio")
+    clip_ratio_c: float = opt(3.0, "dual clip: bound of the ratio where the advantage is negative, > 1")
+    loss_agg_mode: str = opt(
+        "token-mean",
+        "token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm",
+    )
+    loss_scale_factor: float | None = opt(None, "divisor of seq-mean-token-sum-norm; null = data.max_response_length")
+    entropy_coeff: float = opt(0.0, "weight of the entropy bonus")
+    calculate_entropy: bool = opt(False, "compute the entropy in the update even if its weight is 0")
+    use_kl_loss: bool = opt(False, "add a KL term against the reference model to the loss")
+    kl_loss_coef: float = opt(0.001, "its weight")
+    kl_loss_type: str = opt("low_var_kl", "k1 | abs | k2 | k3 (= low_var_kl), with + for the gradient of k2")
+    log_prob_chunk_tokens: int = opt(1024, "tokens whose logits exist at one time in the log-prob computation")
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "which policy loss")
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
+
+
+@dataclass
+class RefConfig:
+    log_prob_use_dynamic_bsz: bool | None = opt(None, "null = actor.use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int | None = opt(None, "null = actor.ppo_max_token_len_per_gpu")
+    log_prob_micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload of the reference model")
+
+
+@dataclass
+class ValKwargs:
+    n: int = opt(1, "samples per validation prompt")
+    do_sample: bool = opt(False, "false = greedy, whatever the temperature")
+    temperature: float = opt(0.0, "0 = greedy")
+    top_p: float = opt(1.0, "nucleus")
+    top_k: int = opt(-1, "-1 = all tokens")
+    greedy_too: bool = opt(False, "after a sampled validation also a greedy one, logged as val-aux/{source}/greedy/*")
+
+
+@dataclass
+class RolloutConfig:
+    name: str = opt("auto", "rollout engine: auto (vllm where installed, else hf) | vllm | hf | a registered one")
+    n: int = opt(1, "samples per prompt")
+    temperature: float = opt(1.0, "sampling temperature; the trainer's log-probs use the same")
+    top_p: float = opt(1.0, "must be 1 in training: a truncated distribution has other log-probs than the trainer's")
+    top_k: int = opt(-1, "must be -1 in training, as top_p")
+    ignore_eos: bool = opt(False, "sample on after the end of text, for benchmarks of fixed length")
+    dtype: str = opt("auto", "dtype of generation: auto (bf16 on CUDA, fp32 on CPU) | fp32 | bf16")
+    tensor_model_parallel_size: int = opt(1, "devices that share one engine")
+    gpu_memory_utilization: float = opt(0.5, "share of the device's memory for the engine (CUDA)")
+    kv_cache_memory_mb: int = opt(256, "memory of the KV cache (CPU), MiB")
+    max_num_seqs: int = opt(256, "sequences decoded together at most on one engine")
+    max_num_batched_tokens: int = opt(8192, "tokens per engine step at most")
+    max_model_len: int | None = opt(None, "context; null = max_prompt_length + max_response_length")
+    enforce_eager: bool = opt(False, "no CUDA graphs (on a CPU there are none)")
+    enable_chunked_prefill: bool = opt(True, "vLLM: split long prompts over steps")
+    enable_prefix_caching: bool = opt(True, "vLLM: share the KV cache of equal prompts; reset at each weight update")
+    free_cache_engine: bool = opt(True, "put the engine to sleep while training (CUDA)")
+    update_weights_bucket_megabytes: int = opt(512, "full tensors gathered at one time in a weight update, MiB")
+    calculate_log_probs: bool = opt(True, "return the engine's log-probs and log their distance to the trainer's")
+    log_prob_use_dynamic_bsz: bool | None = opt(None, "null = actor.use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int | None = opt(None, "null = actor.ppo_max_token_len_per_gpu")
+    log_prob_micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu")
+    engine_kwargs: dict[str, Any] = opt({}, "extra arguments of the engine, by engine name: engine_kwargs.vllm.KEY")
+    val_kwargs: ValKwargs = section(ValKwargs, "sampling in validation")
+
+
+@dataclass
+class KLControlConfig:
+    type: str = opt("fixed", "fixed | adaptive")
+    kl_coef: float = opt(0.001, "coefficient (initial, if adaptive)")
+    horizon: int = opt(10000, "adaptive: sequences over which the coefficient reacts")
+    target_kl: float = opt(0.1, "adaptive: KL per token aimed at")
+
+
+@dataclass
+class AlgorithmConfig:
+    adv_estimator: str = opt("grpo", "registered advantage estimator, or pkg.module:function")
+    gamma: float = opt(1.0, "discount")
+    lam: float = opt(1.0, "GAE lambda")
+    norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; false = Dr.GRPO")
+    use_kl_in_reward: bool = opt(False, "subtract the KL to the reference model from the rewards")
+    kl_penalty: str = opt("kl", "its estimator: k1 (= kl) | abs | k2 | k3")
+    kl_ctrl: KLControlConfig = section(KLControlConfig, "its coefficient")
+
+
+@dataclass
+class CustomRewardConfig:
+    path: str | None = opt(None, "Python file, or pkg://module, that defines the reward function")
+    name: str = opt("compute_score", "the function: (data_source, solution_str, ground_truth, extra_info) -> number or dict")
+
+
+@dataclass
+class RewardConfig:
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, "your own reward")
+    reward_kwargs: dict[str, Any] = opt({}, "extra keyword arguments of the reward function")
+    num_workers: int = opt(1, "reward processes; 0 = in the driver (a debugger can stop there)")
+    timeout_s: float = opt(30.0, "a sample whose reward takes longer counts as failed, and its process is killed")
+    max_error_rate: float = opt(0.1, "the run stops when more than this share of a step's rewards failed")
+
+
+@dataclass
+class TrainerConfig:
+    total_epochs: int = opt(1, "passes over the training prompts")
+    total_training_steps: int | None = opt(None, "stop after this many steps; null = total_epochs")
+    project_name: str = opt("verl_lite", "groups runs in trackers and folders")
+    experiment_name: str | None = opt(None, "name of the run; null = a new one from recipe, date and time")
+    default_local_dir: str = opt(
+        "runs/${trainer.project_name}/${trainer.experiment_name}", "run folder: checkpoints, logs, samples, pictures"
+    )
+    logger: list[str] = opt(["console", "jsonl", "tensorboard"], "trackers: console, jsonl, tensorboard, wandb")
+    n_gpus_per_node: int | None = opt(None, "devices (on a CPU: worker slots); null = all GPUs, or 2 slots")
+    nnodes: int = opt(1, "machines")
+    device: str = opt("auto", "auto | cpu | cuda")
+    backend: str = opt("ray", "ray = one process per device; inline = everything in this process, for debuggers")
+    seed: int = opt(1, "the root of every random number in the run")
+    save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never")
+    max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all")
+    resume_mode: str = opt("disable", "disable | auto (the newest checkpoint of the run folder) | resume_path")
+    resume_from_path: str | None = opt(None, "a global_step_N folder, for resume_mode=resume_path")
+    test_freq: int = opt(-1, "steps between validations; -1 = only before and after")
+    val_before_train: bool = opt(True, "validate before the first step")
+    val_only: bool = opt(False, "validate and stop")
+    critic_warmup: int = opt(0, "steps in which only the critic learns")
+    balance_batch: bool = opt(True, "give each rank the same amount of work by sequence length")
+    log_val_generations: int = opt(3, "validation samples shown at the end and sent to trackers")
+    rollout_data_dir: str | None = opt(None, "folder for each step's samples as jsonl; null = none")
+    validation_data_dir: str | None = opt(None, "folder for each validation's samples as jsonl; null = none")
+
+
+@dataclass
+class RayInitConfig:
+    address: str | None = opt(None, "null = a private cluster for this run; else the cluster to join")
+    num_cpus: int | None = opt(None, "CPUs that the private cluster may use; null = this process's cores")
+    object_store_memory_mb: int = opt(512, "shared memory of the private cluster, MiB")
+
+
+@dataclass
+class RayKwargs:
+    ray_init: RayInitConfig = section(RayInitConfig, "how Ray starts")
+
+
+@dataclass
+class PPOConfig:
+    recipe: str | None = opt(None, "a folder of recipes/; null = quickstart if neither model nor data is given")
+    data: DataConfig = section(DataConfig, "what is asked")
+    model: ModelConfig = section(ModelConfig, "the policy's network")
+    actor: ActorConfig = section(ActorConfig, "how the policy learns")
+    ref: RefConfig = section(RefConfig, "the frozen reference model")
+    rollout: RolloutConfig = section(RolloutConfig, "how the policy generates")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "how rewards become advantages")
+    reward: RewardConfig = section(RewardConfig, "how answers are scored")
+    trainer: TrainerConfig = section(TrainerConfig, "the run")
+    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

@@ -1,0 +1,1 @@
+"""Training engines: FSDP2, packing, checkpoint input and output."""

@@ -1,0 +1,1 @@
+"""Networks as policies: log-probs, entropy and values from hidden states."""
