@@ -1,0 +1,28 @@
+# The two commands of the README, and their parts. Everything is installed into .venv.
+PYTHON ?= python3
+RUN = OMP_NUM_THREADS=1 .venv/bin/python
+
+.PHONY: demo test fast slow lint install clean
+
+demo: ## install, then the main job: a small language model learns by reinforcement
+	@PYTHON=$(PYTHON) .install/install.sh
+	$(RUN) -m trainer.main_ppo
+
+test: lint ## install, then lint, types, fast and slow tests
+	$(RUN) -m pytest -q -m "not gpu" --durations=15
+
+fast: install
+	$(RUN) -m pytest -q -m "not slow and not gpu"
+
+slow: install
+	$(RUN) -m pytest -q -m "slow and not gpu"
+
+lint: install
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+install:
+	@PYTHON=$(PYTHON) .install/install.sh dev
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

