@@ -1,0 +1,90 @@
+"""Names to objects: the one mechanism by which a config value finds a loss, an estimator, a reward or an engine.
+
+A registry is a plain dict with two more methods: `register(name)` decorates an object into it, `get_fn(name)` resolves
+a registered name or a path `pkg.module:object`, and answers a wrong name with the nearest right ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from enum import Enum
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(dict[str, T]):
+    """Objects of one kind by name, e.g. `Registry[Callable]("policy loss")`. Names are case-sensitive."""
+
+    def __init__(self, kind: str, entries: dict[str, T] | None = None) -> None:
+        super().__init__(entries or {})
+        self.kind = kind
+
+    def register(self, name: str | Enum) -> Callable[[T], T]:
+        """Decorator that files an object under `name`. See `add_entry`."""
+        return add_entry(self, self.kind, name)
+
+    def get_fn(self, name: str | Enum) -> T:
+        """The object registered as `name`, or imported from "pkg.module:object". See `find_entry`."""
+        return find_entry(self, self.kind, name)
+
+    def copy(self) -> Registry[T]:
+        """A registry of the same kind with the same entries (dict.copy would lose the methods)."""
+        return Registry(self.kind, dict(self))
+
+
+def add_entry(entries: dict[str, T], kind: str, name: str | Enum) -> Callable[[T], T]:
+    """Decorator that files an object in `entries`.
+
+    The same object may be filed again under its name (modules are imported twice under test runners).
+    Raises ValueError if another object has the name already.
+    """
+    key = _key(name)
+
+    def decorate(item: T) -> T:
+        known = entries.get(key)
+        if known is not None and known is not item:
+            raise ValueError(
+                f"{kind} {key!r} is already registered as {_where(known)}; {_where(item)} needs another name."
+            )
+        entries[key] = item
+        return item
+
+    return decorate
+
+
+def find_entry(entries: dict[str, T], kind: str, name: str | Enum) -> T:
+    """The entry of that name, or the object at "pkg.module:object".
+
+    Raises ValueError for an unknown name (with the nearest and all known ones) or a path that does not resolve.
+    """
+    key = _key(name)
+    if key in entries:
+        return entries[key]
+    if ":" in key:
+        return _import(key, kind)
+    nearest = difflib.get_close_matches(key, entries, n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    known = ", ".join(sorted(entries)) or "none"
+    raise ValueError(f"Unknown {kind}: {key}.{hint} Known: {known}; or a path pkg.module:object.")
+
+
+def _key(name: str | Enum) -> str:
+    return str(name.value) if isinstance(name, Enum) else name
+
+
+def _import(path: str, kind: str) -> T:  # type: ignore[type-var]
+    module_name, _, attributes = path.partition(":")
+    try:
+        found = importlib.import_module(module_name)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{kind} {path!r} cannot be imported: {error}. Expected pkg.module:object.") from error
+    return found  # type: ignore[return-value]
+
+
+def _where(item: object) -> str:
+    return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', repr(item))}"
