@@ -1,0 +1,68 @@
+"""Metric: the same number however the parts are grouped; reduce_metrics: verl's rule for plain lists."""
+
+import math
+import pickle
+import random
+
+import numpy as np
+import pytest
+
+from verl_lite.metrics import Metric, combine, reduce_metrics, values
+
+
+def test_mean_weighs_by_count_not_by_part():
+    total = Metric.mean(1.0, 1) + Metric.mean(0.0, 3)
+    assert total.value == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("sum", 6.0), ("max", 3.0), ("min", 1.0), ("last", 2.0), ("mean", 6.0 / 3)]
+)
+def test_each_reduction_by_hand(kind, expected):
+    parts = [Metric.mean(v, 1) if kind == "mean" else getattr(Metric, kind)(v) for v in (1.0, 3.0, 2.0)]
+    assert values(combine({"x": part} for part in parts)) == {"x": expected}
+
+
+def test_grouping_does_not_change_the_result():
+    source = random.Random(0)
+    parts = [{"m": Metric.mean(source.randint(0, 9), source.randint(0, 4)), "x": Metric.max(i % 7)} for i in range(20)]
+    flat = values(combine(parts))
+    nested = values(combine([combine(parts[:3]), combine(parts[3:4]), combine(parts[4:])]))
+    assert flat == nested
+    assert flat["m"] == sum(p["m"].total for p in parts) / sum(p["m"].count for p in parts)
+
+
+def test_mean_over_nothing_is_left_out_and_names_may_be_missing_in_parts():
+    merged = combine([{"a": Metric.mean(0.0, 0)}, {"b": Metric.sum(2.0)}])
+    assert values(merged) == {"b": 2.0}
+    assert math.isnan(merged["a"].value)
+
+
+def test_nan_is_not_swallowed():
+    for kind in (Metric.max, Metric.min):
+        assert math.isnan((kind(math.nan) + kind(1.0)).value) and math.isnan((kind(1.0) + kind(math.nan)).value)
+
+
+def test_mixed_reductions_raise_with_the_name():
+    with pytest.raises(ValueError, match="metric 'actor/lr': .*cannot combine a last with a sum"):
+        combine([{"actor/lr": Metric.last(1.0)}, {"actor/lr": Metric.sum(1.0)}])
+
+
+def test_pickles_small_and_equal():
+    metric = Metric.mean(1.5, 2)
+    assert pickle.loads(pickle.dumps(metric)) == metric and len(pickle.dumps(metric)) < 150
+
+
+def test_reduce_metrics_by_name_and_by_metric():
+    reduced = reduce_metrics(
+        {
+            "a/max": [1.0, 5.0],
+            "a/min": np.array([1.0, 5.0]),
+            "a/loss": [1, 5],
+            "a/lr": 0.5,
+            "a/none": [],
+            "a/metric": [Metric.mean(1.0, 1), Metric.mean(0.0, 3)],
+            "a/one": Metric.sum(7.0),
+        }
+    )
+    assert reduced == {"a/max": 5.0, "a/min": 1.0, "a/loss": 3.0, "a/lr": 0.5, "a/metric": 0.25, "a/one": 7.0}

@@ -1,0 +1,127 @@
+"""Numbers on their way to a dashboard, each with the reduction it needs declared beside it.
+
+A micro-batch on one rank knows a total and a count; what a step reports is their quotient over all ranks, micro-batches
+and mini-batches. A `Metric` carries the parts, so that combining it in any order and grouping gives the same number.
+`reduce_metrics` also reduces plain lists by verl's rule, for metrics that users' code writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A partial result: `total` over `count` things, and how two of them become one.
+
+    Build it with one of the five class methods. Floats inside, so it pickles small and holds no graph and no device.
+    """
+
+    reduction: Reduction
+    total: float
+    count: float = 1.0
+
+    @classmethod
+    def mean(cls, total: float, count: float) -> Metric:
+        """A sum over `count` things, reported as total / count; left out of the report if the count is 0 in all."""
+        return cls("mean", float(total), float(count))
+
+    @classmethod
+    def sum(cls, value: float) -> Metric:
+        """Reported as the sum of all parts."""
+        return cls("sum", float(value))
+
+    @classmethod
+    def max(cls, value: float) -> Metric:
+        """Reported as the largest part; NaN if any part is."""
+        return cls("max", float(value))
+
+    @classmethod
+    def min(cls, value: float) -> Metric:
+        """Reported as the smallest part; NaN if any part is."""
+        return cls("min", float(value))
+
+    @classmethod
+    def last(cls, value: float) -> Metric:
+        """Reported as the part combined last: a setting, such as a learning rate."""
+        return cls("last", float(value))
+
+    @property
+    def value(self) -> float:
+        """The number to report; NaN for a mean over nothing."""
+        if self.reduction == "mean":
+            return self.total / self.count if self.count else math.nan
+        return self.total
+
+    def __add__(self, other: Metric) -> Metric:
+        """Both parts as one. Raises ValueError if their reductions differ."""
+        if not isinstance(other, Metric):
+            return NotImplemented
+        if self.reduction != other.reduction:
+            raise ValueError(f"Metric: cannot combine a {self.reduction} with a {other.reduction}.")
+        match self.reduction:
+            case "mean":
+                return Metric("mean", self.total + other.total, self.count + other.count)
+            case "sum":
+                return Metric("sum", self.total + other.total)
+            case "last":
+                return other
+            case "max" | "min":
+                if math.isnan(self.total) or math.isnan(other.total):
+                    return Metric(self.reduction, math.nan)
+                larger = self if self.total >= other.total else other
+                smaller = other if larger is self else self
+                return larger if self.reduction == "max" else smaller
+
+
+def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics of several ranks or micro-batches as one dict; a name may be missing in some.
+
+    Raises ValueError naming the metric if it was declared with two reductions.
+    """
+    result: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            try:
+                result[name] = result[name] + metric if name in result else metric
+            except ValueError as error:
+                raise ValueError(f"metric {name!r}: {error}") from error
+    return result
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers to report; means over nothing are left out, since they have no value (0 would be a lie)."""
+    return {name: metric.value for name, metric in metrics.items() if metric.reduction != "mean" or metric.count}
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """One number per name from a Metric, a list of Metrics, a number, or a list of numbers.
+
+    Plain lists follow verl: the largest if the name contains "max", the smallest if it contains "min", else the mean.
+    Empty lists are left out.
+    """
+    result: dict[str, float] = {}
+    for name, entry in metrics.items():
+        if isinstance(entry, Metric):
+            result |= values({name: entry})
+        elif isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str):
+            if len(entry) and isinstance(entry[0], Metric):
+                result |= values(combine({name: metric} for metric in entry))
+            elif len(entry):
+                result[name] = _reduce_by_name(name, np.asarray(entry, dtype=np.float64))
+        else:
+            result[name] = float(entry)
+    return result
+
+
+def _reduce_by_name(name: str, entries: np.ndarray) -> float:
+    if "max" in name:
+        return float(entries.max())
+    return float(entries.min()) if "min" in name else float(entries.mean())
