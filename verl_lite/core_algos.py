@@ -1,0 +1,474 @@
+"""The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
+
+Pure functions of tensors in, tensors out; shapes are (B, T) with T response tokens, `response_mask` is 1 where the
+policy acted. Three rules hold throughout. A value under mask 0 never matters, not even NaN. A row whose mask is all 0
+(padding, a failed reward) has weight zero in every loss, count and group statistic. Losses own no normalisation: the
+denominators arrive as arguments, counted once over the whole mini-batch before it is split, so that the gradient cannot
+depend on micro-batches, ranks or packing; the sum of the losses over all parts is the loss of the mini-batch.
+
+Two registries are the extension points: `@register_adv_est(name)` and `@register_policy_loss(name)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from verl_lite.metrics import Metric
+from verl_lite.registry import Registry, add_entry, find_entry
+
+AdvantageEstimatorFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Count = int | float | torch.Tensor
+LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
+
+# ---------------------------------------------------------------------------------------------------- registries
+
+
+class PolicyLossFn(Protocol):
+    """What a policy loss is: see `compute_policy_loss_vanilla` for the meaning of each argument."""
+
+    def __call__(
+        self,
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str,
+        config: Any,
+        rollout_is_weights: torch.Tensor | None = None,
+        *,
+        batch_num_tokens: Count | None = None,
+        global_batch_size: Count | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Metric]]: ...
+
+
+ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageEstimatorFn] = Registry("advantage estimator")
+POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = Registry("policy loss")
+
+
+def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
+    """Decorator: makes a function available as `algorithm.adv_estimator=name`.
+
+    It is called by keyword with token_level_rewards, response_mask (B, T), index (B,) group ids, config, and what else
+    the batch has; it returns (advantages, returns), both (B, T).
+    """
+    return add_entry(ADV_ESTIMATOR_REGISTRY, "advantage estimator", name_or_enum)
+
+
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
+    """The estimator of that name or path pkg.module:function. Raises ValueError if there is none."""
+    return find_entry(ADV_ESTIMATOR_REGISTRY, "advantage estimator simply", name_or_enum)  # verl's wording
+
+
+def register_policy_loss(name: str | Enum) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: makes a function available as `actor.policy_loss.loss_mode=name`."""
+    return add_entry(POLICY_LOSS_REGISTRY, "policy loss", name)
+
+
+def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
+    """The policy loss of that name or path pkg.module:function. Raises ValueError if there is none."""
+    return find_entry(POLICY_LOSS_REGISTRY, "policy loss", name)
+
+
+# ---------------------------------------------------------------------------------------------------- masked arithmetic
+
+
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Sum of values where the mask is not 0. Values elsewhere may be NaN: they reach neither result nor gradient."""
+    kept = torch.where(mask != 0, values, 0)
+    return kept.sum() if axis is None else kept.sum(dim=axis)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Mean of values where the mask is not 0; 0 where nothing is left (denominator + 1e-8, as verl)."""
+    count = (mask != 0).sum() if axis is None else (mask != 0).sum(dim=axis)
+    return masked_sum(values, mask, axis) / (count + 1e-8)
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+    """Variance of values where the mask is not 0, with Bessel's correction unless `unbiased` is false.
+
+    Raises ValueError if fewer than two values (one, if not unbiased) are left.
+    """
+    count = int((mask != 0).sum())
+    if count < 1 + unbiased:
+        raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + unbiased}.")
+    centred = values - masked_mean(values, mask)
+    return masked_sum(centred**2, mask) / (count - unbiased)
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+    """Values scaled to variance 1 over the mask and, if `shift_mean`, moved to mean 0. Mask before further use.
+
+    Raises ValueError if the mask keeps fewer than two values.
+    """
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+# ---------------------------------------------------------------------------------------------------- groups of rows
+
+
+def group_ids(index: np.ndarray | torch.Tensor | list[Any], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Dense group numbers (B,) int64 in 0..G-1 for group labels of any hashable kind (uids), and G."""
+    labels = index.tolist() if isinstance(index, np.ndarray | torch.Tensor) else index
+    numbers: dict[Any, int] = {}
+    ids = [numbers.setdefault(label, len(numbers)) for label in labels]
+    return torch.tensor(ids, dtype=torch.int64, device=device), len(numbers)
+
+
+def group_mean_std(
+    scores: torch.Tensor, groups: torch.Tensor, num_groups: int, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean, standard deviation (Bessel) and row count of each group.
+
+    scores, groups, weights: (B,); weight 0 leaves a row out, 1 counts it. Returns three (G,) tensors in fp64, by two
+    passes: rewards that differ in their seventh digit keep their variance. A group of fewer than two rows has mean 0,
+    std 1.
+    """
+    scores, weights = scores.double(), weights.double()
+    zeros = torch.zeros(num_groups, dtype=torch.float64, device=scores.device)
+    counts = zeros.index_add(0, groups, weights)
+    single = counts < 2
+    means = zeros.index_add(0, groups, scores * weights) / counts.clamp(min=1)
+    squares = zeros.index_add(0, groups, (scores - means[groups]) ** 2 * weights)
+    stds = (squares / (counts - 1).clamp(min=1)).sqrt()
+    return means.masked_fill(single, 0.0), stds.masked_fill(single, 1.0), counts
+
+
+def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Score of each response (B,): the sum of its token rewards; 0 for a row without a valid token.
+
+    A finite reward under mask 0 counts: an answer may end in a token that the environment wrote, and its score sits
+    there. NaN and infinities under mask 0 do not.
+    """
+    readable = (response_mask != 0) | torch.isfinite(token_level_rewards)
+    scores = torch.where(readable, token_level_rewards, 0).sum(dim=-1)
+    return torch.where((response_mask != 0).any(dim=-1), scores, 0)
+
+
+# ---------------------------------------------------------------------------------------------------- advantages
+
+
+@register_adv_est("grpo")
+@register_adv_est("grpo_vectorized")
+def compute_grpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray | torch.Tensor | list[Any],
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GRPO: each response's score against the other responses to the same prompt.
+
+    A_i = (R_i - mean_g) / (std_g + epsilon), std with Bessel's correction (arXiv:2402.03300, section 4.1.2); not
+    divided if `norm_adv_by_std_in_grpo` is false (Dr.GRPO, arXiv:2503.20783). A group of one response has mean 0 and
+    std 1. Rows without a valid token take no part in mean and std and get 0. `config` is not read.
+
+    token_level_rewards, response_mask: (B, T). index: (B,) the group of each row. Returns (advantages, returns), one
+    and the same (B, T) tensor, zero under mask 0. Raises ValueError if index has another number of rows.
+    """
+    with torch.no_grad():
+        valid = (response_mask != 0).any(dim=-1)
+        scores = outcome_scores(token_level_rewards, response_mask)
+        groups, num_groups = group_ids(index, scores.device)
+        if len(groups) != len(scores):
+            raise ValueError(f"grpo: index has {len(groups)} rows, token_level_rewards has {len(scores)}.")
+        means, stds, _counts = group_mean_std(scores, groups, num_groups, valid)
+        advantages = scores.double() - means[groups]
+        if norm_adv_by_std_in_grpo:
+            advantages = advantages / (stds[groups] + epsilon)
+        advantages = torch.where(valid, advantages, 0).to(scores.dtype)
+        advantages = advantages.unsqueeze(-1) * (response_mask != 0)
+    return advantages, advantages
+
+
+# ---------------------------------------------------------------------------------------------------- aggregation
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def agg_loss(
+    loss_mat: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    loss_scale_factor: float | None = None,
+) -> torch.Tensor:
+    """The one place where token losses become a scalar.
+
+    With l the loss, m the mask, N = batch_num_tokens, S = global_batch_size, sums over the rows given here:
+      token-mean                sum(l m) / N
+      token-sum                 sum(l m)
+      seq-mean-token-sum        sum over rows of sum_t(l m) / S
+      seq-mean-token-mean       sum over rows of (sum_t(l m) / sum_t m) / S
+      seq-mean-token-sum-norm   as seq-mean-token-sum, divided by loss_scale_factor (default: the width of the mask)
+    times dp_size, which undoes a mean of gradients over data-parallel ranks; 1 where gradients are summed.
+
+    loss_mat, loss_mask: (B, T). N: valid tokens, S: sequences with at least one, of the whole mini-batch on all ranks.
+    Left out, they are counted here, which is right only for a mini-batch given whole: with dp_size > 1 this raises
+    ValueError. An empty mini-batch gives 0.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode!r}. Expected one of {', '.join(LOSS_AGG_MODES)}.")
+    if loss_agg_mode == "token-sum":
+        return masked_sum(loss_mat, loss_mask) * dp_size
+    lengths = (loss_mask != 0).sum(dim=-1)
+    if loss_agg_mode == "token-mean":
+        tokens = _denominator("batch_num_tokens", batch_num_tokens, lengths.sum(), dp_size, loss_agg_mode)
+        return masked_sum(loss_mat, loss_mask) / tokens * dp_size
+    sequences = _denominator("global_batch_size", global_batch_size, (lengths > 0).sum(), dp_size, loss_agg_mode)
+    rows = masked_sum(loss_mat, loss_mask, axis=-1)
+    if loss_agg_mode == "seq-mean-token-mean":
+        rows = rows / lengths.clamp(min=1)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        rows = rows / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    return rows.sum() / sequences * dp_size
+
+
+def _denominator(name: str, given: Count | None, counted: torch.Tensor, dp_size: int, mode: str) -> Count:
+    if given is None:
+        if dp_size > 1:
+            raise ValueError(
+                f"agg_loss: loss_agg_mode={mode!r} with dp_size={dp_size} needs {name}, counted over the whole "
+                "mini-batch on all ranks before it is split; this rank's own count would weigh its tokens wrongly."
+            )
+        return counted.clamp(min=1)
+    return given.clamp(min=1) if isinstance(given, torch.Tensor) else max(given, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- policy losses
+
+
+def clipped_surrogate(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """PPO's clipped surrogate with asymmetric and dual clip, per token.
+
+    With r = exp(log_ratio): max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7), and where A < 0 at most
+    -A c (dual clip, arXiv:1912.09729, eq. 5): a bad action made very likely no longer dominates the batch.
+    All tensors (B, T). Returns (loss, whether the clip was active, whether the dual clip was active).
+    Raises ValueError unless clip_ratio_c > 1.
+    """
+    if clip_ratio_c <= 1.0:
+        raise ValueError(f"actor.clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    pessimistic = torch.maximum(plain, clipped)
+    bound = -advantages * clip_ratio_c
+    is_bounded = (advantages < 0) & (pessimistic > bound)
+    loss = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
+    return loss, clipped > plain, is_bounded
+
+
+def clip_range(config: Any) -> tuple[float, float]:
+    """(low, high) clip ranges of an actor's config: each falls back to clip_ratio where it is null."""
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+
+
+def masked_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """log_prob - old_log_prob within +-20; 0 under mask 0 before it is exponentiated: a NaN there has no gradient."""
+    log_ratio = torch.where(response_mask != 0, log_prob - old_log_prob, 0)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str, Metric]:
+    """Metrics that are means over valid tokens, moved to the host in one transfer. Each value: (B, T)."""
+    totals = torch.stack([masked_sum(value.detach().float(), response_mask) for value in values.values()])
+    host = torch.cat([totals, (response_mask != 0).sum()[None].to(totals.dtype)]).tolist()
+    return {name: Metric.mean(total, host[-1]) for name, total in zip(values, host[:-1], strict=True)}
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """PPO with asymmetric and dual clip: see `clipped_surrogate`.
+
+    old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: (B, T); the weights, if given, multiply the
+    token losses. config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_scale_factor.
+    batch_num_tokens, global_batch_size: of the whole mini-batch, see `agg_loss`.
+    Returns (scalar loss, metrics): pg_clipfrac, pg_clipfrac_lower (shares of tokens), ppo_kl (mean of old - new).
+    """
+    low, high = clip_range(config)
+    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, config.clip_ratio_c)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    loss = agg_loss(
+        losses,
+        response_mask,
+        loss_agg_mode,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    return loss, token_means(response_mask, pg_clipfrac=is_clipped, ppo_kl=-log_ratio, pg_clipfrac_lower=is_bounded)
+
+
+def compute_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of `compute_policy_loss_vanilla` for a mini-batch given whole, with verl's older signature.
+
+    All tensors (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
+    Raises ValueError if a clip range is neither given nor falls back to `cliprange`.
+    """
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ValueError("compute_policy_loss: give cliprange, or both cliprange_low and cliprange_high.")
+    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c)
+    return (
+        agg_loss(losses, response_mask, loss_agg_mode),
+        masked_mean(is_clipped.float(), response_mask),
+        masked_mean(-log_ratio, response_mask),
+        masked_mean(is_bounded.float(), response_mask),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- KL and entropy
+
+KL_ALIASES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def kl_penalty(
+    logprob: torch.Tensor,
+    ref_logprob: torch.Tensor,
+    kl_penalty: str,
+    response_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Estimate of KL(policy || reference) at each sampled token, with d = logprob - ref_logprob (B, T).
+
+      k1 (= kl)            d                  unbiased value; as a loss its gradient has expectation 0
+      abs                  |d|
+      k2 (= mse)           d^2 / 2            biased value, unbiased gradient
+      k3 (= low_var_kl)    exp(-d) + d - 1    unbiased value, low variance, biased gradient; within +-10, -d within +-20
+      any with "+"         that value, the gradient of k2 (http://joschu.net/blog/kl-approx.html)
+
+    With `response_mask`, d is 0 under mask 0, which also keeps a NaN there out of the gradient.
+    Raises NotImplementedError for "full" (needs whole distributions), ValueError for another unknown name.
+    """
+    name = kl_penalty.removesuffix("+")
+    if name == "full":
+        raise NotImplementedError("kl_penalty='full' needs the distributions over the vocabulary, not log-probs.")
+    if name not in KL_ALIASES:
+        known = ", ".join(KL_ALIASES)
+        raise ValueError(f"Unknown kl_penalty: {kl_penalty!r}. Expected one of {known}, with or without '+'.")
+    difference = logprob - ref_logprob
+    if response_mask is not None:
+        difference = torch.where(response_mask != 0, difference, 0)
+    value = _kl_estimate(difference, KL_ALIASES[name])
+    if not kl_penalty.endswith("+") or KL_ALIASES[name] == "k2":
+        return value
+    gradient = _kl_estimate(difference, "k2")
+    return value.detach() + gradient - gradient.detach()
+
+
+def _kl_estimate(difference: torch.Tensor, name: str) -> torch.Tensor:
+    match name:
+        case "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return 0.5 * difference.square()
+        case _:
+            inverse = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            return (inverse.exp() - inverse - 1).clamp(-10.0, 10.0)
+
+
+def apply_kl_penalty(
+    token_level_scores: torch.Tensor,
+    log_prob: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    kl_coef: float,
+    kl_penalty_type: str = "kl",
+) -> tuple[torch.Tensor, float]:
+    """Rewards with the KL to the reference model taken off: (token_level_scores - kl_coef * kl (B, T), mean KL).
+
+    All tensors (B, T). The mean KL, for the controller and `actor/reward_kl_penalty`, is the mean over sequences with a
+    valid token of each one's mean over its tokens.
+    """
+    with torch.no_grad():
+        divergence = kl_penalty(log_prob, ref_log_prob, kl_penalty_type, response_mask)
+        divergence = torch.where(response_mask != 0, divergence, 0)
+        lengths = (response_mask != 0).sum(dim=-1)
+        per_sequence = divergence.sum(dim=-1) / lengths.clamp(min=1)
+        mean_kl = float(per_sequence.sum() / (lengths > 0).sum().clamp(min=1))
+    return token_level_scores - kl_coef * divergence, mean_kl
+
+
+class FixedKLController:
+    """A KL coefficient that stays as it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to do: the coefficient is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """A KL coefficient that seeks a target: value *= 1 + clip(kl / target - 1, +-0.2) n_steps / horizon.
+
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2. `horizon` and `n_steps` are in sequences.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        super().__init__(init_kl_coef)
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(f"algorithm.kl_ctrl: target_kl={target_kl} and horizon={horizon} must both be above 0.")
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Moves the coefficient after a batch of `n_steps` sequences with mean KL `current_kl`."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+
+def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of softmax(logits) over the last dimension: (..., V) -> (...), differentiable."""
+    log_probs = torch.log_softmax(logits, dim=-1)
+    return -(log_probs.exp() * log_probs).sum(dim=-1)
