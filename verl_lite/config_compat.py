@@ -1,0 +1,403 @@
+"""What becomes of verl's own keys: kept, renamed, without effect here (and why), or refused (and why).
+
+Takes a key and a value as a verl script or YAML spells them, without the prefix `actor_rollout_ref.`; gives a
+`Verdict`. The whole table is data: when verl_lite gains an option of the same name in `config.py`, its line goes
+(a test says so). A key that ignoring would leave the results unchanged is accepted with a sentence; one that would
+change them is refused at any value but verl's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_lite.config_keys import is_interpolation
+
+PREFIX = "actor_rollout_ref"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with one verl key: `refusal` stops the run; else it is set as `target`, or dropped if that is None."""
+
+    target: str | None = None
+    value: Any = None
+    note: str | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """The same option under another name; `values` translates values that are spelt differently."""
+
+    to: str
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Accepted and dropped at any value, because results do not depend on it here."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Only:
+    """Accepted and dropped at these values (and null), refused at any other."""
+
+    harmless: tuple[Any, ...]
+    why: str
+    otherwise: str
+
+
+Rule = Renamed | NoEffect | Only
+
+_COMPILED = NoEffect("a matter of speed in verl; nothing is compiled here")
+_CHUNKED = NoEffect("log-probs and entropy are always computed in chunks; actor.log_prob_chunk_tokens is their size")
+_PROFILER = NoEffect("there is no profiler switch; timing_s/* is logged at every step")
+_MANAGER = Only(("naive",), "each sample is scored by itself", "the only manager here is naive")
+_CHECKPOINT = NoEffect("a checkpoint always holds model, optimizer and scheduler; export writes a HF folder")
+_TEXT_ONLY = NoEffect("only text models are trained here")
+_GLOBAL_MICRO = NoEffect(
+    "it counts over all devices, and results do not depend on it; "
+    "micro-batches follow the token budget, or the key of the same name with _per_gpu"
+)
+_ULYSSES = Only((1,), "no sequence parallelism is used", "sequence parallelism (Ulysses) is not here; leave it at 1")
+_STRATEGY = Only(("fsdp", "fsdp2"), "FSDP2 is always used", "the only training engine here is FSDP2")
+_MEGATRON = Only((), "", "Megatron is not here; the training engine is FSDP2 (actor.fsdp_config.*)")
+_OTHER_LOSS = NoEffect("it belongs to a policy loss other than the ones here; see actor.policy_loss.loss_mode")
+_MULTI_TURN = "multi-turn rollout is not here yet"
+_LORA = "LoRA is not here yet; all parameters are trained"
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+_WEIGHTS_FROM_TRAINER = NoEffect("the engine starts with dummy weights and always gets them from the trainer")
+
+
+def _fsdp_rules(section: str) -> dict[str, Rule]:
+    """The rules of one `fsdp_config` section; verl repeats it for actor, reference and critic."""
+    rules: dict[str, Rule] = {
+        "grad_offload": NoEffect("gradients live only inside the update"),
+        "offload_policy": NoEffect("param_offload and optimizer_offload say what is offloaded here"),
+        "forward_prefetch": _COMPILED,
+        "use_orig_params": NoEffect("a switch of FSDP1; FSDP2 always keeps the original parameters"),
+        "model_dtype": Only(
+            ("fp32", "float32"),
+            "weights are always held in fp32",
+            "weights are always held in fp32; mixed_precision.param_dtype is the dtype of computation",
+        ),
+        "dtype": Renamed(f"{section}.mixed_precision.param_dtype", _DTYPES),
+        "mixed_precision.buffer_dtype": NoEffect("buffers are kept as the model has them"),
+        "wrap_policy.transformer_layer_cls_to_wrap": NoEffect("the layers of the model are found without being named"),
+        "ulysses_sequence_parallel_size": _ULYSSES,
+        "entropy_from_logits_with_chunking": _CHUNKED,
+        "entropy_checkpointing": _CHUNKED,
+        "use_torch_compile": _COMPILED,
+        "full_determinism": NoEffect("the whole run is seeded by trainer.seed"),
+        "seed": NoEffect("trainer.seed is the root of every random number"),
+        "forward_only": NoEffect("roles know whether they train"),
+        "strategy": _STRATEGY,
+        "qat": Only((False,), "no quantisation-aware training is used", "quantisation-aware training is not here"),
+    }
+    return {f"{section}.{name}": rule for name, rule in rules.items()}
+
+
+_DATA: dict[str, Rule] = {
+    "data.tokenizer": Renamed("model.tokenizer_path"),
+    "data.trust_remote_code": Renamed("model.trust_remote_code"),
+    "data.use_shm": NoEffect("files are read where they lie"),
+    "data.reward_fn_key": Only(
+        ("data_source",), "the reward is chosen by the column data_source", "the reward is chosen by data_source only"
+    ),
+    "data.return_raw_input_ids": NoEffect("verl does not read it either"),
+    "data.return_raw_chat": NoEffect("the chat always travels with the batch, as raw_prompt"),
+    "data.return_full_prompt": NoEffect("the chat always travels with the batch, as raw_prompt"),
+    "data.dataloader_num_workers": NoEffect("prompts are read in the driver, which costs nothing beside a step"),
+    "data.validation_shuffle": NoEffect("validation averages over the set, so its order has no meaning"),
+    "data.image_key": _TEXT_ONLY,
+    "data.video_key": _TEXT_ONLY,
+    "data.audio_key": _TEXT_ONLY,
+    "data.image_patch_size": _TEXT_ONLY,
+    "data.return_multi_modal_inputs": _TEXT_ONLY,
+    "data.mm_processor_kwargs": _TEXT_ONLY,
+    "data.custom_cls": Only((), "", "dataset classes of your own are not here; write the rows as parquet or jsonl"),
+    "data.sampler": Only((), "", "samplers of your own are not here; order the rows and set data.shuffle=false"),
+    "data.datagen": Only((), "", "data generation during training is not here"),
+    "data.gen_batch_size": Only((), "", "generating more prompts than are trained on is not here yet"),
+    "data.tool_config_path": Only((), "", _MULTI_TURN),
+    "data.function_tool_path": Only((), "", _MULTI_TURN),
+}
+
+_MODEL: dict[str, Rule] = {
+    "model.use_shm": NoEffect("files are read where they lie"),
+    "model.external_lib": Only((), "", "import your code from a recipe instead"),
+    "model.custom_chat_template": Only((), "", "put the template into the tokenizer's folder (model.tokenizer_path)"),
+    "model.hf_config_path": Only((), "", "the config comes from model.path; model.override_config changes entries"),
+    "model.enable_activation_offload": NoEffect("activations are recomputed, not moved; it is a matter of memory only"),
+    "model.lora_rank": Only((0,), "no LoRA is used", _LORA),
+    "model.lora_alpha": NoEffect("no LoRA is used"),
+    "model.target_modules": NoEffect("no LoRA is used"),
+    "model.exclude_modules": NoEffect("no LoRA is used"),
+    "model.lora_adapter_path": Only((), "", _LORA),
+    "model.lora.rank": Only((0,), "no LoRA is used", _LORA),
+    "model.lora": NoEffect("no LoRA is used"),
+    "model.use_liger": NoEffect("fused kernels change speed only, and none are used"),
+    "model.use_fused_kernels": _CHUNKED,
+    "model.fused_kernel_options": _CHUNKED,
+    "model.tiled_mlp": NoEffect("a matter of memory only"),
+    "model.mtp.enable": Only((False,), "no multi-token prediction is used", "multi-token prediction is not here"),
+    "model.mtp": NoEffect("no multi-token prediction is used"),
+    "model.use_prefix_grouper": NoEffect("a matter of speed only"),
+}
+
+_ACTOR: dict[str, Rule] = {
+    "actor.strategy": _STRATEGY,
+    "actor.grad_clip": Renamed("actor.optim.clip_grad"),
+    "actor.use_remove_padding": Renamed("model.use_remove_padding"),
+    "actor.optim.warmup_style": Renamed("actor.optim.lr_scheduler_type"),
+    "actor.optim.total_training_steps": NoEffect("the scheduler is told the number of steps by the trainer"),
+    "actor.optim.optimizer": Only(("AdamW",), "AdamW is always used", "the only optimizer here is AdamW"),
+    "actor.optim.optimizer_impl": Only(("torch.optim",), "torch.optim is always used", "only torch.optim is used here"),
+    "actor.optim.override_optimizer_config": Only(({},), "", "set betas, eps and weight_decay under actor.optim"),
+    "actor.ppo_micro_batch_size": _GLOBAL_MICRO,
+    "actor.use_torch_compile": _COMPILED,
+    "actor.use_fused_kernels": _CHUNKED,
+    "actor.entropy_from_logits_with_chunking": _CHUNKED,
+    "actor.entropy_checkpointing": _CHUNKED,
+    "actor.calculate_sum_pi_squared": NoEffect("a diagnostic metric that is not logged here"),
+    "actor.sum_pi_squared_checkpointing": NoEffect("a diagnostic metric that is not logged here"),
+    "actor.ulysses_sequence_parallel_size": _ULYSSES,
+    "actor.use_prefix_grouper": NoEffect("a matter of speed only"),
+    "actor.use_rollout_log_probs": Only((False,), "old log-probs are the trainer's", "it is not here yet"),
+    "actor.data_loader_seed": NoEffect("trainer.seed is the root of every random number"),
+    "actor.rollout_n": NoEffect("rollout.n is the only place"),
+    "actor.load_weight": NoEffect("weights are always loaded"),
+    "actor.freeze_vision_tower": _TEXT_ONLY,
+    "actor.tau_pos": _OTHER_LOSS,
+    "actor.tau_neg": _OTHER_LOSS,
+    "actor.policy_loss.clip_cov_ratio": _OTHER_LOSS,
+    "actor.policy_loss.clip_cov_lb": _OTHER_LOSS,
+    "actor.policy_loss.clip_cov_ub": _OTHER_LOSS,
+    "actor.policy_loss.kl_cov_ratio": _OTHER_LOSS,
+    "actor.policy_loss.ppo_kl_coef": _OTHER_LOSS,
+    "actor.policy_loss.rollout_correction": _OTHER_LOSS,
+    "actor.router_replay.mode": Only(("disabled",), "no router replay is used", "router replay is not here"),
+    "actor.router_replay": NoEffect("no router replay is used"),
+    "actor.qat": Only((False,), "no quantisation-aware training is used", "quantisation-aware training is not here"),
+    "actor.engine": NoEffect("FSDP2 is always used"),
+    "actor.megatron": _MEGATRON,
+    "actor.veomni": _MEGATRON,
+    "actor.checkpoint": _CHECKPOINT,
+    "actor.profiler": _PROFILER,
+    **_fsdp_rules("actor.fsdp_config"),
+}
+
+_REF: dict[str, Rule] = {
+    "ref.strategy": _STRATEGY,
+    "ref.model": Only((), "", "the reference is always the policy before training (model.path)"),
+    "ref.use_torch_compile": _COMPILED,
+    "ref.log_prob_micro_batch_size": _GLOBAL_MICRO,
+    "ref.ulysses_sequence_parallel_size": _ULYSSES,
+    "ref.entropy_from_logits_with_chunking": _CHUNKED,
+    "ref.entropy_checkpointing": _CHUNKED,
+    "ref.use_fused_kernels": _CHUNKED,
+    "ref.rollout_n": NoEffect("rollout.n is the only place"),
+    "ref.load_weight": NoEffect("weights are always loaded"),
+    "ref.router_replay": NoEffect("no router replay is used"),
+    "ref.megatron": _MEGATRON,
+    "ref.veomni": _MEGATRON,
+    "ref.profiler": _PROFILER,
+    **_fsdp_rules("ref.fsdp_config"),
+}
+
+_ROLLOUT: dict[str, Rule] = {
+    "rollout.mode": Only(("sync", "async"), "the engine is always continuous", "known: sync and async"),
+    "rollout.load_format": _WEIGHTS_FROM_TRAINER,
+    "rollout.layered_summon": _WEIGHTS_FROM_TRAINER,
+    "rollout.do_sample": Only((True,), "training always samples", "training has to sample; rollout.val_kwargs is free"),
+    "rollout.repetition_penalty": Only((1, 1.0), "", "the trainer's log-probs know no such penalty; leave it at 1"),
+    "rollout.prompt_length": Only((), "", "say data.max_prompt_length, the only place"),
+    "rollout.response_length": Only((), "", "say data.max_response_length, the only place"),
+    "rollout.log_prob_micro_batch_size": _GLOBAL_MICRO,
+    "rollout.over_sample_rate": Only((0, 0.0), "verl does not read it either", "over-sampling with abort is not here"),
+    "rollout.multi_stage_wake_up": NoEffect("weights and KV cache always wake one after the other"),
+    "rollout.disable_log_stats": NoEffect("the engine's own statistics are never printed"),
+    "rollout.cudagraph_capture_sizes": NoEffect("say rollout.engine_kwargs.vllm.cudagraph_capture_sizes"),
+    "rollout.data_parallel_size": Only((1,), "", "engines = devices / tensor_model_parallel_size, without being told"),
+    "rollout.expert_parallel_size": Only((1,), "", "expert parallelism is not here"),
+    "rollout.pipeline_model_parallel_size": Only((1,), "", "pipeline parallelism is not here"),
+    "rollout.nnodes": Only((0,), "rollout shares the devices of the trainer", "separate rollout devices are not here"),
+    "rollout.n_gpus_per_node": NoEffect("rollout shares the devices of the trainer"),
+    "rollout.quantization": Only((), "", "quantised rollout is not here"),
+    "rollout.quantization_config_file": Only((), "", "quantised rollout is not here"),
+    "rollout.logprobs_mode": NoEffect("log-probs are always those of logits / temperature"),
+    "rollout.scheduling_policy": NoEffect("requests are served in order; a matter of speed only"),
+    "rollout.enable_sleep_mode": NoEffect("rollout.free_cache_engine says whether the engine sleeps"),
+    "rollout.skip_tokenizer_init": NoEffect("the engine never decodes; ids go in and come out"),
+    "rollout.limit_images": _TEXT_ONLY,
+    "rollout.use_fire_sampling": Only((False,), "", "it changes what is sampled, and is not here"),
+    "rollout.chat_scheduler": Only((), "", _MULTI_TURN),
+    "rollout.skip_rollout": Only((False,), "", "replaying dumped rollouts is not here"),
+    "rollout.skip.enable": Only((False,), "", "replaying dumped rollouts is not here"),
+    "rollout.skip": NoEffect("dumped rollouts are not replayed"),
+    "rollout.skip_dump_dir": NoEffect("dumped rollouts are not replayed"),
+    "rollout.skip_use_default_dir": NoEffect("dumped rollouts are not replayed"),
+    "rollout.full_determinism": NoEffect("every request has a seed of its own, derived from trainer.seed"),
+    "rollout.seed": NoEffect("every request has a seed of its own, derived from trainer.seed"),
+    "rollout.trace": _PROFILER,
+    "rollout.profiler": _PROFILER,
+    "rollout.prometheus": _PROFILER,
+    "rollout.mtp": NoEffect("no multi-token prediction is used"),
+    "rollout.enable_rollout_routing_replay": Only((False,), "", "router replay is not here"),
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": Renamed("rollout.update_weights_bucket_megabytes"),
+    "rollout.checkpoint_engine.backend": Only(("naive",), "weights never leave the process", "known: naive"),
+    "rollout.checkpoint_engine": NoEffect("weights never leave the process"),
+    "rollout.multi_turn.enable": Only((False,), "", _MULTI_TURN),
+    "rollout.multi_turn.tool_config_path": Only((), "", _MULTI_TURN),
+    "rollout.multi_turn.function_tool_path": Only((), "", _MULTI_TURN),
+    "rollout.multi_turn.interaction_config_path": Only((), "", _MULTI_TURN),
+    "rollout.multi_turn": NoEffect("rollout.multi_turn.enable is false: one turn per sample"),
+    "rollout.agent.agent_loop_config_path": Only((), "", _MULTI_TURN),
+    "rollout.agent.default_agent_loop": Only(("single_turn_agent",), "", _MULTI_TURN),
+    "rollout.agent.custom_async_server": Only((), "", "servers of your own are not here; register a rollout engine"),
+    "rollout.agent": NoEffect("samples are driven by the engine's own loop"),
+}
+
+_ALGORITHM: dict[str, Rule] = {
+    "algorithm.use_pf_ppo": Only((False,), "", "it is not here"),
+    "algorithm.pf_ppo": NoEffect("algorithm.use_pf_ppo is false"),
+    "algorithm.filter_groups.enable": Only((False,), "no groups are filtered", "dynamic sampling is not here yet"),
+    "algorithm.filter_groups": NoEffect("algorithm.filter_groups.enable is false"),
+    "algorithm.rollout_correction.rollout_is": Only((), "", "importance weights against the rollout are not here yet"),
+    "algorithm.rollout_correction.rollout_rs": Only((), "", "rejection of rollouts is not here yet"),
+    "algorithm.rollout_correction.bypass_mode": Only((False,), "", "it is not here yet"),
+    "algorithm.rollout_correction": NoEffect("no rollout correction is switched on"),
+    "algorithm.rollout_is": Only((False,), "", "importance weights against the rollout are not here yet"),
+    "actor.tis_imp_ratio_cap": Only((-1,), "", "importance weights against the rollout are not here yet"),
+    "critic": NoEffect("the chosen advantage estimator has no critic"),
+}
+
+_REWARD: dict[str, Rule] = {
+    "custom_reward_function.path": Renamed("reward.custom_reward_function.path"),
+    "custom_reward_function.name": Renamed("reward.custom_reward_function.name"),
+    "custom_reward_function.reward_kwargs": Renamed("reward.reward_kwargs"),
+    "reward.custom_reward_function.reward_kwargs": Renamed("reward.reward_kwargs"),
+    "reward.reward_kwargs.overlong_buffer_cfg.enable": Only((False,), "", "the overlong penalty is not here yet"),
+    "reward.reward_kwargs.overlong_buffer_cfg": NoEffect("the overlong penalty is off"),
+    "reward.reward_kwargs.max_resp_len": NoEffect("the overlong penalty, which reads it, is off"),
+    "reward.reward_manager.name": _MANAGER,
+    "reward.reward_manager.source": Only(("register",), "", "write a function: reward.custom_reward_function.path"),
+    "reward.reward_manager": NoEffect("each sample is scored by itself"),
+    "reward.reward_model.enable": Only((False,), "", "reward models are not here yet"),
+    "reward.reward_model": NoEffect("no reward model is used"),
+    "reward.sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
+    "reward.sandbox_fusion": NoEffect("no code sandbox is used"),
+    "sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
+    "sandbox_fusion": NoEffect("no code sandbox is used"),
+    "reward_model.enable": Only((False,), "", "reward models are not here yet"),
+    "reward_model.reward_manager": _MANAGER,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": Only((False,), "", "the overlong penalty is not here yet"),
+    "reward_model.reward_kwargs.overlong_buffer_cfg": NoEffect("the overlong penalty is off"),
+    "reward_model.reward_kwargs": Renamed("reward.reward_kwargs"),
+    "reward_model.overlong_buffer.enable": Only((False,), "", "the overlong penalty is not here yet"),
+    "reward_model.num_workers": Renamed("reward.num_workers"),
+    "reward_model.launch_reward_fn_async": NoEffect("rewards are always computed while other samples generate"),
+    "reward_model.sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
+    "reward_model": NoEffect("no reward model is used"),
+}
+
+_KEEP_ONE = {True: 1, "True": 1, "true": 1, False: None, "False": None, "false": None}
+_TRAINER: dict[str, Rule] = {
+    "trainer.remove_previous_ckpt_in_save": Renamed("trainer.max_actor_ckpt_to_keep", _KEEP_ONE),
+    "trainer.remove_previous_ckpt": Renamed("trainer.max_actor_ckpt_to_keep", _KEEP_ONE),
+    "trainer.max_critic_ckpt_to_keep": NoEffect("trainer.max_actor_ckpt_to_keep counts whole checkpoints"),
+    "trainer.default_hdfs_dir": Only((), "", "nothing is copied to HDFS; trainer.default_local_dir is the place"),
+    "trainer.del_local_ckpt_after_load": Only((False,), "", "a checkpoint is never deleted after loading it"),
+    "trainer.esi_redundant_time": Only((0,), "", "saving before a node's lease ends is not here"),
+    "trainer.ray_wait_register_center_timeout": NoEffect("verl does not read it either"),
+    "trainer.use_legacy_worker_impl": NoEffect("there is one implementation"),
+    "trainer.use_v1": NoEffect("there is one trainer"),
+    "trainer.v1.trainer_mode": Only(("sync",), "", "asynchronous training is not here; leave it at sync"),
+    "trainer.v1": NoEffect("training is synchronous"),
+    "trainer.profile_steps": _PROFILER,
+    "trainer.npu_profile": _PROFILER,
+    "trainer.controller_nsight_options": _PROFILER,
+    "trainer.worker_nsight_options": _PROFILER,
+    "global_profiler": _PROFILER,
+    "hybrid_engine": Only((True,), "trainer and engine always share devices", "separate rollout devices are not here"),
+    "nccl_timeout": NoEffect("verl does not read it either"),
+    "model_engine": Only(("dp", "fsdp", "fsdp2"), "FSDP2 is always used", "the only training engine here is FSDP2"),
+    "transfer_queue": NoEffect("batches go through Ray's object store"),
+    "distillation.enabled": Only((False,), "", "distillation is not here"),
+    "distillation": NoEffect("distillation is off"),
+    "hydra": NoEffect("hydra is not used"),
+    "ray_init.num_cpus": Renamed("ray_kwargs.ray_init.num_cpus"),
+    "ray_init.timeline_json_file": _PROFILER,
+    "ray_kwargs.timeline_json_file": _PROFILER,
+    "ray_kwargs.ray_init.num_gpus": NoEffect("trainer.n_gpus_per_node says how many devices are used"),
+    "ray_kwargs.ray_init.runtime_env.env_vars": Only(
+        ({},), "", "workers have the driver's environment: export the variable before the command"
+    ),
+    "ray_kwargs.ray_init.runtime_env": NoEffect("workers use the driver's interpreter, folder and environment"),
+}
+
+RULES: dict[str, Rule] = {**_DATA, **_MODEL, **_ACTOR, **_REF, **_ROLLOUT, **_ALGORITHM, **_REWARD, **_TRAINER}
+
+VALUES: dict[str, dict[Any, Any]] = {
+    "rollout.dtype": _DTYPES,
+    "actor.fsdp_config.mixed_precision.param_dtype": _DTYPES,
+    "actor.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
+    "ref.fsdp_config.mixed_precision.param_dtype": _DTYPES,
+    "ref.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
+}
+"""Values that verl spells differently, for keys that have the same name here."""
+
+LOGGERS = {"file": "jsonl"}
+"""Trackers that verl names differently."""
+
+
+def judge(name: str, value: Any) -> Verdict | None:
+    """The verdict on a verl key that is not a key here; None when verl does not have it either.
+
+    name: dotted, without `actor_rollout_ref.`; a rule for `critic` holds for everything below it.
+    """
+    parts = name.split(".")
+    if parts[-1] == "_target_":
+        return Verdict()
+    for depth in range(len(parts), 0, -1):
+        rule = RULES.get(".".join(parts[:depth]))
+        if rule is not None:
+            return _apply(rule, name, ".".join(parts[depth:]), value)
+    return None
+
+
+def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:
+    """A value (of the right type) as it is spelt here, and a note where the meaning differs from verl's."""
+    if name == "trainer.logger":
+        renamed = [LOGGERS.get(entry, entry) for entry in value]
+        return renamed, "trainer.logger: verl's file tracker is called jsonl here" if renamed != value else None
+    table = VALUES.get(name, {})
+    if isinstance(value, str) and value in table:
+        return table[value], None
+    if name == "trainer.save_freq" and value == -1:
+        return value, "trainer.save_freq=-1: a checkpoint is still saved at the end; 0 = never"
+    return value, None
+
+
+def _apply(rule: Rule, name: str, rest: str, value: Any) -> Verdict:
+    shown = f"{name}={value}"
+    if isinstance(rule, NoEffect):
+        return Verdict(note=f"{shown} has no effect here: {rule.why}")
+    if isinstance(rule, Renamed):
+        target = f"{rule.to}.{rest}" if rest else rule.to
+        known = rule.values.get(value, value) if isinstance(value, str | bool | int) else value
+        if known is None:
+            return Verdict()
+        return Verdict(target=target, value=known, note=f"{name} is called {target} here: {target}={known}")
+    if value is None or is_interpolation(value) or value in rule.harmless:
+        # verl's own default, or a reference to a key that is judged by itself.
+        return Verdict(note=f"{shown} has no effect here: {rule.why}" if rule.why and value is not None else None)
+    expected = " or ".join(str(h).lower() if isinstance(h, bool) else str(h) for h in (*rule.harmless, "null"))
+    return Verdict(
+        refusal=f"{shown} is an option of verl that would change the run: {rule.otherwise}. Accepted: {expected}"
+    )

@@ -1,0 +1,353 @@
+"""From a command line to a checked `PPOConfig`: defaults < recipe < files < command line, each value with its source.
+
+Takes the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value`, `++key=value`, `~key`,
+`--config FILE`); gives a `LoadedConfig`. verl's spellings are accepted (`config_compat`). A key that does not exist
+or a value of the wrong type is an error wherever it stands, and all errors of a command line are shown together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_lite import config_compat
+from verl_lite.config import PPOConfig
+from verl_lite.config_checks import validate
+from verl_lite.config_keys import (
+    FREE_DICTS,
+    KEYS,
+    SECTIONS,
+    ConfigError,
+    Key,
+    WrongValue,
+    convert,
+    find,
+    is_interpolation,
+    join,
+    nearest,
+)
+from verl_lite.config_print import help_config, print_config, save_config
+from verl_lite.config_sources import (
+    COMMAND_LINE,
+    Action,
+    Assignment,
+    flatten,
+    parse_command_line,
+    read_files,
+    split_choices,
+)
+
+__all__ = ["ConfigError", "LoadedConfig", "help_config", "load_config", "print_config", "save_config"]
+__all__ += ["split_choices", "validate"]
+
+RecipeLoader = Callable[[str], dict[str, object]]
+DEFAULT_RECIPE = "quickstart"
+
+_PATHS = frozenset(
+    {
+        "data.train_files",
+        "data.val_files",
+        "model.path",
+        "model.tokenizer_path",
+        "reward.custom_reward_function.path",
+        "trainer.default_local_dir",
+        "trainer.resume_from_path",
+        "trainer.rollout_data_dir",
+        "trainer.validation_data_dir",
+    }
+)
+"""Keys whose values are paths: a leading ~/ is the home folder, as the shell leaves it in `key=~/data`."""
+
+_MICRO_BATCH = {
+    "actor.ppo_micro_batch_size_per_gpu": "actor.use_dynamic_bsz",
+    "ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_use_dynamic_bsz",
+    "rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_use_dynamic_bsz",
+}
+
+
+@dataclass
+class LoadedConfig:
+    """A configuration and where it comes from.
+
+    config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
+    key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
+    that were renamed or have no effect here. action: "print" for --print-config, "help" for --help-config.
+    """
+
+    config: PPOConfig
+    omega: DictConfig
+    provenance: dict[str, str]
+    notes: list[str]
+    action: Action = "run"
+
+
+@dataclass
+class _State:
+    """What the layers so far add up to; values holds leaves of the schema that differ from their default."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=lambda: dict.fromkeys(KEYS, "default"))
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig:
+    """Read a command line.
+
+    argv: the arguments, without the program. recipe_loader: from the name of a recipe to its overrides, nested or
+    with dotted keys; without it no recipe is read. `recipe` is `quickstart` where neither it nor `model.path` nor
+    `data.train_files` is given.
+
+    Raises:
+        ConfigError: every unknown key, wrong value, unreadable file or unresolved reference, together.
+    """
+    state = _State()
+    line = parse_command_line(argv)
+    if line.action == "help":
+        return _finish(_State(), line.action)
+    state.problems += line.problems
+    given = read_files(line.files, state.problems) + line.assignments
+    given = [accepted for assignment in given for accepted in _translate(assignment, state)]
+    recipe = _choose_recipe(given, recipe_loader, state)
+    layered = recipe + given
+    for assignment in _prefer_own_names(layered):
+        _assign(assignment, state)
+    _refuse_silent_critic(state)
+    _imply_fixed_micro_batches(state)
+    _name_experiment(state)
+    loaded = _finish(state, line.action)
+    if state.problems:
+        raise ConfigError(list(dict.fromkeys(state.problems)))
+    return loaded
+
+
+# --- recipe -----------------------------------------------------------------------------------------------------
+
+
+def _choose_recipe(given: list[Assignment], loader: RecipeLoader | None, state: _State) -> list[Assignment]:
+    """The recipe's assignments: the one named last, or the default one where neither model nor data is named."""
+    named = [assignment for assignment in given if assignment.path == ("recipe",)]
+    names = {join(assignment.path) for assignment in given if assignment.value not in (None, [], "???")}
+    recipe = None if not named or named[-1].value is None else str(named[-1].value)
+    if not named and not names & {"model.path", "data.train_files"} and loader is not None:
+        recipe = DEFAULT_RECIPE
+        state.values["recipe"] = recipe
+        state.provenance["recipe"] = "default, because neither model.path nor data.train_files is given"
+    if recipe is None or loader is None:
+        return []
+    try:
+        overrides = loader(recipe)
+    except ConfigError as error:
+        state.problems.extend(error.problems)
+        return []
+    recipe_source = f"recipe:{recipe}"
+    flat = flatten(overrides, (), recipe_source)
+    return [accepted for assignment in flat for accepted in _translate(assignment, state)]
+
+
+# --- one assignment ---------------------------------------------------------------------------------------------
+
+
+def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
+    """The assignment under this project's name: none if verl's key has no effect here or is refused."""
+    path = assignment.path[1:] if assignment.path[0] == config_compat.PREFIX else assignment.path
+    if not path:
+        state.problems.append(f"{assignment.shown()}: {config_compat.PREFIX} is a group of options")
+        return []
+    value = _strip_prefix(assignment.value)
+    assignment = replace(assignment, path=path, value=value)
+    if value == "???":  # verl's mark for "to be given"
+        return []
+    name = ".".join(path)
+    if name in KEYS:
+        return [assignment]
+    verdict = None if assignment.reset else config_compat.judge(name, value)
+    if verdict is None:
+        return [assignment]
+    state.notes += [verdict.note] if verdict.note and verdict.note not in state.notes else []
+    if verdict.refusal is not None:
+        state.problems.append(f"{verdict.refusal} ({assignment.source})")
+    if verdict.target is None:
+        if path[0] == "critic" and value is not None and assignment.source == COMMAND_LINE:
+            state.provenance["critic"] = assignment.shown()
+        return []
+    source = f"{assignment.source}, as {name}"
+    raw = assignment.raw if verdict.value == value else None
+    return [replace(assignment, path=tuple(verdict.target.split(".")), value=verdict.value, raw=raw, source=source)]
+
+
+def _strip_prefix(value: Any) -> Any:
+    """References such as `${actor_rollout_ref.actor.optim.lr}` in the shorter spelling."""
+    if is_interpolation(value):
+        return re.sub(rf"(?<=[{{:,]){config_compat.PREFIX}\.", "", value)
+    if isinstance(value, list):
+        return [_strip_prefix(item) for item in value]
+    return value
+
+
+def _prefer_own_names(assignments: list[Assignment]) -> list[Assignment]:
+    """Without the renamed keys that the same source also gives under the name they have here."""
+    own = {(join(a.path), a.source) for a in assignments}
+    return [a for a in assignments if (join(a.path), a.source.split(", as ")[0]) not in own or ", as " not in a.source]
+
+
+def _assign(assignment: Assignment, state: _State) -> None:
+    """Set, reset or delete one leaf, or note what is wrong with it."""
+    found = find(assignment.path)
+    if found is None:
+        name = ".".join(assignment.path)
+        if name in SECTIONS and assignment.reset:
+            for member in KEYS.values():
+                if member.name.startswith(name + "."):
+                    _reset(member, state)
+        elif name in SECTIONS:
+            state.problems.append(f"{assignment.shown()}: {name} is a group of options, such as {_members(name)}")
+        else:
+            state.problems.append(_unknown(assignment))
+        return
+    key, rest = found
+    if assignment.reset and not rest:
+        _reset(key, state)
+    elif rest:
+        _assign_free(assignment, key, rest, state)
+    else:
+        try:
+            value = convert(key, assignment.value, assignment.raw)
+        except WrongValue as error:
+            state.problems.append(
+                f"{assignment.shown()}: {error}; {key.name} is {key.describe()}, for example {key.example()}"
+            )
+            return
+        if key.kind == "dict":
+            return
+        value, note = config_compat.same_meaning(key.name, value)
+        state.notes += [note] if note else []
+        state.values[key.name] = _expand(value) if key.name in _PATHS else value
+        state.provenance[key.name] = assignment.source
+
+
+def _assign_free(assignment: Assignment, key: Key, rest: Path, state: _State) -> None:
+    """Set or delete an entry below a free dictionary."""
+    entries = state.values.setdefault(key.name, {})
+    for part in rest[:-1]:
+        inner = entries.get(part) if assignment.reset else entries.setdefault(part, {})
+        if not isinstance(inner, dict):
+            state.problems.append(f"{assignment.shown()}: {part} is not a mapping, so nothing can be below it")
+            return
+        entries = inner
+    name = join((*key.path, *rest))
+    if not assignment.reset:
+        entries[rest[-1]] = assignment.value
+        for old in [known for known in state.provenance if known.startswith(name + ".")]:
+            del state.provenance[old]
+        state.provenance[name] = assignment.source
+    elif rest[-1] in entries:
+        del entries[rest[-1]]
+        for old in [known for known in state.provenance if known == name or known.startswith(name + ".")]:
+            del state.provenance[old]
+    else:
+        state.problems.append(f"~{name}: there is no such entry to delete")
+
+
+def _reset(key: Key, state: _State) -> None:
+    state.values.pop(key.name, None)
+    for old in [known for known in state.provenance if known.startswith(key.name + ".")]:
+        del state.provenance[old]
+    state.provenance[key.name] = "default"
+
+
+def _unknown(assignment: Assignment) -> str:
+    name = ".".join(assignment.path)
+    suggestions = nearest(name)
+    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "--help-config lists all keys."
+    created = f" (+ creates keys only below {', '.join(FREE_DICTS)})" if assignment.created else ""
+    if assignment.reset:
+        return f"~{name}: there is no such key; {hint}"
+    return f"{assignment.shown()}: there is no such key; {hint}{created}"
+
+
+def _members(section: str) -> str:
+    return ", ".join([key for key in KEYS if key.startswith(section + ".")][:3])
+
+
+def _expand(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expand(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+# --- what follows from what was given -----------------------------------------------------------------------------
+
+
+def _rank(source: str) -> int:
+    """The layer of a source: default, recipe, file, command line."""
+    order = ("default", "recipe:", "file:", COMMAND_LINE)
+    return next((rank for rank, start in enumerate(order) if source.startswith(start)), 0)
+
+
+def _imply_fixed_micro_batches(state: _State) -> None:
+    """As in verl, a micro-batch size asks for micro-batches of that size, unless use_dynamic_bsz is said as well."""
+    for size, dynamic in _MICRO_BATCH.items():
+        if state.values.get(size) is None or _rank(state.provenance[size]) <= _rank(state.provenance[dynamic]):
+            continue
+        state.values[dynamic] = False
+        state.provenance[dynamic] = f"implied by {size}"
+        state.notes.append(f"{dynamic}=false, because {size}={state.values[size]} is given")
+
+
+def _refuse_silent_critic(state: _State) -> None:
+    """verl's default estimator has a critic and this project's has none: `critic.*` alone must not mean GRPO."""
+    critic = state.provenance.pop("critic", None)
+    if critic and state.provenance["algorithm.adv_estimator"] == "default":
+        state.problems.append(
+            f"{critic}: there is no critic here yet, and without algorithm.adv_estimator verl would train one (gae); "
+            "say algorithm.adv_estimator=grpo if that is meant"
+        )
+
+
+def _name_experiment(state: _State) -> None:
+    if state.values.get("trainer.experiment_name") is None:
+        recipe = state.values.get("recipe") or "run"
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        # Two runs may start within one second in the same folder; their folders must differ.
+        state.values["trainer.experiment_name"] = f"{recipe}-{stamp}-{os.urandom(2).hex()}"
+        state.provenance["trainer.experiment_name"] = "made from recipe, date and time"
+
+
+def _finish(state: _State, action: Action) -> LoadedConfig:
+    """The dataclasses of what was gathered; references that lead nowhere become problems."""
+    omega = OmegaConf.structured(PPOConfig)
+    for name, value in state.values.items():
+        try:
+            OmegaConf.update(omega, name, value, merge=False, force_add=True)
+        except OmegaConfBaseException as error:
+            state.problems.append(f"{name}={value} ({state.provenance[name]}): {_first_line(error)}")
+    resolved = OmegaConf.structured(PPOConfig)
+    for name in KEYS:
+        try:
+            value = OmegaConf.select(omega, name, throw_on_resolution_failure=True)
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            OmegaConf.update(resolved, name, plain, merge=False, force_add=True)
+        except OmegaConfBaseException as error:
+            shown = state.values.get(name, KEYS[name].default)
+            state.problems.append(
+                f"{name}={shown} ({state.provenance.get(name, 'default')}) cannot be resolved: {_first_line(error)}"
+            )
+    provenance = {
+        name: source
+        for name, source in state.provenance.items()
+        if name not in FREE_DICTS or not state.values.get(name)
+    }
+    config = cast(PPOConfig, OmegaConf.to_object(resolved))
+    return LoadedConfig(config, omega, provenance, state.notes, action)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

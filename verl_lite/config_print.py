@@ -1,0 +1,82 @@
+"""A configuration as text: all values with their sources, the reference of all keys, and the file saved with a run."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from verl_lite.config_keys import KEYS, SECTIONS, Key, join
+
+if TYPE_CHECKING:
+    from verl_lite.config_loader import LoadedConfig
+
+_COMMENT_COLUMN = 64
+
+
+def print_config(loaded: LoadedConfig) -> str:
+    """YAML of every option, resolved, with the source of each value behind it (`# command line`)."""
+    resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
+    lines = [f"# {note}" for note in loaded.notes]
+    lines += _render(resolved, (), loaded.provenance)
+    return "\n".join(lines) + "\n"
+
+
+def save_config(loaded: LoadedConfig, path: str | Path) -> Path:
+    """Write `print_config(loaded)`; `--config PATH` reads it back to the same configuration."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(print_config(loaded), encoding="utf-8")
+    return path
+
+
+def help_config() -> str:
+    """Every key with its type, default and sentence, by section."""
+    lines = ["Options are key=value; verl's prefix actor_rollout_ref. may be given or left out."]
+    section: tuple[str, ...] | None = None
+    for key in KEYS.values():
+        if key.path[:-1] != section:
+            section = key.path[:-1]
+            lines += ["", f"{'.'.join(section)}:" if section else "top level:"]
+        default = _scalar(key.default) if not isinstance(key.default, list | dict) else _flow(key.default)
+        lines.append(f"  {key.name} = {default}   ({_type_name(key)})")
+        lines += textwrap.wrap(key.doc, 110, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def _type_name(key: Key) -> str:
+    name = f"list of {key.item}" if key.kind == "list" else key.kind
+    return name + (" or null" if key.optional else "")
+
+
+def _render(node: Any, path: tuple[str, ...], provenance: dict[str, str]) -> list[str]:
+    lines: list[str] = []
+    for name, value in node.items():
+        here = (*path, str(name))
+        indent = "  " * len(path)
+        dotted = join(here)
+        if isinstance(value, dict) and value and (dotted in SECTIONS or dotted not in provenance):
+            lines.append(f"{indent}{_scalar(str(name))}:")
+            lines += _render(value, here, provenance)
+        else:
+            text = f"{indent}{_scalar(str(name))}: {_flow(value)}"
+            lines.append(f"{text:<{_COMMENT_COLUMN}} # {provenance.get(dotted, 'default')}")
+    return lines
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    """One value as YAML on one line, such that OmegaConf's loader reads the same type back (1e-06 needs its dot)."""
+    if isinstance(value, float):
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).strip()
+    return text.removesuffix("...").strip()

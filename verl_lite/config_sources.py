@@ -1,0 +1,215 @@
+"""The sources of a configuration cut into single assignments: a command line, YAML files, the mapping of a recipe.
+
+Takes arguments or file names; gives `Assignment`s, each `key=value` with where it stands. Whether the key exists and
+the value fits is not decided here: that is `config_loader`'s part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import Any, Literal, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_lite.config_compat import PREFIX
+from verl_lite.config_keys import SECTIONS, Path, find, join, split
+
+COMMAND_LINE = "command line"
+Action = Literal["run", "print", "help"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One `key=value` of one source; `raw` is its text on a command line, `reset` the operator ~."""
+
+    path: Path
+    value: Any
+    source: str
+    raw: str | None = None
+    reset: bool = False
+    created: bool = False
+
+    def shown(self) -> str:
+        return f"{join(self.path)}={self.raw if self.raw is not None else self.value} ({self.source})"
+
+
+@dataclass
+class CommandLine:
+    """A command line in its parts: files to overlay in order, assignments, what is asked for, what is wrong."""
+
+    files: list[str] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
+    action: Action = "run"
+    problems: list[str] = field(default_factory=list)
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+def parse_command_line(argv: Iterable[str]) -> CommandLine:
+    """Cut a command line into its parts; nothing is raised, problems are listed."""
+    line = CommandLine()
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument in ("--help-config", "--help", "-h"):
+            line.action = "help"
+        elif argument == "--print-config":
+            line.action = "print" if line.action == "run" else line.action
+        elif argument == "--config" or argument.startswith("--config="):
+            name = argument.partition("=")[2] if "=" in argument else next(arguments, "")
+            if name:
+                line.files.append(name)
+            else:
+                line.problems.append("--config needs a file: --config run.yaml")
+        elif argument.startswith("-"):
+            line.problems.append(
+                f"{argument} is not known; options are key=value, and the switches --config FILE, "
+                "--print-config and --help-config"
+            )
+        else:
+            line.assignments.extend(_parse_override(argument, line.problems))
+    return line
+
+
+def _parse_override(argument: str, problems: list[str]) -> Iterator[Assignment]:
+    """`key=value`, `+key=value`, `++key=value` or `~key` as assignments (several if the value is a mapping)."""
+    body = argument.lstrip("+~") if argument.strip() else ""
+    operator = argument[: len(argument) - len(body)]
+    name, equals, raw = _cut_at_equals(body)
+    if operator not in ("", "+", "++", "~") or (not equals and operator != "~"):
+        hint = "; is there a blank after a backslash at the end of a line?" if not argument.strip() else ""
+        problems.append(f"{argument!r} is not key=value{hint}")
+        return
+    if "@" in name:
+        problems.append(f"{argument}: config groups belong to hydra; set single keys, or use --config FILE")
+        return
+    try:
+        path = split(name)
+    except ValueError as error:
+        problems.append(str(error))
+        return
+    if operator == "~":
+        yield Assignment(path, None, COMMAND_LINE, reset=True)
+        return
+    value = parse_value(raw)
+    assignment = Assignment(path, value, COMMAND_LINE, raw, created=bool(operator))
+    if isinstance(value, dict) and value and leaf_kind(path) != "str":
+        for below in flatten(value, path, COMMAND_LINE):
+            yield replace(below, created=bool(operator))
+    elif _is_several_choices(raw) and leaf_kind(path) not in ("list", "dict", None):
+        problems.append(
+            f"{argument}: several values for one key are for sweeps; here give one value"
+            + (f", or put it in quotes: '{name}=\"{raw}\"'" if leaf_kind(path) == "str" else "")
+        )
+    else:
+        yield assignment
+
+
+def _cut_at_equals(text: str) -> tuple[str, str, str]:
+    """(key, "=", value) at the first equals sign outside quotes; the last two empty where there is none."""
+    match = re.match(r"""((?:[^="']|"[^"]*"|'[^']*')*)=""", text)
+    return (match.group(1), "=", text[match.end() :]) if match else (text, "", "")
+
+
+def parse_value(raw: str) -> Any:
+    """The text of a command line as YAML in OmegaConf's dialect (`1e-6` is a number); what is not YAML stays text."""
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + raw]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return raw
+    return cast(dict[str, Any], parsed)["value"]
+
+
+def split_choices(raw: str) -> list[str]:
+    """`a,b,[c,d]` -> `a`, `b`, `[c,d]`: cut at the commas outside quotes and brackets."""
+    choices, depth, quote, start = [], 0, "", 0
+    for position, character in enumerate(raw):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        elif character == "," and depth == 0:
+            choices.append(raw[start:position].strip())
+            start = position + 1
+    return [*choices, raw[start:].strip()]
+
+
+def _is_several_choices(raw: str) -> bool:
+    return len(split_choices(raw)) > 1
+
+
+def leaf_kind(path: Path) -> str | None:
+    """The kind of the leaf, "free" below a free dictionary, None for a key that is not in the schema."""
+    stripped = path[1:] if path[0] == PREFIX else path
+    found = find(stripped)
+    if found is None:
+        return None
+    return "free" if found[1] else found[0].kind
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def read_files(names: Iterable[str], problems: list[str]) -> list[Assignment]:
+    """The assignments of YAML files, in order; a file's `base: other.yaml` (relative to it) comes before it."""
+    return [assignment for name in names for assignment in _read_file(FilePath(name), name, problems, ())]
+
+
+def _read_file(path: FilePath, shown: str, problems: list[str], including: tuple[FilePath, ...]) -> list[Assignment]:
+    """The assignments of one YAML file, after those of the files that its `base` names."""
+    path = path.expanduser()
+    source = f"file:{shown}"
+    if path.resolve() in including:
+        problems.append(f"{shown} includes itself through base:")
+        return []
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        problems.append(f"--config: there is no file {path.absolute()}")
+        return []
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        problems.append(f"--config: {path.absolute()} cannot be read: {error}")
+        return []
+    if not isinstance(content, dict):
+        problems.append(f"--config: {path.absolute()} is a list; a mapping of keys to values is expected")
+        return []
+    bases = content.pop("base", None) or []
+    if content.pop("defaults", None) is not None:
+        problems.append(f"{shown}: a defaults list belongs to hydra; name the file underneath with base: FILE")
+    assignments: list[Assignment] = []
+    for base in [bases] if isinstance(bases, str) else bases:
+        assignments += _read_file(
+            path.parent / FilePath(base).expanduser(), base, problems, (*including, path.resolve())
+        )
+    try:
+        return assignments + list(flatten(content, (), source))
+    except ValueError as error:
+        problems.append(f"{shown}: {error}")
+        return assignments
+
+
+def flatten(mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
+    """The leaves of nested mappings; a key with dots is a path, except below a free dictionary."""
+    for key, value in mapping.items():
+        stripped = prefix[1:] if prefix[:1] == (PREFIX,) else prefix
+        below_free = find(stripped) is not None
+        path = (*prefix, *((str(key),) if below_free else split(str(key))))
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, path, source)
+        elif not isinstance(value, Mapping) or leaf_kind(path) == "free" or not _is_known_group(path):
+            yield Assignment(path, value, source)
+
+
+def _is_known_group(path: Path) -> bool:
+    """An empty mapping at a section or a free dictionary says nothing."""
+    stripped = path[1:] if path[0] == PREFIX else path
+    return not stripped or ".".join(stripped) in SECTIONS or leaf_kind(path) == "dict"
