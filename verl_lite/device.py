@@ -1,0 +1,120 @@
+"""CPU and CUDA behind one face: the only file that knows which of the two a run uses.
+
+Gives the device, the communication backend, dtypes, memory figures, core counts and seeds. Everything else in the project
+takes a `torch.device` and works on both.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+GIB = 1 << 30
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def get_device(name: str = "auto") -> torch.device:
+    """The device of this process: `auto` is CUDA where a device is visible, else the CPU.
+
+    A worker process sees the one CUDA device it was given (Ray sets CUDA_VISIBLE_DEVICES); with several visible the
+    launcher's LOCAL_RANK tells which. Raises ValueError for an unknown name or CUDA without a device.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"trainer.device={name!r}: expected auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("trainer.device='cuda': no CUDA device is visible here; set trainer.device=cpu or auto")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def dist_backend(device: torch.device) -> str:
+    """Backend of torch.distributed for tensors on `device`; on CUDA host tensors can be sent too."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def visible_devices(device_type: str) -> int:
+    """Devices that this machine offers: CUDA devices, or cores for the CPU."""
+    return torch.cuda.device_count() if device_type == "cuda" else cpu_count()
+
+
+def cpu_count() -> int:
+    """Cores this process may use: the smaller of its affinity mask and its cgroup's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _cgroup_cores()))
+
+
+def _cgroup_cores() -> int:
+    """Cores of the cgroup quota (version 2, then 1), rounded up; a large number where there is none."""
+    unlimited = 1 << 20
+    modern = Path("/sys/fs/cgroup/cpu.max")
+    if modern.is_file():
+        quota, period = modern.read_text().split()[:2]
+        return unlimited if quota == "max" else math.ceil(int(quota) / int(period))
+    folder = Path("/sys/fs/cgroup/cpu")
+    if (folder / "cpu.cfs_quota_us").is_file():
+        quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+        return unlimited if quota_us < 0 else math.ceil(quota_us / int((folder / "cpu.cfs_period_us").read_text()))
+    return unlimited
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that a config name stands for: `auto` is bf16 on CUDA and fp32 on a CPU. ValueError if unknown."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r}: expected auto, fp32 or bf16")
+    return DTYPES[name]
+
+
+def device_memory(device: torch.device) -> dict[str, float]:
+    """Memory of this process in GiB, under verl's metric names (without the role in front).
+
+    host_rss_gb always; on CUDA also the peak allocated and reserved since the last `reset_peak_memory`.
+    """
+    figures = {"host_rss_gb": host_rss_bytes() / GIB}
+    if device.type == "cuda":
+        figures["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / GIB
+        figures["max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / GIB
+    return figures
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new measurement of peak memory (CUDA only)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def host_rss_bytes() -> int:
+    """Resident memory of this process."""
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives cached device memory back (CUDA only)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
