@@ -1,0 +1,87 @@
+"""The job of `bench step`, the same for both sides: a random 1.06M-parameter Qwen2, 16 prompts of 16 tokens, a reward.
+
+Uniform: every answer has exactly 32 tokens. Skewed: the vocabulary has 32 tokens and the weights are nearly uniform, so
+each token is the end of text with probability 1/32: lengths are geometric, about 27 in the mean, at most 96. The learning rate
+is small enough that the lengths stay what they are. The reward depends on the text in a way that varies in every group.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+PROMPTS_PER_STEP, SAMPLES = 16, 8
+PROMPT_TOKENS = 16
+LEARNING_RATE = 1e-6
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long answers are: exactly `maximum` tokens (uniform) or geometric up to it (skewed)."""
+
+    name: str
+    maximum: int
+    exact: bool
+
+
+UNIFORM, SKEWED = Lengths("uniform", 32, True), Lengths("skewed", 96, False)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+    """A number in [0, 1) that depends on every character."""
+    return (zlib.crc32(solution_str.encode()) % 1000) / 1000
+
+
+def make_task(folder: Path) -> None:
+    """Writes model/, train.parquet (our row schema) and prompts.json (for the peer) into `folder`."""
+    import torch
+    from datasets import Dataset
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    vocab = ["<|endoftext|>", "<|im_end|>", *LETTERS]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(vocab)},
+        merges=[],
+        unk_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    )
+    config = Qwen2Config(
+        vocab_size=len(vocab),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    model = folder / "model"
+    Qwen2ForCausalLM(config).save_pretrained(model)
+    GenerationConfig(eos_token_id=1, pad_token_id=0, do_sample=True).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    random = torch.Generator().manual_seed(1)
+    letters = [torch.randint(len(LETTERS), (PROMPT_TOKENS,), generator=random).tolist() for _ in range(2048)]
+    prompts = ["".join(LETTERS[letter] for letter in row) for row in letters]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    Dataset.from_list(
+        [
+            {
+                "data_source": "bench",
+                "prompt": [{"role": "user", "content": prompt}],
+                "ability": "none",
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": index, "split": "train"},
+            }
+            for index, prompt in enumerate(prompts)
+        ]
+    ).to_parquet(str(folder / "train.parquet"))
