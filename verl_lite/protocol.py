@@ -1,0 +1,510 @@
+"""DataProto: the one batch type, with the methods of verl's.
+
+A batch is tensors with a common first dimension (`batch`), numpy arrays of the same length for everything else
+(`non_tensor_batch`), and facts about the whole (`meta_info`). Results never share `meta_info` with their source; the
+methods that change a batch in place are those that verl's users rely on: `union`, `pop`, `rename`, `reorder`,
+`padding` and `to`. `a | b` is the union that leaves both as they were. Pickled, a batch carries no padding (`wire.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from verl_lite import wire
+
+Index = slice | list[int] | list[bool] | np.ndarray | torch.Tensor
+
+
+class BatchError(AssertionError, ValueError):
+    """Batches that do not fit together. Both a ValueError and, as in verl, an AssertionError."""
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a DataProto."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """A batch of rows. `batch` has one batch dimension; arrays in `non_tensor_batch` have its length."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Raises BatchError unless all columns have the same number of rows."""
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            raise BatchError(f"batch must have one batch dimension, found batch_size {tuple(self.batch.batch_size)}")
+        rows = len(self)
+        for name, value in self.non_tensor_batch.items():
+            if not isinstance(value, np.ndarray):
+                raise BatchError(f"non_tensor_batch[{name!r}] must be a numpy array, found {type(value).__name__}")
+            if value.ndim == 0 or len(value) != rows:
+                raise BatchError(f"non_tensor_batch[{name!r}] has shape {value.shape}, the batch has {rows} rows")
+
+    # -- making one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: dict[str, torch.Tensor] | TensorDict | None = None,
+        non_tensors: dict[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+    ) -> DataProto:
+        """A batch from tensors and from sequences of anything; neither dict is changed."""
+        if num_batch_dims != 1:
+            raise BatchError(f"num_batch_dims must be 1, found {num_batch_dims}")
+        sizes = {name: value.shape[0] if value.ndim else -1 for name, value in (tensors or {}).items()}
+        if len(set(sizes.values())) > 1 or -1 in sizes.values():
+            raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
+        batch = TensorDict(dict(tensors.items()), batch_size=[next(iter(sizes.values()))]) if tensors else None
+        arrays = {name: as_column(value) for name, value in (non_tensors or {}).items()}
+        return cls(batch, arrays, copy_meta(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
+        """A batch from one dict: tensors to `batch`, numpy arrays to `non_tensor_batch`."""
+        for name, value in data.items():
+            if not isinstance(value, torch.Tensor | np.ndarray):
+                raise ValueError(f"column {name!r} must be a tensor or a numpy array, found {type(value).__name__}")
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        arrays = {name: value for name, value in data.items() if isinstance(value, np.ndarray)}
+        return cls.from_dict(tensors, arrays, meta_info)
+
+    @classmethod
+    def from_packed(cls, packed: wire.Packed) -> DataProto:
+        """What `pack` packed."""
+        tensors: dict[str, Any] = packed.unpack()
+        arrays: dict[str, Any] = dict(packed.objects)
+        for name in [name for name in arrays if not isinstance(arrays[name], np.ndarray)]:
+            tensors[name] = arrays.pop(name)
+        has_batch = packed.meta["has_batch"]
+        batch = TensorDict(tensors, batch_size=[packed.rows]) if has_batch else None
+        return cls(batch, arrays, packed.meta["meta_info"])
+
+    def pack(self) -> wire.Packed:
+        """The wire format: real tokens only, sliceable by rows. The numbers are copies, the objects are not."""
+        tensors, objects = {}, dict(self.non_tensor_batch)
+        for name, value in (self.batch.items() if self.batch is not None else ()):
+            if isinstance(value, torch.Tensor) and wire.can_pack(value):
+                tensors[name] = value
+            else:
+                objects[name] = value
+        meta = {"meta_info": self.meta_info, "has_batch": self.batch is not None}
+        return wire.pack(tensors, objects, meta, len(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_packed, (type(self), self.pack())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        batch = None if self.batch is None else self.batch.clone()
+        return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
+
+    # -- reading it ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        for value in self.non_tensor_batch.values():
+            return value.shape[0] if isinstance(value, np.ndarray) and value.ndim else 0
+        return 0
+
+    def __contains__(self, name: str) -> bool:
+        return (self.batch is not None and name in self.batch.keys()) or name in self.non_tensor_batch
+
+    def __getitem__(self, item: int | np.integer | Index) -> Any:
+        """An int gives a DataProtoItem; a slice, list, array or tensor (indices or a bool mask) a DataProto."""
+        if isinstance(item, slice):
+            return self._rows(item)
+        if isinstance(item, list | np.ndarray) or (isinstance(item, torch.Tensor) and item.ndim):
+            return self.select_idxs(item)
+        if isinstance(item, int | np.integer | torch.Tensor):
+            row = int(item)
+            arrays = {name: value[row] for name, value in self.non_tensor_batch.items()}
+            return DataProtoItem(None if self.batch is None else self.batch[row], arrays, copy_meta(self.meta_info))
+        raise TypeError(f"a DataProto is indexed by int, slice, list, array or tensor, not {type(item).__name__}")
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """These columns only; None = all of a kind. Tensors are shared unless `deepcopy`."""
+        batch = self.batch
+        if batch is not None:
+            batch = batch.select(*batch_keys) if batch_keys is not None else batch.copy()
+        arrays = {k: v for k, v in self.non_tensor_batch.items() if _wanted(k, non_tensor_batch_keys)}
+        meta = {k: v for k, v in self.meta_info.items() if _wanted(k, meta_info_keys)}
+        result = type(self)(batch, arrays, copy_meta(meta))
+        return copy.deepcopy(result) if deepcopy else result
+
+    def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
+        """These rows, by indices or by a bool mask, as copies."""
+        index = torch.as_tensor(idxs)
+        index = index if index.dtype == torch.bool else index.long()
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        return self._rows(index)
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows [start:end:step]; tensors are views."""
+        return self._rows(slice(start, end, step))
+
+    def _rows(self, index: Any) -> DataProto:
+        on_host = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
+        arrays = {name: value[on_host] for name, value in self.non_tensor_batch.items()}
+        batch = self.batch
+        if batch is not None:
+            batch = batch[index.to(batch.device) if isinstance(index, torch.Tensor) and batch.device else index]
+        return type(self)(batch, arrays, copy_meta(self.meta_info))
+
+    # -- changing it in place --------------------------------------------------------------------------------------
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Take these columns out of this batch, in place; returns them as a batch. A missing one is a BatchError."""
+        own = list(self.batch.keys()) if self.batch is not None else []
+        for wanted, known in (
+            (batch_keys, own),
+            (non_tensor_batch_keys, list(self.non_tensor_batch)),
+            (meta_info_keys, list(self.meta_info)),
+        ):
+            missing = [name for name in wanted or () if name not in known]
+            if missing:
+                raise BatchError(f"cannot pop {missing}: this batch has {known}")
+        tensors: dict[str, Any] = {}
+        if self.batch is not None:
+            tensors = {name: self.batch.pop(name) for name in batch_keys or ()}
+        arrays = {name: self.non_tensor_batch.pop(name) for name in non_tensor_batch_keys or ()}
+        return type(self).from_dict(tensors, arrays, {name: self.meta_info.pop(name) for name in meta_info_keys or ()})
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Rename tensors, in place."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"rename needs as many new names as old ones, found {old} and {new}")
+        if self.batch is not None:
+            values = [self.batch.pop(name) for name in old]
+            self.batch.update(dict(zip(new, values, strict=True)))
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the other's columns and meta_info, in place. What both have must be equal, else BatchError."""
+        self.batch = union_tensor_dict(self.batch, other.batch)
+        self.non_tensor_batch = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        self.meta_info = _union_meta([self.meta_info, other.meta_info])
+        self.check_consistency()
+        return self
+
+    def __or__(self, other: DataProto) -> DataProto:
+        """The union as a new batch."""
+        return self.select().union(other)
+
+    def reorder(self, indices: torch.Tensor | np.ndarray | Sequence[int]) -> None:
+        """Put the rows in this order, in place."""
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Move the tensors, in place."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
+        """Append `padding_size` copies of the "first" or "last" row, in place and unmarked (verl's; prefer `pad`)."""
+        row = {"first": 0, "last": -1, "": -1}[padding_candidate] % max(len(self), 1)
+        self.reorder(list(range(len(self))) + [row] * padding_size)
+
+    # -- new batches from it ---------------------------------------------------------------------------------------
+
+    def pad(self, divisor: int) -> DataProto:
+        """A batch whose length is a multiple of `divisor`: this one, or one with copies of row 0 at the end.
+
+        Those rows have weight zero: `is_padding` (rows,) bool is True and `response_mask`, where present, is 0.
+        Raises BatchError where there is no row to copy.
+        """
+        rows = len(self)
+        missing = -rows % divisor
+        if missing == 0:
+            return self.select()
+        if rows == 0:
+            raise BatchError(f"an empty batch cannot be padded to a multiple of {divisor}")
+        padded = self.select_idxs(list(range(rows)) + [0] * missing)
+        if padded.batch is None:
+            padded.batch = TensorDict({}, batch_size=[rows + missing])
+        if "is_padding" not in padded.batch.keys():
+            device = next((value.device for value in padded.batch.values()), None)
+            padded.batch["is_padding"] = torch.zeros(rows + missing, dtype=torch.bool, device=device)
+        padded.batch["is_padding"][rows:] = True
+        if "response_mask" in padded.batch.keys():
+            padded.batch["response_mask"][rows:] = 0
+        return padded
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Each row `repeat_times` times: aabb with `interleave`, else abab."""
+        rows = torch.arange(len(self))
+        return self._rows(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> DataProto:
+        """Row i repeat_times[i] times."""
+        counts = torch.as_tensor(repeat_times, dtype=torch.long).flatten()
+        if len(counts) != len(self):
+            raise BatchError(f"repeat_times has {len(counts)} entries, the batch {len(self)} rows")
+        return self._rows(torch.arange(len(self)).repeat_interleave(counts))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """Each row becomes n_split rows: `split_keys` are cut along their second dimension, other columns repeat."""
+        rows = len(self) * n_split
+        repeated = self.repeat(n_split)
+        for name in split_keys or ():
+            if repeated.batch is not None and self.batch is not None and name in self.batch.keys():
+                value = self.batch[name]
+                repeated.batch[name] = value.reshape(rows, value.shape[1] // n_split, *value.shape[2:])
+            else:
+                array = self.non_tensor_batch[name]
+                repeated.non_tensor_batch[name] = array.reshape(rows, array.shape[1] // n_split, *array.shape[2:])
+        return repeated
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """`chunks` batches whose lengths differ by at most one, the longer ones first; views of the tensors."""
+        return [self.slice(start, stop) for start, stop in chunk_bounds(len(self), chunks)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Batches of `split_size` rows, the last perhaps shorter."""
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The batches one after another. meta_info["metrics"] becomes a dict of lists; other keys must agree."""
+        if not data:
+            raise ValueError("DataProto.concat needs at least one batch")
+        first = data[0]
+        batch: Any = first.batch
+        if batch is not None:
+            batches: list[Any] = [part.batch for part in data]
+            batch = torch.cat(batches, dim=0) if len(data) > 1 else batch.copy()
+        names = list(first.non_tensor_batch)
+        arrays = {name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in names}
+        return type(first)(batch, arrays, concat_meta([part.meta_info for part in data]))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches, `epochs` times over; drawn anew each epoch where dataloader_kwargs has shuffle=True."""
+        if len(self) % mini_batch_size:
+            raise BatchError(f"{len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}")
+        generator = torch.Generator()
+        if seed is not None:
+            generator.manual_seed(seed)
+        else:
+            generator.seed()
+        shuffle = (dataloader_kwargs or {}).get("shuffle", False)
+        for _ in range(epochs):
+            order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))
+            for rows in order.split(mini_batch_size):
+                yield self._rows(rows)
+
+    # -- other forms -----------------------------------------------------------------------------------------------
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        with open(filepath, "wb") as file:
+            pickle.dump(self, file, protocol=5)
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> DataProto:
+        """What `save_to_disk` wrote. A pickle: load only files that you trust."""
+        with open(filepath, "rb") as file:
+            return pickle.load(file)
+
+
+class DataProtoFuture:
+    """A batch that workers are still computing: what a method with blocking=False returns.
+
+    `get` waits for it. As an argument of another worker method it is resolved where that method runs, if its parts
+    fit that method's ranks one to one; otherwise here.
+
+    Args:
+        futures: one handle per part, in row order.
+        resolve: waits for handles and gives their values; raises what a worker raised.
+        collect: makes the batch out of the values.
+        padded: whether the parts hold rows that `collect` trims.
+    """
+
+    def __init__(
+        self,
+        futures: list[Any],
+        resolve: Callable[[list[Any]], list[Any]],
+        collect: Callable[[list[Any]], Any],
+        padded: bool = False,
+    ) -> None:
+        self.futures = futures
+        self.padded = padded
+        self._resolve = resolve
+        self._collect = collect
+        self._value: Any = None
+        self._ready = False
+
+    def get(self) -> Any:
+        """Waits; the same object each time."""
+        if not self._ready:
+            self._value = self._collect(self._resolve(self.futures))
+            self._ready = True
+        return self._value
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """(batch, rows added): rows from the start again, as often as needed, unmarked (verl's; see DataProto.pad)."""
+    missing = -len(data) % size_divisor
+    if missing == 0:
+        return data, 0
+    if len(data) == 0:
+        raise BatchError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
+    return data.select_idxs(np.arange(len(data) + missing) % len(data)), missing
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """The batch without its last `pad_size` rows."""
+    return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
+    """[start, stop) of each of `chunks` parts, as numpy.array_split cuts."""
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, found {chunks}")
+    size, extra = divmod(rows, chunks)
+    stops = [(i + 1) * size + min(i + 1, extra) for i in range(chunks)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def as_column(values: Any) -> np.ndarray:
+    """One array entry per row. Lists become object arrays: equal-length lists do not collapse into a matrix."""
+    if isinstance(values, np.ndarray):
+        return values
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
+def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
+    """Rows back to a batch."""
+    batches: list[Any] = [item.batch for item in items]
+    batch: Any = None if items[0].batch is None else torch.stack(batches)
+    arrays = {name: as_column([item.non_tensor_batch[name] for item in items]) for name in items[0].non_tensor_batch}
+    return DataProto(batch, arrays, copy_meta(items[0].meta_info))
+
+
+def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
+    """`first` with the columns of `second` added, in place; equal names need equal tensors (NaN equals NaN)."""
+    if first is None or second is None:
+        return second.copy() if second is not None else first
+    if first.batch_size != second.batch_size:
+        raise BatchError(f"cannot unite batches of {tuple(first.batch_size)} and {tuple(second.batch_size)} rows")
+    for name, value in second.items():
+        if name not in first.keys():
+            first[name] = value
+        elif not _same(first[name], value):
+            raise BatchError(f"column {name!r} is in both batches with different values")
+    return first
+
+
+def union_numpy_dict(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`first` with the columns of `second` added, in place; equal names need equal arrays (NaN equals NaN)."""
+    for name, value in second.items():
+        if name in first and not _same(first[name], value):
+            raise BatchError(f"non-tensor column {name!r} is in both batches with different values")
+        first[name] = value
+    return first
+
+
+def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parts' meta_info as one: "metrics" (a dict, or a list of them) to a dict of lists, others must be equal."""
+    metrics: dict[str, list[Any]] = {}
+    found = False
+    for meta in metas:
+        value = meta.get("metrics")
+        found = found or value is not None
+        for one in value if isinstance(value, list | tuple) else [value or {}]:
+            for name, entry in one.items():
+                metrics.setdefault(name, []).append(entry)
+    merged = _union_meta([{k: v for k, v in meta.items() if k != "metrics"} for meta in metas])
+    return merged | {"metrics": metrics} if found else merged
+
+
+def _union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for meta in metas:
+        for name, value in meta.items():
+            if name in merged and merged[name] is not value and not _same(merged[name], value):
+                raise BatchError(f"Conflicting values for meta_info key {name!r}: {merged[name]!r} and {value!r}")
+            merged[name] = value
+    return copy_meta(merged)
+
+
+def copy_meta(value: Any) -> Any:
+    """Containers are new, what is in them is shared."""
+    if type(value) is dict:
+        return {name: copy_meta(entry) for name, entry in value.items()}
+    if type(value) is list:
+        return [copy_meta(entry) for entry in value]
+    return value
+
+
+def _same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Deep equality in which NaN equals NaN and arrays compare by elements; cycles count as equal where they close."""
+    if a is b or (id(a), id(b)) in seen:
+        return True
+    if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
+        return False
+    seen = seen | {(id(a), id(b))}
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, TensorDict | dict):
+        return set(a.keys()) == set(b.keys()) and all(_same(a[name], b[name], seen) for name in a.keys())
+    if isinstance(a, np.ndarray):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.dtype != object:
+            return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+        return all(_same(x, y, seen) for x, y in zip(a.flat, b.flat, strict=True))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_same(x, y, seen) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _wanted(name: str, names: Sequence[str] | None) -> bool:
+    return names is None or name in names
+
+
+def _from_packed(cls: type[DataProto], packed: wire.Packed) -> DataProto:
+    return cls.from_packed(packed)
