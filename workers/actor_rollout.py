@@ -1,0 +1,193 @@
+"""The policy's worker: one training engine and one rollout engine that share a device, and the calls between them.
+
+Takes and gives `DataProto`; what it is made of (FSDP engine, rollout engine, loss, phases, weight sync) lives in files of
+its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from verl_lite.config import PPOConfig
+from verl_lite.device import compute_dtype, device_memory, dist_backend, get_device
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_lite.single_controller.worker import Worker
+from workers.engine.fsdp import FSDPEngine
+from workers.losses import actor_loss
+from workers.phase import Phase, process_phases
+from workers.policy.tokenizer import load_tokenizer, stop_token_ids
+from workers.reward_pool import RewardItem
+from workers.rollout.base import Completion, SamplingParams, build_rollout_engine
+from workers.rollout.single_turn import generate
+from workers.weight_sync import sync_weights
+
+
+class ActorRolloutWorker(Worker):
+    """Generates with the policy and trains it.
+
+    config: the whole configuration. total_training_steps: for the learning-rate schedule.
+    rewards: handle of the reward pool; finished samples are sent to it while others still generate.
+    """
+
+    def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.total_training_steps = total_training_steps
+        self.rewards = rewards
+        self.phases = process_phases()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left."""
+        config, model = self.config, self.config.model
+        assert model.path is not None
+        self.device = get_device(config.trainer.device)
+        self.init_process_group(dist_backend(self.device))
+        self.tokenizer = load_tokenizer(model)
+        self.engine = FSDPEngine(
+            model,
+            config.actor.fsdp_config,
+            config.actor.optim,
+            device=self.device,
+            total_training_steps=self.total_training_steps,
+            log_prob_chunk_tokens=config.actor.log_prob_chunk_tokens,
+            seed=config.trainer.seed,
+        )
+        self.phases.add(self.engine)
+        self.engine.move_out()
+        self.rollout = build_rollout_engine(
+            config.rollout.name,
+            model.path,
+            config.rollout,
+            max_model_len=config.rollout.max_model_len
+            or config.data.max_prompt_length + config.data.max_response_length,
+            device=self.device,
+            dtype=compute_dtype(config.rollout.dtype, self.device),
+            seed=config.trainer.seed,
+            override_config=model.override_config,
+            trust_remote_code=model.trust_remote_code,
+        )
+        self.phases.add(self.rollout)
+        tensor_parallel = config.rollout.tensor_model_parallel_size
+        self.register_mesh(
+            "rollout",
+            dp_rank=self.rank // tensor_parallel,
+            dp_size=self.world_size // tensor_parallel,
+            is_collect=self.rank % tensor_parallel == 0,
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answers each prompt once. Reads prompts, prompt_mask, uid, sample and what rewards need; writes token columns.
+
+        meta_info: sampling (`SamplingParams`), step, seed and `purpose`, which keys the rewards of this call.
+        """
+        self.phases.enter(Phase.ROLLOUT, self.rollout)
+        meta, started = prompts.meta_info, time.perf_counter()
+        sampling: SamplingParams = meta["sampling"]
+
+        def send_rewards(finished: list[tuple[int, Completion]]) -> None:
+            self.rewards.send("submit", [self._reward_item(prompts, row, done) for row, done in finished])
+
+        result = generate(
+            self.rollout,
+            prompts,
+            sampling=self._with_stop_tokens(sampling),
+            seed=meta["seed"],
+            step=meta["step"],
+            response_length=self.config.data.max_response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+            on_finished=send_rewards if self.is_collecting("rollout") else lambda finished: None,
+        )
+        seconds = time.perf_counter() - started
+        tokens = int(result.batch["response_mask"].sum())
+        result.meta_info["metrics"] = {
+            "rollout/tokens_per_second_per_gpu": Metric.mean(tokens, seconds),
+            "rollout/slowest_rank_seconds": Metric.max(seconds),
+            "rollout/mean_rank_seconds": Metric.mean(seconds, 1),
+        }
+        return result
+
+    def _with_stop_tokens(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, stop_token_ids=stop_token_ids(self.config.model, self.tokenizer))
+
+    def _reward_item(self, prompts: DataProto, row: int, done: Completion) -> RewardItem:
+        columns = prompts.non_tensor_batch
+        return RewardItem(
+            key=columns["sample_id"][row],
+            data_source=columns["data_source"][row],
+            solution_str=self.tokenizer.decode(done.token_ids, skip_special_tokens=True),
+            ground_truth=columns["reward_model"][row]["ground_truth"],
+            extra_info=columns["extra_info"][row],
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs of the responses under the current weights: old_log_probs and entropys (n, R).
+
+        data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy.
+        """
+        self.phases.enter(Phase.TRAIN, self.engine)
+        calculate_entropy = data.meta_info["calculate_entropy"]
+        outputs = self.engine.infer(
+            data, temperature=data.meta_info["temperature"], calculate_entropy=calculate_entropy
+        )
+        tensors = {"old_log_probs": outputs["log_probs"]}
+        if calculate_entropy:
+            tensors["entropys"] = outputs["entropys"]
+        return DataProto.from_dict(tensors=tensors)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Trains on a planned batch, one optimizer step per mini-batch. Gives metrics in meta_info."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        config = self.config.actor
+        metrics = self.engine.train(
+            data,
+            self.loss_func,
+            temperature=data.meta_info["temperature"],
+            calculate_entropy=config.calculate_entropy or config.entropy_coeff != 0,
+            epochs=config.ppo_epochs,
+        )
+        result = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+        result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
+        return DataProto(meta_info={"metrics": result})
+
+    def loss_func(
+        self, data: DataProto, output_tensor: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The actor's one loss entry: (loss, metrics) of a micro-batch; see `workers.losses.actor_loss`."""
+        return actor_loss(data, output_tensor, self.config.actor)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> dict[str, Metric]:
+        """Gives the trained weights to the rollout engine, which generates with them from now on."""
+        self.engine.move_out_optimizer()
+        self.phases.enter(Phase.ROLLOUT, self.rollout)
+        self.engine.move_in_params()
+        metrics = sync_weights(self.engine, self.rollout, version, self.config.rollout.update_weights_bucket_megabytes)
+        self.engine.move_out()
+        return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Writes model, optimizer and schedule under `path`, sharded over the ranks."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        self.engine.save(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Reads what `save_checkpoint` wrote, on any number of ranks."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        self.engine.load(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Ends the rollout engine; nothing of it stays behind."""
+        self.rollout.close()

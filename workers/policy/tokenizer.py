@@ -1,0 +1,40 @@
+"""The tokenizer of a model, and the tokens that end a response."""
+
+from __future__ import annotations
+
+import functools
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from verl_lite.config import ModelConfig
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer_path` or `model.path`; pads with the end-of-text token where it has no pad token."""
+    path = model.tokenizer_path or model.path
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                f"model.tokenizer_path={path!r}: the tokenizer has neither a pad nor an end-of-text token; "
+                "set pad_token or eos_token in its tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's end of text and those of the model's generation config."""
+    assert model.path is not None
+    return _stop_token_ids(model.path, tokenizer.eos_token_id)
+
+
+@functools.cache
+def _stop_token_ids(path: str, eos_token_id: int | None) -> tuple[int, ...]:
+    stops = set() if eos_token_id is None else {eos_token_id}
+    try:
+        configured = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model without generation_config.json has only the tokenizer's
+        configured = None
+    stops.update([configured] if isinstance(configured, int) else configured or [])
+    return tuple(sorted(stops))

@@ -1,0 +1,45 @@
+"""The frozen reference model: its log-probs are what KL terms compare the policy with."""
+
+from __future__ import annotations
+
+from verl_lite.config import PPOConfig
+from verl_lite.device import dist_backend, get_device
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.worker import Worker
+from workers.engine.fsdp import FSDPEngine
+from workers.phase import Phase, process_phases
+
+
+class ReferenceWorker(Worker):
+    """Holds the initial policy and never changes it."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.phases = process_phases()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the forward-only engine."""
+        device = get_device(self.config.trainer.device)
+        self.init_process_group(dist_backend(device))
+        self.engine = FSDPEngine(
+            self.config.model,
+            self.config.ref.fsdp_config,
+            None,
+            device=device,
+            total_training_steps=0,
+            log_prob_chunk_tokens=self.config.actor.log_prob_chunk_tokens,
+            seed=self.config.trainer.seed,
+            forward_only=True,
+        )
+        self.phases.add(self.engine)
+        self.engine.move_out()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """ref_log_prob (n, R) of a planned batch; meta_info temperature."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        outputs = self.engine.infer(data, temperature=data.meta_info["temperature"], calculate_entropy=False)
+        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
