@@ -1,7 +1,7 @@
 """A random Qwen2 with a character tokenizer, small enough for any test: a Hugging Face folder made on the spot.
 
-Same arguments, same bytes. Logits are spread widely enough (standard deviation above 1) that greedy decoding has no ties
-and that two sets of weights give clearly different log-probs.
+Same arguments, same bytes. Logits are spread widely enough (standard deviation above 1) that greedy decoding has no
+ties and that two sets of weights give clearly different log-probs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def tiny_qwen2(
     """Writes config, fp32 weights, generation config and tokenizer into `folder`, and returns its path.
 
     vocab: tokens of the model and of the tokenizer, at least 64: 3 special tokens (0 = <|endoftext|>, the pad token;
-        1 = <|im_start|>; 2 = <|im_end|>, the end of a turn), then one token a character (digits, space, newline, signs and
-        small letters come first), then unused ones. Both 0 and 2 end a generation.
+        1 = <|im_start|>; 2 = <|im_end|>, the end of a turn), then one token a character (digits, space, newline, signs
+        and small letters come first), then unused ones. Both 0 and 2 end a generation.
     hidden / heads is the head dimension; vLLM needs it to be 32 or 64.
     """
     folder = Path(folder)

@@ -1,0 +1,335 @@
+"""The rollout engine that needs only transformers: the default where vLLM is missing, and the numerical reference.
+
+The model's own forward runs over a static KV cache of slots (`slot_cache.py`). A step samples one token for every
+running sequence; sequences that end leave the batch at once (the last slot moves into the gap), waiting ones enter as
+soon as it pays. A prompt is encoded up to its last token, once for all its samples; the last token is the input of the
+first decode step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from verl_lite.config import RolloutConfig
+from workers.rollout.base import Completion, FinishReason, Request, check_request, register_rollout_engine
+from workers.rollout.sampling import sample
+from workers.rollout.slot_cache import SLOT_ATTENTION, SlotCache, kv_shape
+
+# a prefill costs about a decode step, whatever its size; waiting for this share of free slots amortises it
+_REFILL_SHARE = 1 / 8
+
+
+@dataclass
+class _Sequence:
+    """A request on its way. `limit`: response tokens at most; `stops`: ids that end it."""
+
+    request: Request
+    limit: int
+    version: int
+    stops: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far. All but the last are in the cache; the last is the input of the next step."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def encoded(self) -> tuple[int, ...]:
+        """The tokens that the cache must hold before the sequence can go on."""
+        return (*self.request.prompt_ids, *self.token_ids)[:-1]
+
+    def finish(self, reason: FinishReason) -> Completion:
+        return Completion(self.request.request_id, self.token_ids, self.log_probs, reason, self.version)
+
+
+@register_rollout_engine("hf")
+class HFEngine:
+    """See `workers.rollout.base.build_rollout_engine` for the arguments, `RolloutEngine` for the methods."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        override_config: dict[str, Any],
+        trust_remote_code: bool,
+    ) -> None:
+        if config.tensor_model_parallel_size != 1:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}: the hf engine runs on one "
+                "device, expected 1; set rollout.name=vllm to share an engine between devices"
+            )
+        self._config, self._max_model_len, self._device, self._dtype = config, max_model_len, device, dtype
+        model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
+        _check_full_attention(model_config, max_model_len)
+        with no_init_weights(), device:
+            self._model = AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, attn_implementation=SLOT_ATTENTION, trust_remote_code=trust_remote_code
+            )
+        self._model.requires_grad_(False).eval()
+        self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
+        self._version: int | None = None
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._ids: set[str] = set()
+        self._asleep: set[str] = set()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """The cache, and beside each slot what its sequence needs in a step."""
+        slots, device = self._slots, self._device
+        self._cache: SlotCache | None = SlotCache(
+            self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
+        )
+        # last token, its position, seed, top_k / temperature, top_p
+        self._integers = torch.zeros(4, slots, dtype=torch.long, device=device)
+        self._floats = torch.zeros(2, slots, device=device)
+
+    def submit(self, request: Request) -> None:
+        limit = check_request(request, self._max_model_len, self._ids)
+        if self._version is None:
+            raise RuntimeError("the rollout engine has no weights; call load_weights before the first request")
+        stops = frozenset() if request.sampling.ignore_eos else frozenset(request.sampling.stop_token_ids)
+        self._ids.add(request.request_id)
+        self._waiting.append(_Sequence(request, limit, self._version, stops))
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._ids)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        if self._asleep:
+            self.wake()
+        self._admit()
+        if not self._running:
+            return []
+        rows = len(self._running)
+        tokens, positions, seeds, top_k = self._integers[:, :rows]
+        temperature, top_p = self._floats[:, :rows]
+        logits = self._decode(tokens, positions)
+        truncating = any(row.request.sampling.top_p < 1 or row.request.sampling.top_k > 0 for row in self._running)
+        sampled, log_probs = sample(
+            logits,
+            temperature=temperature,
+            seeds=seeds,
+            positions=positions,
+            top_k=top_k if truncating else None,
+            top_p=top_p if truncating else None,
+        )
+        tokens.copy_(sampled)
+        positions += 1
+        return self._record(sampled.tolist(), log_probs.tolist())
+
+    def _decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One forward of the running sequences, all (n,). Returns logits (n, V)."""
+        assert self._cache is not None
+        mask = self._cache.begin_decode(positions, max(row.length for row in self._running))
+        return self._model(
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+    def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
+        """Appends the new tokens and takes out what ended."""
+        ended: list[tuple[int, Completion]] = []
+        for slot, (row, token, log_prob) in enumerate(zip(self._running, tokens, log_probs, strict=True)):
+            row.token_ids.append(token)
+            row.log_probs.append(log_prob)
+            if token in row.stops:
+                ended.append((slot, row.finish("stop")))
+            elif len(row.token_ids) >= row.limit:
+                ended.append((slot, row.finish("length")))
+        self._remove([slot for slot, _ in ended])
+        return [completion for _, completion in ended]
+
+    def _remove(self, slots: list[int]) -> None:
+        """Frees slots; the last running sequence moves into each gap, so that the running ones stay the first n."""
+        assert self._cache is not None
+        for slot in sorted(slots, reverse=True):
+            self._ids.discard(self._running[slot].request.request_id)
+            last = len(self._running) - 1
+            row = self._running.pop()
+            if slot != last:
+                self._running[slot] = row
+                self._cache.move(slot, last, row.length - 1)
+                self._integers[:, slot] = self._integers[:, last]
+                self._floats[:, slot] = self._floats[:, last]
+
+    def _admit(self) -> None:
+        """Moves waiting sequences into free slots, when enough are free to be worth a prefill."""
+        free = self._slots - len(self._running)
+        worthwhile = min(len(self._waiting), max(1, int(self._slots * _REFILL_SHARE)))
+        if not self._waiting or (self._running and free < worthwhile):
+            return
+        first = len(self._running)
+        rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        self._running += rows
+        slots = slice(first, first + len(rows))
+        sampling = [row.request.sampling for row in rows]
+        self._integers[:, slots] = torch.tensor(
+            [
+                [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
+                [row.length - 1 for row in rows],
+                [one.seed for one in sampling],
+                [one.top_k for one in sampling],
+            ]
+        )
+        self._floats[:, slots] = torch.tensor([[one.temperature for one in sampling], [one.top_p for one in sampling]])
+        self._prefill(rows, first)
+
+    def _prefill(self, rows: list[_Sequence], first: int) -> None:
+        """Encodes all but the last token of `rows`, which own the slots from `first` on; equal ones once."""
+        assert self._cache is not None
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        for slot, row in enumerate(rows, start=first):
+            slots_of.setdefault(row.encoded(), []).append(slot)
+        slots_of.pop((), None)
+        for prompts in _pack(sorted(slots_of, key=len), self._config.max_num_batched_tokens):
+            width = len(prompts[-1])
+            ids = torch.tensor([(*prompt, *[0] * (width - len(prompt))) for prompt in prompts], device=self._device)
+            slots = torch.tensor([slot for prompt in prompts for slot in slots_of[prompt]], device=self._device)
+            copies = torch.tensor([len(slots_of[prompt]) for prompt in prompts])
+            sources = torch.arange(len(prompts)).repeat_interleave(copies).to(self._device)
+            self._cache.begin_prefill(slots, sources)
+            self._model.base_model(
+                input_ids=ids,
+                position_ids=torch.arange(width, device=self._device).expand(len(prompts), -1),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+
+    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
+        wanted = set(request_ids)
+        aborted = [row.finish("abort") for row in (*self._running, *self._waiting) if row.request.request_id in wanted]
+        self._remove([slot for slot, row in enumerate(self._running) if row.request.request_id in wanted])
+        self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
+        self._ids -= wanted
+        return aborted
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        targets = self._model.state_dict(keep_vars=True)
+        missing = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for name, tensor in weights:
+            target = targets.get(name)
+            if target is None or target.shape != tensor.shape:
+                found = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
+                raise ValueError(
+                    f"weight update: got {name!r} of shape {tuple(tensor.shape)}, but the rollout model "
+                    f"({type(self._model).__name__}) has {found}; both engines must load the same model.path"
+                )
+            target.copy_(tensor)
+            missing.pop(id(target), None)
+        if missing:
+            raise ValueError(
+                f"weight update: {len(missing)} parameters were not given, among them "
+                f"{next(iter(missing.values()))!r}; expected every parameter of the model"
+            )
+        self._version = version
+
+    def reset_cache(self) -> None:
+        # running sequences go back to the head of the queue with what they have: their keys and values are old
+        self._waiting.extendleft(reversed(self._running))
+        self._running.clear()
+        if self._cache is not None:
+            self._cache.clear()
+
+    def sleep(self) -> None:
+        if self._device.type == "cpu" or self._asleep:
+            return
+        self.reset_cache()
+        self._asleep = {"weights", "kv_cache"}
+        self._version, self._cache = None, None
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        for tag in self._asleep.intersection(tags):
+            self._asleep.remove(tag)
+            if tag == "kv_cache":
+                self._allocate()
+            else:
+                for tensor in self._tensors():
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """The parameters, which the next weight update writes anew; buffers stay."""
+        yield from self._model.parameters()
+
+    def move_in(self) -> None:
+        self.wake(("weights",))
+
+    def move_out(self) -> None:
+        if self._config.free_cache_engine:
+            self.sleep()
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+        self._ids.clear()
+        self._cache = None
+        del self._model
+
+
+def _pack(prompts: list[tuple[int, ...]], token_budget: int) -> Iterator[list[tuple[int, ...]]]:
+    """Batches of neighbours of a list sorted by length, each padded to its longest within the budget (or one alone)."""
+    batch: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if batch and len(prompt) * (len(batch) + 1) > token_budget:
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
+
+
+def _check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
+    """Slots hold the whole context of every layer; a sliding window that matters would be ignored silently."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if window is not None and window >= max_model_len:
+        kinds.discard("sliding_attention")
+    if not kinds <= {"full_attention"}:
+        raise ValueError(
+            f"rollout.name=hf: the model {config.model_type!r} has layers of kind {sorted(kinds)}, expected full "
+            f"attention over the context of {max_model_len} tokens (its window is {window}); set rollout.name=vllm"
+        )
+
+
+def _slots_that_fit(
+    model: PretrainedConfig, config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Sequences that decode together: max_num_seqs, or fewer where the memory of the KV cache does not hold them."""
+    layers, heads, head_dim = kv_shape(model)
+    slot_bytes = 2 * layers * heads * head_dim * max_model_len * dtype.itemsize
+    if device.type == "cpu":
+        setting, budget = f"kv_cache_memory_mb={config.kv_cache_memory_mb}", config.kv_cache_memory_mb << 20
+    else:
+        setting = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        backend = torch.get_device_module(device)
+        share = int(backend.mem_get_info(device)[1] * config.gpu_memory_utilization)
+        budget = max(0, share - backend.memory_allocated(device))
+    slots = min(config.max_num_seqs, budget // slot_bytes)
+    if slots < 1:
+        raise ValueError(
+            f"rollout.{setting}: leaves {budget / 2**20:.1f} MiB for the KV cache, but one sequence of "
+            f"{max_model_len} tokens needs {slot_bytes / 2**20:.1f} MiB; raise it or lower rollout.max_model_len"
+        )
+    return slots

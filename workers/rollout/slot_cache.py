@@ -1,0 +1,124 @@
+"""A static KV cache of slots, and the attention that reads it, as transformers' `Cache` and attention interfaces.
+
+Each running sequence owns a slot; the first n slots are the batch of a decode step. Nothing is concatenated while
+decoding: a step writes one key and one value per sequence at that sequence's own position, and attends to a view of the
+cache. A prompt is encoded once for all its samples: prefill copies its keys and values to each of their slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.cache_utils import Cache
+
+SLOT_ATTENTION = "verl_lite_slots"
+
+
+class SlotCache(Cache):
+    """Keys and values (2, layers, slots, kv_heads, max_length, head_dim).
+
+    Before each forward, `begin_prefill` or `begin_decode` says where its keys and values go.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, *, slots: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(layers=[])
+        layers, heads, head_dim = kv_shape(config)
+        self._storage = torch.zeros(2, layers, slots, heads, max_length, head_dim, device=device, dtype=dtype)
+        # one entry per (slot, head, position), so that a decode step writes by one flat index
+        self._flat = self._storage.view(2, layers, slots * heads * max_length, head_dim)
+        self._head_offsets = torch.arange(heads, device=device) * max_length
+        self._slot_offsets = torch.arange(slots, device=device) * (heads * max_length)
+        self._arange = torch.arange(max_length, device=device)
+        self._dirty_slots = self._dirty_length = 0
+        self._prefill: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rows = self._length = 0
+        self._index = torch.empty(0, dtype=torch.long)
+
+    def begin_prefill(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+        """The next forward encodes prompts from position 0; slot `slots[i]` gets those of batch row `sources[i]`."""
+        self._prefill = (slots, sources)
+        self._dirty_slots = max(self._dirty_slots, int(slots.max()) + 1)
+
+    def begin_decode(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """The next forward adds one token to each of the first slots, at `positions` (n,), all below `length`.
+
+        Returns the additive attention mask (n, 1, 1, length).
+        """
+        rows = len(positions)
+        self._prefill, self._rows, self._length = None, rows, length
+        self._dirty_slots, self._dirty_length = max(self._dirty_slots, rows), max(self._dirty_length, length)
+        self._index = (self._slot_offsets[:rows, None] + self._head_offsets + positions[:, None]).flatten()
+        mask = torch.zeros(rows, length, device=positions.device, dtype=self._storage.dtype)
+        return mask.masked_fill_(self._arange[:length] > positions[:, None], -torch.inf)[:, None, None]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores keys and values (B, kv_heads, T, head_dim) of a layer; gives those to attend to."""
+        keys, values = self._storage[0, layer_idx], self._storage[1, layer_idx]
+        if self._prefill is not None:
+            slots, sources = self._prefill
+            length = key_states.shape[2]
+            self._dirty_length = max(self._dirty_length, length)
+            keys[slots, :, :length] = key_states[sources]
+            values[slots, :, :length] = value_states[sources]
+            return key_states, value_states
+        head_dim = key_states.shape[3]
+        self._flat[0, layer_idx].index_copy_(0, self._index, key_states.reshape(-1, head_dim))
+        self._flat[1, layer_idx].index_copy_(0, self._index, value_states.reshape(-1, head_dim))
+        return keys[: self._rows, :, : self._length], values[: self._rows, :, : self._length]
+
+    def move(self, destination: int, source: int, length: int) -> None:
+        """Copies the first `length` positions of a slot to another."""
+        self._storage[:, :, destination, :, :length] = self._storage[:, :, source, :, :length]
+
+    def clear(self) -> None:
+        """Zeroes what was written. Masked positions are multiplied by 0, so a NaN left there would spread."""
+        self._storage[:, :, : self._dirty_slots, :, : self._dirty_length] = 0
+        self._dirty_slots = self._dirty_length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Asked by some models when positions are not given; they always are."""
+        return 0
+
+
+def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """(layers, key-value heads, head dimension) of a model."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, head_dim
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Decode with the mask of `SlotCache.begin_decode`, prefill causally without one.
+
+    query (B, heads, T, head_dim), key and value (B, kv_heads, S, head_dim). Prompts are padded on the right, so that no
+    real token sees padding. Returns (B, T, heads, head_dim).
+    """
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)
