@@ -1,9 +1,450 @@
-"""Checks between options, before anything heavy starts."""
+"""Whether options fit each other, the machine and the files, checked before anything heavy starts.
+
+Takes a `PPOConfig` (and what the machine has); gives one `ConfigError` with every problem found, each naming key,
+value, what was expected and what to change. Types and unknown keys are `config_loader`'s part. A check stands here
+only if its failure would otherwise come late, or silently: a setting that would have no effect counts as a failure.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from collections.abc import Collection, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
 from verl_lite.config import PPOConfig
+from verl_lite.config_keys import ConfigError, did_you_mean
+
+Problems = Iterator[str]
+
+ROLLOUT_ENGINES = ("auto", "vllm", "hf")
+TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
+GROUP_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "gpg"})
+"""Advantage estimators that compare the samples of one prompt with each other."""
+CRITIC_ESTIMATORS = frozenset({"gae"})
+FOREIGN_ENGINES = ("sglang", "trtllm")
+"""Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
+
+AT_LEAST: dict[str, float] = {
+    "data.train_batch_size": 1,
+    "data.val_batch_size": 1,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "data.filter_overlong_prompts_workers": 1,
+    "data.seed": 0,
+    "actor.ppo_mini_batch_size": 1,
+    "actor.ppo_epochs": 1,
+    "actor.ppo_max_token_len_per_gpu": 1,
+    "actor.ppo_micro_batch_size_per_gpu": 1,
+    "actor.log_prob_chunk_tokens": 1,
+    "actor.kl_loss_coef": 0,
+    "actor.optim.lr": 0,
+    "actor.optim.weight_decay": 0,
+    "actor.optim.lr_warmup_steps": -1,
+    "actor.fsdp_config.wrap_policy.min_num_params": 0,
+    "ref.fsdp_config.wrap_policy.min_num_params": 0,
+    "ref.log_prob_max_token_len_per_gpu": 1,
+    "ref.log_prob_micro_batch_size_per_gpu": 1,
+    "rollout.n": 1,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.kv_cache_memory_mb": 1,
+    "rollout.max_num_seqs": 1,
+    "rollout.max_num_batched_tokens": 1,
+    "rollout.update_weights_bucket_megabytes": 1,
+    "rollout.log_prob_max_token_len_per_gpu": 1,
+    "rollout.log_prob_micro_batch_size_per_gpu": 1,
+    "rollout.val_kwargs.n": 1,
+    "rollout.val_kwargs.temperature": 0,
+    "algorithm.kl_ctrl.kl_coef": 0,
+    "algorithm.kl_ctrl.horizon": 1,
+    "reward.num_workers": 0,
+    "trainer.total_epochs": 1,
+    "trainer.total_training_steps": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.nnodes": 1,
+    "trainer.seed": 0,
+    "trainer.save_freq": -1,
+    "trainer.max_actor_ckpt_to_keep": 1,
+    "trainer.test_freq": -1,
+    "trainer.critic_warmup": 0,
+    "trainer.log_val_generations": 0,
+    "ray_kwargs.ray_init.num_cpus": 1,
+    "ray_kwargs.ray_init.object_store_memory_mb": 80,
+}
+"""Smallest value of a key; null passes where the key may be null."""
+
+POSITIVE = (
+    "actor.clip_ratio",
+    "actor.clip_ratio_low",
+    "actor.clip_ratio_high",
+    "actor.loss_scale_factor",
+    "actor.optim.eps",
+    "actor.optim.clip_grad",
+    "actor.optim.num_cycles",
+    "rollout.gpu_memory_utilization",
+    "rollout.top_p",
+    "rollout.val_kwargs.top_p",
+    "algorithm.kl_ctrl.target_kl",
+    "reward.timeout_s",
+)
+
+AT_MOST_ONE = (
+    "actor.optim.lr_warmup_steps_ratio",
+    "actor.optim.min_lr_ratio",
+    "rollout.gpu_memory_utilization",
+    "rollout.val_kwargs.top_p",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "reward.max_error_rate",
+)
+NOT_NEGATIVE_SHARES = frozenset(AT_MOST_ONE) - frozenset(POSITIVE)
+
+ALL_OR_AT_LEAST_ONE = (
+    "data.train_max_samples",
+    "data.val_max_samples",
+    "actor.fsdp_config.fsdp_size",
+    "ref.fsdp_config.fsdp_size",
+    "rollout.val_kwargs.top_k",
+)
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.truncation": ("error", "left", "right", "middle"),
+    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    "actor.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
+    "actor.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
+    "ref.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
+    "ref.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
+    "rollout.dtype": ("auto", "fp32", "bf16"),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.backend": ("ray", "inline"),
+    "trainer.resume_mode": ("disable", "auto", "resume_path"),
+}
 
 
-def validate(config: PPOConfig) -> None:
-    """Placeholder until the checks land."""
+def validate(
+    config: PPOConfig,
+    *,
+    slots: int | None = None,
+    available: int | None = None,
+    rollout_engines: Collection[str] = ROLLOUT_ENGINES,
+    trackers: Collection[str] = TRACKERS,
+) -> None:
+    """Check a whole configuration.
+
+    slots: devices of the whole run; null = n_gpus_per_node * nnodes. available: GPUs of this machine, or its cores
+    where it runs on the CPU; null = not checked. rollout_engines, trackers: names known besides `pkg.module:object`
+    (a caller above adds those registered by plug-ins).
+
+    Raises:
+        ConfigError: all problems together.
+    """
+    trainer = config.trainer
+    if slots is None and trainer.n_gpus_per_node is not None:
+        slots = trainer.n_gpus_per_node * trainer.nnodes
+    problems = [
+        *_ranges(config),
+        *_batch_sizes(config),
+        *_micro_batches(config),
+        *_losses(config),
+        *_estimator(config),
+        *_sampling(config),
+        *_engine(config, rollout_engines),
+        *_run(config, trackers),
+        *_slots(config, slots, available),
+        *_files(config),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def value_of(config: PPOConfig, name: str) -> Any:
+    """The value at a dotted key."""
+    return reduce(getattr, name.split("."), config)
+
+
+def _ranges(config: PPOConfig) -> Problems:
+    for name, least in AT_LEAST.items():
+        value = value_of(config, name)
+        if value is not None and not value >= least:
+            yield f"{name}={value}: at least {least} is expected"
+    for name in POSITIVE:
+        value = value_of(config, name)
+        if value is not None and not 0 < value < math.inf:
+            yield f"{name}={value}: a number above 0 is expected"
+    for name in AT_MOST_ONE:
+        value = value_of(config, name)
+        if value > 1 or (name in NOT_NEGATIVE_SHARES and not value >= 0):
+            yield f"{name}={value}: a share between 0 and 1 is expected"
+    for name in ALL_OR_AT_LEAST_ONE:
+        value = value_of(config, name)
+        if value != -1 and value < 1:
+            yield f"{name}={value}: -1 (all) or at least 1 is expected"
+    for name, choices in CHOICES.items():
+        value = value_of(config, name)
+        if value not in choices:
+            yield _unknown(name, value, choices)
+    betas = config.actor.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"actor.optim.betas={betas}: two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]"
+
+
+def _unknown(name: str, value: Any, known: Collection[str]) -> str:
+    return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"
+
+
+def _batch_sizes(config: PPOConfig) -> Problems:
+    prompts, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    if mini > prompts:
+        yield (
+            f"actor.ppo_mini_batch_size={mini} is larger than data.train_batch_size={prompts}; both count prompts, and "
+            f"a mini-batch is a part of the batch: set actor.ppo_mini_batch_size to at most {prompts}"
+        )
+
+
+def _micro_batches(config: PPOConfig) -> Problems:
+    """Exactly the size that use_dynamic_bsz asks for, and a token budget that holds the longest sample."""
+    actor, longest = config.actor, config.data.max_prompt_length + config.data.max_response_length
+    roles = (
+        ("actor.", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", actor),
+        ("ref.log_prob_", "use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu", config.ref),
+        ("rollout.log_prob_", "use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu", config.rollout),
+    )
+    for start, dynamic_key, size_key, budget_key, section in roles:
+        leaf = start.partition(".")[2]
+        dynamic, size, budget = (getattr(section, leaf + key) for key in (dynamic_key, size_key, budget_key))
+        is_dynamic = actor.use_dynamic_bsz if dynamic is None else dynamic
+        if is_dynamic and size is not None:
+            yield (
+                f"{start}{size_key}={size} has no effect with {start}{dynamic_key}=true, where {start}{budget_key} "
+                f"rules: leave the size out, or set {start}{dynamic_key}=false"
+            )
+        if not is_dynamic and size is None and actor.ppo_micro_batch_size_per_gpu is None:
+            yield (
+                f"{start}{dynamic_key}=false needs {start}{size_key}, which is null: give a number of sequences, "
+                f"or set {start}{dynamic_key}=true"
+            )
+        if is_dynamic and budget is not None and budget < longest:
+            yield (
+                f"{start}{budget_key}={budget} cannot hold one sample of data.max_prompt_length + "
+                f"data.max_response_length = {longest} tokens: set at least {longest}"
+            )
+
+
+def _losses(config: PPOConfig) -> Problems:
+    from verl_lite.core_algos import KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
+
+    actor = config.actor
+    if not actor.clip_ratio_c > 1:
+        yield (
+            f"actor.clip_ratio_c={actor.clip_ratio_c}: it bounds the ratio from above where the advantage is "
+            "negative, so a number above 1 is expected, such as 3.0"
+        )
+    if actor.loss_agg_mode not in LOSS_AGG_MODES:
+        yield _unknown("actor.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
+    elif actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"actor.loss_scale_factor={actor.loss_scale_factor} has no effect with "
+            f"actor.loss_agg_mode={actor.loss_agg_mode}: leave it out, or use seq-mean-token-sum-norm"
+        )
+    loss_mode = actor.policy_loss.loss_mode
+    if ":" not in loss_mode and loss_mode not in POLICY_LOSS_REGISTRY:
+        yield _unknown("actor.policy_loss.loss_mode", loss_mode, POLICY_LOSS_REGISTRY) + "; or pkg.module:function"
+    for name in ("actor.kl_loss_type", "algorithm.kl_penalty"):
+        if value_of(config, name).removesuffix("+") not in KL_ALIASES:
+            yield _unknown(name, value_of(config, name), KL_ALIASES)
+
+
+def _estimator(config: PPOConfig) -> Problems:
+    from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    estimator, warmup = config.algorithm.adv_estimator, config.trainer.critic_warmup
+    if ":" not in estimator and estimator not in ADV_ESTIMATOR_REGISTRY:
+        yield _unknown("algorithm.adv_estimator", estimator, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
+    if estimator in GROUP_ESTIMATORS and config.rollout.n == 1 and not config.trainer.val_only:
+        yield (
+            f"rollout.n=1: {estimator} compares the samples of one prompt with each other, and one sample teaches "
+            "nothing: set rollout.n to at least 2, such as 8"
+        )
+    if warmup > 0 and estimator not in CRITIC_ESTIMATORS:
+        yield (
+            f"trainer.critic_warmup={warmup}: {estimator} has no critic, so nothing would learn in these steps: "
+            "set it to 0"
+        )
+
+
+def _sampling(config: PPOConfig) -> Problems:
+    rollout, val = config.rollout, config.rollout.val_kwargs
+    if not rollout.temperature > 0:
+        yield (
+            f"rollout.temperature={rollout.temperature}: training has to sample, so a number above 0 is expected "
+            "(1.0 as a rule); greedy decoding belongs to rollout.val_kwargs"
+        )
+    for name, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
+        if value != whole:
+            yield (
+                f"rollout.{name}={value}: samples from a truncated distribution have other probabilities than the "
+                f"trainer computes, and the ratio of the loss would be wrong: set rollout.{name}={whole:g}; "
+                f"rollout.val_kwargs.{name} is free"
+            )
+    if val.do_sample and not val.temperature > 0:
+        yield (
+            f"rollout.val_kwargs.do_sample=true with rollout.val_kwargs.temperature={val.temperature}: sampling needs "
+            "a temperature above 0, such as 1.0; or set do_sample=false"
+        )
+    if not val.do_sample:
+        given = {"temperature": val.temperature, "top_p": val.top_p, "top_k": val.top_k}
+        neutral = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (-1,)}
+        for name, value in given.items():
+            if value not in neutral[name]:
+                yield (
+                    f"rollout.val_kwargs.{name}={value} has no effect with rollout.val_kwargs.do_sample=false "
+                    "(greedy): set do_sample=true to sample in validation"
+                )
+        if val.n > 1:
+            yield (
+                f"rollout.val_kwargs.n={val.n} with do_sample=false would give {val.n} equal answers: "
+                "set do_sample=true and a temperature, or n=1"
+            )
+
+
+def _engine(config: PPOConfig, engines: Collection[str]) -> Problems:
+    rollout, data = config.rollout, config.data
+    if ":" not in rollout.name and rollout.name not in engines:
+        yield _unknown("rollout.name", rollout.name, engines) + "; or pkg.module:Class"
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the hf engine runs on one "
+            "device; set it to 1, or rollout.name=vllm"
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    context = longest if rollout.max_model_len is None else rollout.max_model_len
+    if context < longest:
+        yield (
+            f"rollout.max_model_len={context} is shorter than data.max_prompt_length + data.max_response_length = "
+            f"{longest}: set at least {longest}, or null"
+        )
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < context:
+        yield (
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is shorter than the context of {context} "
+            f"tokens, and rollout.enable_chunked_prefill=false forbids to split a prompt: set at least {context}"
+        )
+    for name, entries in rollout.engine_kwargs.items():
+        if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
+            yield (
+                f"rollout.engine_kwargs.{name}={entries}: arguments stand below an engine's name, such as "
+                "rollout.engine_kwargs.vllm.KEY=VALUE"
+            )
+
+
+def _run(config: PPOConfig, trackers: Collection[str]) -> Problems:
+    trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
+    for tracker in trainer.logger:
+        if ":" not in tracker and tracker not in trackers:
+            yield _unknown("trainer.logger", tracker, trackers)
+    source = trainer.resume_from_path
+    if trainer.resume_mode == "resume_path" and source is None:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder, which is null"
+    if trainer.resume_mode != "resume_path" and source is not None:
+        yield (
+            f"trainer.resume_from_path={source} has no effect with trainer.resume_mode={trainer.resume_mode}: "
+            "set trainer.resume_mode=resume_path, or leave the path out"
+        )
+    if source is not None and not Path(source).is_dir():
+        yield f"trainer.resume_from_path={source}: there is no folder {Path(source).absolute()}"
+    if not config.data.val_files and (trainer.val_only or trainer.test_freq > 0):
+        asked = "val_only=true" if trainer.val_only else f"test_freq={trainer.test_freq}"
+        yield f"trainer.{asked} needs data.val_files, which is empty"
+    if ray_init.address is not None and ray_init.num_cpus is not None:
+        yield (
+            f"ray_kwargs.ray_init.num_cpus={ray_init.num_cpus} has no effect on the cluster at "
+            f"ray_kwargs.ray_init.address={ray_init.address}, which is already running: leave one of them out"
+        )
+
+
+def _slots(config: PPOConfig, slots: int | None, available: int | None) -> Problems:
+    """Devices (on a CPU: worker slots) against the machine, the engine and the backend."""
+    trainer, tensor_parallel = config.trainer, config.rollout.tensor_model_parallel_size
+    address = config.ray_kwargs.ray_init.address
+    if trainer.nnodes > 1 and address is None:
+        yield (
+            f"trainer.nnodes={trainer.nnodes} needs a cluster that spans the machines: start Ray on them and give "
+            "ray_kwargs.ray_init.address=HOST:PORT, or set trainer.nnodes=1"
+        )
+    if slots is None or trainer.nnodes < 1 or slots < 1:
+        return
+    here = slots // trainer.nnodes
+    if trainer.backend == "inline" and slots > 1:
+        yield (
+            f"trainer.backend=inline runs everything in one process, but trainer.n_gpus_per_node={here} and "
+            f"trainer.nnodes={trainer.nnodes}: set both to 1, or trainer.backend=ray"
+        )
+    if available is not None and address is None and here > available:
+        noun = {"cpu": "cores", "cuda": "visible GPUs"}.get(trainer.device, "visible GPUs (without a GPU: cores)")
+        yield (
+            f"trainer.n_gpus_per_node={here} is more than this machine has, {available} {noun}: set at most {available}"
+        )
+    if tensor_parallel > 0 and here % tensor_parallel != 0:
+        yield (
+            f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide trainer.n_gpus_per_node={here}: "
+            f"an engine takes whole devices of one machine; use one of {_divisors(here)}"
+        )
+    for name in ("actor.fsdp_config.fsdp_size", "ref.fsdp_config.fsdp_size"):
+        size = value_of(config, name)
+        if size > 0 and slots % size != 0:
+            yield f"{name}={size} does not divide the {slots} devices; use -1 or one of {_divisors(slots)}"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def _files(config: PPOConfig) -> Problems:
+    for split in ("train", "val"):
+        name = f"data.{split}_files"
+        files = value_of(config, name)
+        for file in files:
+            if not Path(file).is_file():
+                yield f"{name}={file}: there is no file {Path(file).absolute()}"
+            elif Path(file).suffix not in (".parquet", ".json", ".jsonl"):
+                yield f"{name}={file}: a .parquet, .json or .jsonl file is expected"
+    if not config.data.train_files and not config.trainer.val_only:
+        yield "data.train_files is empty: give a parquet file of prompts, data.train_files=train.parquet"
+    if config.model.path is None:
+        yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
+    else:
+        yield from _model_folder("model.path", config.model.path, "config.json")
+    if config.model.tokenizer_path is not None:
+        yield from _model_folder("model.tokenizer_path", config.model.tokenizer_path, "tokenizer_config.json")
+    reward = config.reward.custom_reward_function.path
+    if reward is not None and not reward.startswith("pkg://") and not Path(reward).is_file():
+        yield (
+            f"reward.custom_reward_function.path={reward}: there is no file {Path(reward).absolute()} "
+            "(a module is given as pkg://package.module)"
+        )
+
+
+def _model_folder(name: str, value: str, marker: str) -> Problems:
+    """A folder with `marker` in it, or a hub name; without network a hub name has to be in the cache."""
+    folder = Path(value)
+    if folder.is_dir():
+        if not (folder / marker).is_file():
+            yield f"{name}={value}: the folder {folder.absolute()} has no {marker}, so it is not a Hugging Face folder"
+        return
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", value):
+        yield f"{name}={value}: there is no folder {folder.absolute()}"
+        return
+    if os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+        return
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return
+    if not isinstance(try_to_load_from_cache(value, marker), str):
+        yield (
+            f"{name}={value}: there is neither a folder {folder.absolute()} nor a model of that name in the Hugging "
+            f"Face cache, and HF_HUB_OFFLINE is set: fetch it first with `hf download {value}`"
+        )

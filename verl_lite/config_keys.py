@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
 
 Path = tuple[str, ...]
 """A key cut at its dots: `("actor", "optim", "lr")`; below a free dictionary a part may itself contain dots."""
@@ -25,7 +26,7 @@ _WORDS_TRUE = frozenset({"true", "yes", "on"})
 _WORDS_FALSE = frozenset({"false", "no", "off"})
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """What is wrong with a configuration: every problem found, each naming key, value, expectation and remedy."""
 
     def __init__(self, problems: list[str]) -> None:
@@ -162,6 +163,12 @@ def nearest(name: str) -> list[str]:
     close = difflib.get_close_matches(leaf, list(leaves), n=2, cutoff=0.75)
     candidates = whole + [known for match in close for known in leaves[match]]
     return list(dict.fromkeys(candidates))[:3]
+
+
+def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean X?` if a known name is near, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def is_interpolation(value: Any) -> bool:

@@ -26,6 +26,7 @@ from verl_lite.config_keys import (
     SECTIONS,
     ConfigError,
     Key,
+    Path,
     WrongValue,
     convert,
     find,
@@ -78,7 +79,8 @@ class LoadedConfig:
 
     config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
     key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
-    that were renamed or have no effect here. action: "print" for --print-config, "help" for --help-config.
+    that were renamed or have no effect here. action: "run", "print" (--print-config) or
+    "help" (--help-config).
     """
 
     config: PPOConfig

@@ -1,0 +1,104 @@
+"""The arithmetic of a run, before it starts: from prompts to optimizer steps to micro-batches on one device.
+
+Takes the configuration and the number of devices; gives rows of (what, how many, which options), and the same as plain
+text. The words for sizes that users mix up are fixed here: a batch and a mini-batch count prompts, a sample is one
+answer, and a row is a sample on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verl_lite.config import PPOConfig
+from workers.rollout.base import resolve_engine_name
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One line of the table: what is counted, its value, and the options it follows from."""
+
+    what: str
+    value: str
+    options: str
+
+
+def launch_table(config: PPOConfig, slots: int, total_steps: int | None = None) -> str:
+    """The plan of a run as aligned text. See `launch_rows`."""
+    rows = launch_rows(config, slots, total_steps)
+    widths = [max(len(getattr(row, column)) for row in rows) for column in ("what", "value")]
+    return "\n".join(f"{row.what:<{widths[0]}}  {row.value:>{widths[1]}}   {row.options}" for row in rows)
+
+
+def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -> list[PlanRow]:
+    """The plan of a run.
+
+    slots: devices of the whole run. total_steps: training steps, where the size of the data is known.
+    """
+    data, actor, trainer = config.data, config.actor, config.trainer
+    samples = data.train_batch_size * config.rollout.n
+    mini_batches = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
+    updates = mini_batches * actor.ppo_epochs
+    rows_per_rank = math.ceil(min(actor.ppo_mini_batch_size, data.train_batch_size) * config.rollout.n / slots)
+    on_policy = updates == 1
+    engines = max(1, slots // config.rollout.tensor_model_parallel_size)
+    return [
+        PlanRow("prompts per training step", f"{data.train_batch_size}", "data.train_batch_size"),
+        PlanRow("x samples per prompt", f"{config.rollout.n}", "rollout.n"),
+        PlanRow("= samples per training step", f"{samples}", _length_limit(config)),
+        PlanRow(
+            "optimizer steps per training step",
+            f"{updates}",
+            f"{mini_batches} mini-batch{'es' * (mini_batches > 1)} of actor.ppo_mini_batch_size="
+            f"{actor.ppo_mini_batch_size} prompts, actor.ppo_epochs={actor.ppo_epochs}",
+        ),
+        PlanRow("rows per device and mini-batch", f"{rows_per_rank}", f"{slots} device{'s' * (slots > 1)}"),
+        PlanRow("micro-batches per device and mini-batch", *_micro_batches(config, rows_per_rank)),
+        PlanRow(
+            "strictly on-policy",
+            "yes" if on_policy else "no",
+            "one optimizer step per batch"
+            if on_policy
+            else "later optimizer steps learn from samples of older weights",
+        ),
+        PlanRow("passes before the update", *_passes(config, on_policy)),
+        PlanRow(
+            "training steps",
+            "?" if total_steps is None else f"{total_steps}",
+            f"trainer.total_epochs={trainer.total_epochs}"
+            if trainer.total_training_steps is None
+            else f"trainer.total_training_steps={trainer.total_training_steps}",
+        ),
+        PlanRow("rollout engine", f"{engines} x {resolve_engine_name(config.rollout.name)}", "rollout.name"),
+    ]
+
+
+def _length_limit(config: PPOConfig) -> str:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    return f"at most {prompt} + {response} tokens each"
+
+
+def _micro_batches(config: PPOConfig, rows: int) -> tuple[str, str]:
+    """(how many, why) for `rows` rows on one device; with a token budget a bound, as lengths are not known yet."""
+    actor = config.actor
+    if not actor.use_dynamic_bsz:
+        size = actor.ppo_micro_batch_size_per_gpu or 1
+        return f"{math.ceil(rows / size)}", f"actor.ppo_micro_batch_size_per_gpu={size} sequences"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budget = actor.ppo_max_token_len_per_gpu
+    most = math.ceil(rows / max(1, budget // longest))
+    reason = f"actor.ppo_max_token_len_per_gpu={budget} tokens; {most} if every row is full"
+    return ("1", reason) if most == 1 else (f"1 to {most}", reason)
+
+
+def _passes(config: PPOConfig, on_policy: bool) -> tuple[str, str]:
+    """(how many, which) forward passes over the batch precede the update."""
+    passes: list[str] = []
+    skipped = on_policy and not config.algorithm.use_kl_in_reward
+    if not skipped:
+        passes.append("old log-probs")
+    if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        passes.append("reference log-probs")
+    listed = ", ".join(passes)
+    note = "old log-probs skipped: on-policy, the update's own are the same" if skipped else ""
+    return f"{len(passes)}", "; ".join(part for part in (listed, note) if part)
