@@ -1,0 +1,55 @@
+"""The user's own reward function, from a file or an installed module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from verl_lite.rewards.dispatch import RewardFunction
+
+_MODULE_PREFIX = "pkg://"
+
+
+def load_reward_function(path: str, name: str) -> RewardFunction:
+    """The function `name` of `path`.
+
+    path: a Python file, or pkg://package.module. The code runs once, here; what it raises is raised.
+    Raises FileNotFoundError, ModuleNotFoundError, or AttributeError which lists the functions found.
+    """
+    module = _load_module(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = sorted(key for key, value in vars(module).items() if inspect.isroutine(value) and key[0] != "_")
+        raise AttributeError(
+            f"reward.custom_reward_function.name={name!r}: {path} defines no such function; "
+            f"functions found: {', '.join(found) or 'none'}. Set reward.custom_reward_function.name to one of them."
+        )
+    return function
+
+
+def _load_module(path: str) -> ModuleType:
+    if path.startswith(_MODULE_PREFIX):
+        return importlib.import_module(path.removeprefix(_MODULE_PREFIX))
+    file = _existing_file(path)
+    module_name = f"custom_reward_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"reward.custom_reward_function.path={path!r} is not a Python file; expected NAME.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look their module up here
+    spec.loader.exec_module(module)
+    return module
+
+
+def _existing_file(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"reward.custom_reward_function.path={path!r}: no such file (looked for {file.absolute()}). "
+            "Give a Python file or pkg://package.module."
+        )
+    return file

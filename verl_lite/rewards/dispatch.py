@@ -1,0 +1,80 @@
+"""Which reward function scores which `data_source`.
+
+Names are patterns of `fnmatch` (`math*`, `reasoning_gym/*`). The full name wins over a pattern, a longer pattern over a
+shorter one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from verl_lite.registry import Registry
+
+RewardFunction = Callable[..., Any]
+"""Called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **reward_kwargs); returns a finite number, a
+bool, or a dict with a finite "score". Async functions are awaited."""
+
+REWARDS: Registry[RewardFunction] = Registry("reward for data_source")
+
+
+def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator: the function scores rows whose data_source matches one of `patterns`.
+
+    Raises ValueError if one of them belongs to another function.
+    """
+
+    def decorate(function: RewardFunction) -> RewardFunction:
+        for pattern in patterns:
+            REWARDS.register(pattern)(function)
+        find_reward.cache_clear()
+        return function
+
+    return decorate
+
+
+@functools.cache
+def find_reward(data_source: str) -> RewardFunction:
+    """The function that scores `data_source`. Raises ValueError if there is none, listing what is known."""
+    if data_source in REWARDS:
+        return REWARDS[data_source]
+    matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
+    if matching:
+        return REWARDS[max(matching, key=len)]
+    nearest = difflib.get_close_matches(data_source, REWARDS, n=1, cutoff=0.6)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(
+        f"No reward function for data_source={data_source!r}.{hint} Known: {', '.join(sorted(REWARDS))}. "
+        "Set reward.custom_reward_function.path=FILE.py (and .name=FUNCTION) to use your own, decorate one with "
+        '@register_reward("' + data_source + '") from verl_lite.rewards, or correct the data_source column of the data.'
+    )
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    **reward_kwargs: Any,
+) -> Any:
+    """Scores one answer with the function registered for its data_source.
+
+    solution_str: the decoded answer, without the prompt. ground_truth: `reward_model["ground_truth"]` of the row.
+    Returns what the function returns: a number, a bool or a dict with "score". Raises ValueError for an unknown source.
+    """
+    return find_reward(data_source)(
+        data_source=data_source,
+        solution_str=solution_str,
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+        **reward_kwargs,
+    )
+
+
+def reward_modules() -> list[str]:
+    """Modules outside this package that registered rewards here; a reward process imports them to know them too."""
+    modules = {function.__module__ for function in REWARDS.values()}
+    return sorted(name for name in modules if not name.startswith("verl_lite.rewards.") and name != "__main__")
