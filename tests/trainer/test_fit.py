@@ -1,0 +1,265 @@
+"""`RayPPOTrainer.fit` with fake parts: the order of calls, the columns that flow, critic on and off, warm-up, what is due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.rewards import RewardFailure, Rewards
+from trainer.steps import TrainingSteps
+from verl_lite.config import PPOConfig
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from workers.rollout.base import Completion
+from workers.rollout.single_turn import lay_out
+
+PROMPTS, RESPONSE = 3, 4
+
+
+class Parts:
+    """Fake actor, reference, critic, reward pool, trackers: they note their calls and give plausible columns."""
+
+    def __init__(self, *, on_policy: bool = True, failing: tuple[str, ...] = ()) -> None:
+        self.calls: list[str] = []
+        self.batches: dict[str, DataProto] = {}
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.on_policy, self.failing, self.world_size = on_policy, failing, 1
+        self.versions: list[int] = []
+
+    def generate(self, rows: DataProto) -> DataProto:
+        self.calls.append(f"generate {rows.non_tensor_batch['sample_id'][0].split('/')[0]}")
+        completions: list[Completion | None] = [
+            Completion(str(i), [5, 6, 1][: 1 + i % 3], [-0.5, -0.4, -0.3][: 1 + i % 3], "stop", self.versions[-1])
+            for i in range(len(rows))
+        ]
+        ids = rows.batch["prompts"]
+        answers = lay_out(ids, rows.batch["prompt_mask"], completions, response_length=RESPONSE, pad_token_id=0)
+        answers.meta_info["metrics"] = {"rollout/slowest_rank_seconds": Metric.max(1.0)}
+        return answers
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        self.calls.append("old_log_prob")
+        return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        self.calls.append("ref")
+        return DataProto.from_dict(tensors={"ref_log_prob": batch.batch["rollout_log_probs"] - 0.1})
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        self.calls.append("values")
+        return DataProto.from_dict(tensors={"values": torch.zeros(len(batch), RESPONSE)})
+
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        self.calls.append("update")
+        self.batches["update"] = batch
+        return {"actor/pg_loss": Metric.last(0.1)}
+
+    def update_weights(self, version: int) -> dict[str, Metric]:
+        self.calls.append("update_weights")
+        self.versions.append(version)
+        return {}
+
+    def save(self, folder: str) -> None:
+        self.calls.append("save")
+        Path(folder).mkdir(parents=True)
+
+    def call(self, method: str, keys: list[str]) -> dict[str, Any]:
+        self.calls.append("reward")
+        return {
+            key: SimpleNamespace(score=float(index % 2), failed=key.endswith(self.failing) if self.failing else False,
+                                 error="Traceback: boom", extra={"acc": float(index % 2)})
+            for index, key in enumerate(keys)
+        }  # fmt: skip
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((step, metrics))
+
+    def log_samples(self, samples: list[Any], step: int) -> None:
+        self.calls.append("log_samples")
+
+    def write_validation(self, samples: list[Any], step: int) -> None:
+        pass
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return "text"
+
+
+def prompts(count: int = PROMPTS) -> DataProto:
+    def column(values: list[Any]) -> np.ndarray:
+        array = np.empty(len(values), dtype=object)
+        array[:] = values
+        return array
+
+    return DataProto.from_dict(
+        tensors={"prompts": torch.full((count, 2), 7), "prompt_mask": torch.ones(count, 2, dtype=torch.long)},
+        non_tensors={
+            "uid": column([f"p{i}" for i in range(count)]),
+            "data_source": column(["task"] * count),
+            "raw_prompt": column([[{"role": "user", "content": f"question {i}"}] for i in range(count)]),
+            "reward_model": column([{"style": "rule", "ground_truth": "text"}] * count),
+            "extra_info": column([{}] * count),
+        },
+    )
+
+
+class FakeSteps(TrainingSteps):
+    """Three steps of the same prompts, without a dataset."""
+
+    def __init__(self, config: PPOConfig, total: int = 3) -> None:
+        self.config, self.total, self.global_step, self.epoch = config, total, 0, 0
+        self.loader = [prompts()] * total  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_step": self.global_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+
+
+def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = False, **settings: Any) -> RayPPOTrainer:
+    config = PPOConfig()
+    config.rollout.n = 2
+    config.data.max_response_length = RESPONSE
+    config.trainer.save_freq = 0
+    for name, value in settings.items():
+        target: Any = config
+        *path, leaf = name.split("__")
+        for part in path:
+            target = getattr(target, part)
+        setattr(target, leaf, value)
+    fake: Any = parts
+    return RayPPOTrainer(
+        config,
+        actor=fake,
+        ref=fake if ref else None,
+        critic=FakeCritic(parts) if critic else None,
+        rewards=Rewards(fake, config.reward, tmp_path),
+        steps=FakeSteps(config),
+        val_data=SimpleNamespace(batches=lambda size: [prompts(2)]),  # type: ignore[arg-type]
+        tokenizer=fake,
+        tracking=fake,
+        samples=fake,
+        run_dir=tmp_path,
+    )
+
+
+class FakeCritic:
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return self.parts.compute_values(batch)
+
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        self.parts.calls.append("update_critic")
+        return {"critic/vf_loss": Metric.last(0.2)}
+
+
+STEP = ["generate train", "reward", "update", "update_weights"]
+VALIDATION = ["generate val1", "reward", "log_samples"]
+
+
+def test_on_policy_order_skips_the_old_log_prob_pass(tmp_path: Path) -> None:
+    parts = Parts(on_policy=True)
+    make(tmp_path, parts).fit()
+    assert parts.calls == ["update_weights", *VALIDATION, *STEP, *STEP, *STEP, *VALIDATION]
+    assert parts.versions == [0, 1, 2, 3], "each weight update has the version of its step"
+
+
+def test_off_policy_order_has_old_log_probs_before_the_update(tmp_path: Path) -> None:
+    parts = Parts(on_policy=False)
+    make(tmp_path, parts, trainer__val_before_train=False, trainer__test_freq=0).fit()
+    assert parts.calls[1:6] == ["generate train", "reward", "old_log_prob", "update", "update_weights"]
+
+
+def test_reference_and_critic_take_part_when_they_exist(tmp_path: Path) -> None:
+    parts = Parts(on_policy=False)
+    make(tmp_path, parts, ref=True, critic=True, trainer__val_before_train=False, trainer__test_freq=0).fit()
+    expected = ["generate train", "reward", "old_log_prob", "ref", "values", "update_critic", "update", "update_weights"]
+    assert parts.calls[1 : 1 + len(expected)] == expected
+
+
+def test_critic_warm_up_leaves_the_actor_alone(tmp_path: Path) -> None:
+    parts = Parts()
+    settings = {"trainer__critic_warmup": 2, "trainer__val_before_train": False, "trainer__test_freq": 0}
+    make(tmp_path, parts, critic=True, **settings).fit()
+    assert parts.calls.count("update_critic") == 3
+    assert parts.calls.count("update") == 1
+    assert parts.versions == [0, 3], "weights that did not change are not sent"
+
+
+def test_columns_of_the_update(tmp_path: Path) -> None:
+    parts = Parts()
+    make(tmp_path, parts, trainer__val_before_train=False, trainer__test_freq=0).fit()
+    batch = parts.batches["update"]
+    assert len(batch) == PROMPTS * 2
+    for name in ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
+                 "rollout_log_probs", "token_level_scores", "token_level_rewards", "advantages", "returns"):  # fmt: skip
+        assert name in batch.batch.keys(), name
+    lengths = batch.batch["response_mask"].sum(1)
+    scores = batch.batch["token_level_scores"]
+    assert scores[1].tolist() == [0, 1, 0, 0], "the score stands on the last valid token"
+    # each pair of samples has scores 0 and 1: mean 0.5, unbiased std 0.7071
+    expected = 0.5 / (0.5**0.5 + 1e-6)
+    assert batch.batch["advantages"][1, 0].item() == pytest.approx(expected)
+    assert batch.batch["advantages"][0, 0].item() == pytest.approx(-expected)
+    assert torch.equal((batch.batch["advantages"] != 0).sum(1), lengths)
+
+
+def test_failed_rewards_have_no_weight(tmp_path: Path) -> None:
+    parts = Parts(failing=("p1/0",))
+    make(tmp_path, parts, reward__max_error_rate=0.5, trainer__val_before_train=False, trainer__test_freq=0).fit()
+    batch = parts.batches["update"]
+    assert batch.batch["response_mask"].sum(1).tolist()[2] == 0
+    assert batch.batch["advantages"][2].abs().sum() == 0
+    # its partner is a group of one now: mean 0, std 1
+    assert batch.batch["advantages"][3, 0].item() == pytest.approx(1.0, rel=1e-5)
+    step_metrics = dict(parts.logged)[1]
+    assert step_metrics["reward/error_rate"] == pytest.approx(1 / 6)
+    assert "boom" in (tmp_path / "reward_failures.jsonl").read_text()
+
+
+def test_too_many_failed_rewards_stop_the_run_with_the_traceback(tmp_path: Path) -> None:
+    parts = Parts(failing=("/0", "/1"))
+    trainer = make(tmp_path, parts, trainer__val_before_train=False, trainer__test_freq=0)
+    with pytest.raises(RewardFailure, match=r"reward\.max_error_rate=0\.1.*\n.*boom"):
+        trainer.fit()
+
+
+def test_what_is_due(tmp_path: Path) -> None:
+    steps = FakeSteps(PPOConfig(), total=5)
+    due = {frequency: [step for step in range(1, 6) if _at(steps, step).due(frequency)] for frequency in (-1, 0, 2)}
+    assert due == {-1: [5], 0: [], 2: [2, 4, 5]}
+
+
+def _at(steps: FakeSteps, step: int) -> FakeSteps:
+    steps.global_step = step
+    return steps
+
+
+def test_checkpoint_and_resume(tmp_path: Path) -> None:
+    parts = Parts()
+    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2}
+    make(tmp_path, parts, trainer__max_actor_ckpt_to_keep=1, **settings).fit()
+    assert parts.calls.count("save") == 2
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_3"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_greedy_validation_beside_the_sampled_one(tmp_path: Path) -> None:
+    parts = Parts()
+    result = make(
+        tmp_path, parts, rollout__val_kwargs__do_sample=True, rollout__val_kwargs__temperature=1.0,
+        rollout__val_kwargs__greedy_too=True,
+    ).fit()  # fmt: skip
+    assert parts.calls[1:6] == ["generate val0", "reward", "log_samples", "generate val1", "reward"]
+    assert result.before["val-core/task/acc/mean@1"] == 0.5
+    assert result.after["val-aux/task/greedy/acc/mean@1"] == 0.5
+
+

@@ -1,0 +1,54 @@
+"""Who holds the device: never two tenants, moves in the right order, no move without need."""
+
+from __future__ import annotations
+
+from workers.phase import Phase, PhaseManager
+
+
+class Tenant:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.inside = name, log, True
+
+    def move_in(self) -> None:
+        self.inside = True
+        self.log.append(f"{self.name} in")
+
+    def move_out(self) -> None:
+        self.inside = False
+        self.log.append(f"{self.name} out")
+
+
+def test_others_move_out_before_the_owner_moves_in() -> None:
+    log: list[str] = []
+    phases = PhaseManager()
+    trainer, rollout, reference = (Tenant(name, log) for name in ("trainer", "rollout", "reference"))
+    for tenant in (trainer, rollout, reference):
+        phases.add(tenant)
+    phases.enter(Phase.TRAIN, trainer)
+    assert log == ["rollout out", "reference out", "trainer in"]
+    assert (phases.phase, phases.owner) == (Phase.TRAIN, trainer)
+    assert [tenant.inside for tenant in (trainer, rollout, reference)] == [True, False, False]
+
+
+def test_entering_again_moves_nothing() -> None:
+    log: list[str] = []
+    phases = PhaseManager()
+    rollout = Tenant("rollout", log)
+    phases.add(rollout)
+    phases.enter(Phase.ROLLOUT, rollout)
+    log.clear()
+    phases.enter(Phase.ROLLOUT, rollout)
+    assert log == []
+
+
+def test_leaving_frees_the_device() -> None:
+    log: list[str] = []
+    phases = PhaseManager()
+    trainer = Tenant("trainer", log)
+    phases.add(trainer)
+    phases.enter(Phase.TRAIN, trainer)
+    phases.leave()
+    assert not trainer.inside
+    assert (phases.phase, phases.owner) == (Phase.IDLE, None)
+    phases.enter(Phase.TRAIN, trainer)
+    assert trainer.inside

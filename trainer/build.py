@@ -1,0 +1,105 @@
+"""The one place that turns config names into objects: datasets, worker groups, the reward pool, trackers, the trainer.
+
+`build_trainer` is a context: what it started (processes, files) ends with it, whatever happens inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data import PromptDataset
+from trainer.environment import worker_environment
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.rewards import Rewards
+from trainer.roles import ActorRole, ReferenceRole
+from trainer.samples import SampleWriter
+from trainer.steps import TrainingSteps
+from trainer.tracking import Tracking
+from verl_lite.config import PPOConfig
+from verl_lite.device import cpu_count, get_device
+from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups, start_service
+from workers.actor_rollout import ActorRolloutWorker
+from workers.policy.tokenizer import load_tokenizer
+from workers.reference import ReferenceWorker
+from workers.reward_pool import RewardPool
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether any KL term compares the policy with the reference model."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The tokenizer and the datasets of a run; val is None where there are no validation files."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    val: PromptDataset | None
+
+
+def load_data(config: PPOConfig) -> RunData:
+    """Reads, checks and tokenises the data, and tries the reward on two rows: all that can fail cheaply."""
+    tokenizer = load_tokenizer(config.model)
+    train = PromptDataset(config.data.train_files, tokenizer, config.data, split="train")
+    val = PromptDataset(config.data.val_files, tokenizer, config.data, split="val") if config.data.val_files else None
+    try_rewards(config, [data for data in (train, val) if data is not None])
+    return RunData(tokenizer, train, val)
+
+
+@contextmanager
+def build_trainer(
+    config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, trainer_class: type[RayPPOTrainer]
+) -> Iterator[RayPPOTrainer]:
+    """Everything a run is made of, started; ended when the context is left.
+
+    config: resolved and validated, with `trainer.n_gpus_per_node` set. run_dir: exists.
+    """
+    with ExitStack() as stack:
+        steps = TrainingSteps(config, data.train)
+        backend = config.trainer.backend
+        if backend == "ray":
+            from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
+
+            start_ray(config.ray_kwargs.ray_init, run_id=run_dir.name)
+            stack.callback(stop_ray)
+        pool = start_service(backend, ClassWithInitArgs(RewardPool, config.reward))
+        stack.callback(pool.call, "close")
+        pool.call("start")
+        slots = config.trainer.n_gpus_per_node
+        assert slots is not None
+        device = get_device(config.trainer.device)
+        roles = {"actor_rollout": ClassWithInitArgs(ActorRolloutWorker, config, steps.total, pool)}
+        if needs_reference(config):
+            roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
+        groups = create_worker_groups(
+            backend,
+            ResourcePool([slots] * config.trainer.nnodes, use_gpu=device.type == "cuda"),
+            roles,
+            env=worker_environment(device.type == "cpu", max(1, cpu_count() // slots)),
+            log_dir=run_dir / "logs",
+        )
+        for group in groups.values():
+            stack.callback(group.shutdown)
+        if "ref" in groups:
+            groups["ref"].init_model()
+        groups["actor_rollout"].init_model()
+        stack.callback(groups["actor_rollout"].close)
+        yield trainer_class(
+            config,
+            actor=ActorRole(groups["actor_rollout"], config),
+            ref=ReferenceRole(groups["ref"], config) if "ref" in groups else None,
+            critic=None,
+            rewards=Rewards(pool, config.reward, run_dir),
+            steps=steps,
+            val_data=data.val,
+            tokenizer=data.tokenizer,
+            tracking=tracking,
+            samples=SampleWriter(config.trainer.rollout_data_dir, config.trainer.validation_data_dir),
+            run_dir=run_dir,
+        )

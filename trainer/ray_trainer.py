@@ -1,0 +1,245 @@
+"""The driver. `fit` is the algorithm: read it first, then the stages it names.
+
+Each stage reads columns of the batch and adds its own (`verl_lite/schema.py` lists them). Workers do the heavy part; the
+driver plans, dispatches and estimates advantages. A recipe replaces a stage by overriding it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from codetiming import Timer
+from transformers import PreTrainedTokenizerBase
+
+from trainer.advantage import compute_advantage, token_rewards
+from trainer.checkpoint import find_checkpoint, read_state, write_checkpoint
+from trainer.data import PromptDataset
+from trainer.rewards import Rewards, mask_failed
+from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
+from trainer.samples import SampleWriter, Sample, samples_of
+from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
+from trainer.steps import TrainingSteps
+from trainer.tracking import Tracking
+from trainer.validation_metrics import process_validation_metrics
+from verl_lite.config import PPOConfig, ValKwargs
+from verl_lite.core_algos import get_kl_controller
+from verl_lite.metrics import values
+from verl_lite.protocol import DataProto
+from verl_lite.rollout_diff import rollout_probs_diff
+from workers.rollout.base import SamplingParams
+
+
+@dataclass
+class FitResult:
+    """What a run leaves: validation metrics before and after, samples of the last validation, the last checkpoint."""
+
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    checkpoint: Path | None = None
+
+
+class RayPPOTrainer:
+    """Holds the parts of a run, which `trainer.build` makes from the configuration.
+
+    ref is None where no KL term asks for it, critic where the estimator needs no values.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        actor: ActorRole,
+        ref: ReferenceRole | None,
+        critic: Critic | None,
+        rewards: Rewards,
+        steps: TrainingSteps,
+        val_data: PromptDataset | None,
+        tokenizer: PreTrainedTokenizerBase,
+        tracking: Tracking,
+        samples: SampleWriter,
+        run_dir: Path,
+    ) -> None:
+        self.config = config
+        self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
+        self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
+        self.tracking, self.samples, self.run_dir = tracking, samples, run_dir
+        self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.needs_old_log_prob = not actor.on_policy or config.algorithm.use_kl_in_reward
+        self.timing: dict[str, float] = {}
+        self.metrics: Metrics = {}
+
+    # ---------------------------------------------------------------------------------------------- the algorithm
+
+    def fit(self) -> FitResult:
+        """Trains to the end of the configured steps. Returns what to show."""
+        result = FitResult()
+        self.resume()
+        self.actor.update_weights(version=self.steps.global_step)
+        if self.config.trainer.val_before_train or self.config.trainer.val_only:
+            result.before = result.after = self.validate(result)
+            self.tracking.log(result.before, step=self.steps.global_step)
+        if self.config.trainer.val_only:
+            return result
+        for prompts in self.steps:
+            self.metrics, self.timing = {}, {}
+            with self.timed("step"):
+                with self.timed("gen"):
+                    batch = self.collect(prompts)
+                with self.timed("reward"):
+                    batch = self.score(batch)
+                if self.needs_old_log_prob:
+                    with self.timed("old_log_prob"):
+                        batch = self.compute_old_log_prob(batch)
+                if self.ref:
+                    with self.timed("ref"):
+                        batch |= self.ref.compute_ref_log_prob(batch)
+                if self.critic:
+                    with self.timed("values"):
+                        batch |= self.critic.compute_values(batch)
+                with self.timed("adv"):
+                    batch = self.estimate_advantages(batch)
+                if self.critic:
+                    with self.timed("update_critic"):
+                        self.metrics |= self.critic.update(batch, self.steps.global_step)
+                if self.steps.past_critic_warmup:
+                    with self.timed("update_actor"):
+                        self.metrics |= self.actor.update(batch, self.steps.global_step)
+                    with self.timed("update_weights"):
+                        self.metrics |= self.actor.update_weights(version=self.steps.global_step)
+            if self.steps.due(self.config.trainer.save_freq):
+                with self.timed("save_checkpoint"):
+                    result.checkpoint = self.save()
+            if self.val_data and self.steps.due(self.config.trainer.test_freq):
+                with self.timed("testing"):
+                    result.after = self.validate(result)
+            self.log_step(batch, result.after if "testing" in self.timing else {})
+        return result
+
+    # ------------------------------------------------------------------------------------------------- the stages
+
+    def collect(self, prompts: DataProto) -> DataProto:
+        """Samples rollout.n answers for each prompt."""
+        rollout = self.config.rollout
+        sampling = SamplingParams(
+            temperature=rollout.temperature if rollout.do_sample else 0.0,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=self.config.data.max_response_length,
+            ignore_eos=rollout.ignore_eos,
+        )
+        return self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step)
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams, n: int, purpose: str, step: int) -> DataProto:
+        """Answers `n` times each prompt; rows of one prompt stand together. Adds sample and sample_id."""
+        rows = prompts.repeat(n, interleave=True)
+        sample = np.tile(np.arange(n), len(prompts))
+        names = [f"{purpose}/{self.steps.global_step}/{uid}/{k}" for uid, k in zip(rows.non_tensor_batch["uid"], sample)]
+        rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
+        rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
+        answers = self.actor.generate(rows)
+        self.metrics |= answers.meta_info.pop("metrics")
+        return rows.select(batch_keys=[]) | answers
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Adds the rewards, most of which were computed while others still generated."""
+        scores = self.rewards.score(batch)
+        self.metrics |= scores.meta_info.pop("metrics")
+        return mask_failed(batch | scores)
+
+    def compute_old_log_prob(self, batch: DataProto) -> DataProto:
+        """Adds the log-probs that ratios are taken against; logs how far the rollout engine's are from them."""
+        batch = batch | self.actor.compute_log_prob(batch)
+        self.metrics |= rollout_probs_diff(
+            batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
+        )
+        return batch
+
+    def estimate_advantages(self, batch: DataProto) -> DataProto:
+        """Adds token_level_rewards (the scores, less the KL penalty where it is asked for), advantages and returns."""
+        rewards = token_rewards(batch, self.config.algorithm, self.kl_ctrl)
+        self.metrics |= rewards.meta_info.pop("metrics")
+        batch = batch | rewards
+        return batch | compute_advantage(batch, self.config.algorithm)
+
+    # ------------------------------------------------------------------------------------------------- validation
+
+    def validate(self, result: FitResult) -> dict[str, float]:
+        """Answers and scores the whole validation set with its own sampling. Keeps samples to show in `result`."""
+        kwargs, metrics = self.config.rollout.val_kwargs, {}
+        for name, sampled in (("", True), ("greedy/", False)):
+            if name and not kwargs.greedy_too:
+                continue
+            batch = self.answer_validation_set(kwargs, greedy=not sampled or not kwargs.do_sample)
+            metrics |= validation_metrics(batch, prefix=name)
+            rows = samples_of(batch, self.tokenizer, self.steps.global_step)
+            self.samples.write_validation(rows, self.steps.global_step)
+            if not name:
+                result.samples = rows[: self.config.trainer.log_val_generations]
+                self.tracking.log_samples(result.samples, step=self.steps.global_step)
+        return metrics
+
+    def answer_validation_set(self, kwargs: ValKwargs, greedy: bool) -> DataProto:
+        """Generates and scores every validation prompt. The numbers do not depend on data.val_batch_size."""
+        assert self.val_data is not None
+        sampling = SamplingParams(
+            temperature=0.0 if greedy else kwargs.temperature,
+            top_p=kwargs.top_p,
+            top_k=kwargs.top_k,
+            max_tokens=self.config.data.max_response_length,
+        )
+        parts = []
+        for prompts in self.val_data.batches(self.config.data.val_batch_size):
+            answers = self.generate(prompts, sampling, 1 if greedy else kwargs.n, f"val{greedy:d}", step=0)
+            parts.append(answers | self.rewards.score(answers))
+        return DataProto.concat(parts)
+
+    # ------------------------------------------------------------------------------------- saving, resuming, logging
+
+    def save(self) -> Path:
+        """Writes a checkpoint of this step."""
+        state = {"steps": self.steps.state_dict(), "kl_coef": self.kl_ctrl.value}
+        return write_checkpoint(
+            self.run_dir,
+            self.steps.global_step,
+            lambda folder: self.actor.save(str(folder / "actor")),
+            state,
+            self.config.trainer.max_actor_ckpt_to_keep,
+        )
+
+    def resume(self) -> None:
+        """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
+        trainer = self.config.trainer
+        folder = find_checkpoint(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
+        if folder is not None:
+            state = read_state(folder)
+            self.actor.load(str(folder / "actor"))
+            self.steps.load_state_dict(state["steps"])
+            self.kl_ctrl.value = state["kl_coef"]
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the block's seconds to timing_s/<name>."""
+        with Timer(name=name, logger=None) as timer:
+            yield
+        self.timing[name] = self.timing.get(name, 0.0) + timer.last
+
+    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
+        """Sends this step's metrics to the trackers and its samples to files."""
+        config, step = self.config, self.steps.global_step
+        logged = {
+            "training/global_step": float(step),
+            "training/epoch": float(self.steps.epoch),
+            **values(self.metrics),
+            **compute_data_metrics(batch, use_critic=self.critic is not None),
+            **compute_timing_metrics(batch, self.timing),
+            **compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
+            **validation,
+        }
+        if config.trainer.rollout_data_dir:
+            self.samples.write_training(samples_of(batch, self.tokenizer, step), step)
+        self.tracking.log(logged, step=step)

@@ -1,0 +1,107 @@
+"""One run from command line to final report: what `trainer.main_ppo` does once it may import heavy things.
+
+The order is cheap before dear: the configuration is checked, the data and the reward are tried, the plan is printed, and
+only then are processes started.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+from trainer.build import build_trainer, load_data
+from trainer.checkpoint import saved_steps
+from trainer.console import Console, final_report
+from trainer.picture import draw_curve
+from trainer.plan import launch_table
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.steps import count_steps
+from trainer.tracking import Tracking
+from verl_lite.config import PPOConfig
+from verl_lite.config_loader import help_config, load_config, print_config, save_config, validate
+from verl_lite.device import cpu_count, get_device, visible_devices
+from verl_lite.errors import UserError
+
+MOST_DEFAULT_CPU_SLOTS = 2
+
+
+def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> int:
+    """Runs a whole training from its command line; returns the exit status.
+
+    trainer_class: the trainer, or one that replaces a stage of it.
+    """
+    loaded = load_config(argv, recipe_loader=recipe_overrides)
+    if loaded.action == "help":
+        print(help_config())
+        return 0
+    config = loaded.config
+    slots = resolve_slots(config)
+    if loaded.action == "print":
+        print(print_config(loaded))
+        return 0
+    console = Console()
+    for note in loaded.notes:
+        console.note(note)
+    if config.recipe:
+        recipe = load_recipe(config.recipe)
+        if hasattr(recipe, "prepare"):
+            recipe.prepare(config)
+    validate(config, slots=slots, available=available_devices(config))
+    data = load_data(config)
+    run_dir = make_run_dir(config)
+    save_config(loaded, run_dir / "config.yaml")
+    total_steps = count_steps(config, len(data.train))
+    console.print(launch_table(config, slots, total_steps))
+    console.start(total_steps)
+    with (
+        Tracking(run_dir, config, console) as tracking,
+        build_trainer(config, data, run_dir, tracking, trainer_class) as trainer,
+    ):
+        result = trainer.fit()
+    console.print(final_report(result, run_dir, draw_curve(run_dir)))
+    return 0
+
+
+def available_devices(config: PPOConfig) -> int:
+    """GPUs that this process sees, or its CPU cores."""
+    device = get_device(config.trainer.device)
+    return visible_devices("cuda") if device.type == "cuda" else cpu_count()
+
+
+def resolve_slots(config: PPOConfig) -> int:
+    """Fills in trainer.n_gpus_per_node and gives the number of slots of the run."""
+    trainer = config.trainer
+    if trainer.n_gpus_per_node is None:
+        available = available_devices(config)
+        on_cpu = get_device(trainer.device).type == "cpu"
+        trainer.n_gpus_per_node = min(MOST_DEFAULT_CPU_SLOTS, available) if on_cpu else available
+        if trainer.backend == "inline":
+            trainer.n_gpus_per_node = 1
+    return trainer.n_gpus_per_node * trainer.nnodes
+
+
+def load_recipe(name: str) -> ModuleType:
+    """The module recipes.<name>.recipe. Raises UserError listing the recipes there are."""
+    known = sorted(path.parent.name for path in Path(__file__).parents[1].glob("recipes/*/recipe.py"))
+    if name not in known:
+        raise UserError(f"recipe={name!r}: no such folder of recipes/; there are {', '.join(known)}")
+    return importlib.import_module(f"recipes.{name}.recipe")
+
+
+def recipe_overrides(name: str) -> dict[str, object]:
+    """What a recipe sets, by dotted key."""
+    return load_recipe(name).overrides()
+
+
+def make_run_dir(config: PPOConfig) -> Path:
+    """Makes the run folder. A folder that holds another run is refused unless the run is to be resumed."""
+    run_dir = Path(config.trainer.default_local_dir).absolute()
+    taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
+    if taken and config.trainer.resume_mode == "disable":
+        raise UserError(
+            f"trainer.default_local_dir={run_dir} holds a run already, and trainer.resume_mode=disable. Choose another "
+            "trainer.experiment_name, or continue that run with trainer.resume_mode=auto"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir

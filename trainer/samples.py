@@ -1,0 +1,81 @@
+"""What the policy wrote, as rows a person can read: kept in files, sent to trackers, shown at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt, its answer, and what the answer was worth. `score` is null where the reward failed."""
+
+    step: int
+    uid: str
+    data_source: str
+    input: str
+    output: str
+    gts: str
+    score: float | None
+    response_length: int
+    finish_reason: str
+    policy_version: int
+    extra: dict[str, float | str]
+
+
+def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
+    """The rows of a scored batch as samples."""
+    columns, tensors = batch.non_tensor_batch, batch.batch
+    # the scores say how long a failed sample was: its response_mask may already be empty
+    lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1)
+    scores = tensors["token_level_scores"].sum(1)
+    extras = {name.removeprefix("reward/"): values for name, values in columns.items() if name.startswith("reward/")}
+    return [
+        Sample(
+            step=step,
+            uid=columns["uid"][row],
+            data_source=columns["data_source"][row],
+            input=columns["raw_prompt"][row][-1]["content"],
+            output=tokenizer.decode(tensors["responses"][row, : lengths[row]], skip_special_tokens=True),
+            gts=str(columns["reward_model"][row].get("ground_truth", "")),
+            score=None if columns["reward_failed"][row] else float(scores[row]),
+            response_length=int(lengths[row]),
+            finish_reason=columns["finish_reason"][row],
+            policy_version=int(tensors["policy_version"][row]),
+            extra={name: _plain(values[row]) for name, values in extras.items() if values[row] is not None},
+        )
+        for row in range(len(batch))
+    ]
+
+
+def _plain(value: object) -> float | str:
+    return float(value) if isinstance(value, int | float | np.number) else str(value)
+
+
+class SampleWriter:
+    """Writes samples as jsonl, one file a step, under the folders of trainer.{rollout,validation}_data_dir."""
+
+    def __init__(self, rollout_dir: str | None, validation_dir: str | None) -> None:
+        self.rollout_dir = Path(rollout_dir) if rollout_dir else None
+        self.validation_dir = Path(validation_dir) if validation_dir else None
+
+    def write_training(self, samples: list[Sample], step: int) -> None:
+        _append(self.rollout_dir, samples, step)
+
+    def write_validation(self, samples: list[Sample], step: int) -> None:
+        _append(self.validation_dir, samples, step)
+
+
+def _append(folder: Path | None, samples: list[Sample], step: int) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{step}.jsonl").open("a") as file:
+        for sample in samples:
+            file.write(json.dumps(asdict(sample)) + "\n")

@@ -1,0 +1,65 @@
+"""The sequence of training steps: which prompts, which epoch, what is due. Resumable at any step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.data import PromptDataset, build_train_loader
+from verl_lite.config import PPOConfig
+from verl_lite.protocol import DataProto
+
+
+def count_steps(config: PPOConfig, train_rows: int) -> int:
+    """Training steps of the whole run; the last batch of an epoch may be short."""
+    total = math.ceil(train_rows / config.data.train_batch_size) * config.trainer.total_epochs
+    limit = config.trainer.total_training_steps
+    return total if limit is None else limit
+
+
+class TrainingSteps:
+    """Iterates over the prompts of each step, from the first or the resumed one to the last.
+
+    `global_step` is the step that runs now (1 is the first; 0 before it), `epoch` counts from 0. Epochs follow one another
+    until the number of steps is reached.
+    """
+
+    def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
+        self.config = config
+        self.loader = build_train_loader(data, config)
+        self.total = count_steps(config, len(data))
+        self.global_step = 0
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[DataProto]:
+        while self.global_step < self.total:
+            for prompts in self.loader:
+                self.global_step += 1
+                yield prompts
+                if self.global_step >= self.total:
+                    return
+            self.epoch += 1
+
+    @property
+    def past_critic_warmup(self) -> bool:
+        """Whether the actor learns in this step; before, only the critic does."""
+        return self.global_step > self.config.trainer.critic_warmup
+
+    @property
+    def is_last(self) -> bool:
+        return self.global_step >= self.total
+
+    def due(self, frequency: int) -> bool:
+        """Whether something that happens every `frequency` steps happens in this one.
+
+        The last step counts always, unless frequency is 0 (never); -1 means only then.
+        """
+        return frequency != 0 and (self.is_last or (frequency > 0 and self.global_step % frequency == 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_step": self.global_step, "epoch": self.epoch, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step, self.epoch = state["global_step"], state["epoch"]
+        self.loader.load_state_dict(state["loader"])
