@@ -1,0 +1,113 @@
+"""The main job as its user runs it: `python -m trainer.main_ppo`, in a process of its own, on the embedded task."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["data.train_batch_size=16", "actor.ppo_mini_batch_size=16", "rollout.n=4", "data.val_max_samples=48"]
+
+pytestmark = pytest.mark.slow
+
+
+def run(
+    run_dir: Path, *overrides: str, module: str = "trainer.main_ppo", timeout: float = 900
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command in an empty folder, so that nothing of the checkout is found by accident but the packages."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", module, *overrides],
+        cwd=run_dir,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each logged step."""
+    return [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(tmp_path: Path, name: str, *overrides: str) -> list[dict[str, float]]:
+    """Runs two small steps into tmp_path/name; gives their metrics, validation included."""
+    folder = tmp_path / name
+    done = run(tmp_path, *SMALL, "trainer.total_training_steps=2", f"trainer.default_local_dir={folder}", *overrides)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return metrics(folder)
+
+
+def without_time(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What must repeat: everything but seconds, speed and memory."""
+    volatile = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync")
+    return [{k: v for k, v in row.items() if not any(part in k for part in volatile)} for row in rows]
+
+
+def test_the_same_command_gives_the_same_curve(tmp_path: Path) -> None:
+    first, second = (trained(tmp_path, name) for name in ("first", "second"))
+    assert len(first) >= 3
+    assert without_time(first) == without_time(second)
+    assert max(row.get("training/rollout_probs_diff_max", 0) for row in first) < 1e-4
+    assert any("training/rollout_probs_diff_max" in row for row in first)
+
+
+def test_another_seed_gives_another_curve(tmp_path: Path) -> None:
+    first, second = trained(tmp_path, "first"), trained(tmp_path, "second", "trainer.seed=2")
+    assert without_time(first)[-1] != without_time(second)[-1]
+
+
+def test_inline_and_ray_agree(tmp_path: Path) -> None:
+    """One slot in the driver's process against two slots under Ray: the same samples, gradients equal up to rounding."""
+    ray = trained(tmp_path, "ray", "rollout.name=hf")
+    inline = trained(tmp_path, "inline", "rollout.name=hf", "trainer.backend=inline")
+    steps = [row for row in zip(ray, inline, strict=True) if "actor/grad_norm" in row[0]]
+    assert len(steps) == 2
+    for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert steps[0][0][name] == pytest.approx(steps[0][1][name], rel=1e-3, abs=1e-6), name
+
+
+def test_off_policy_with_reference_and_kl(tmp_path: Path) -> None:
+    rows = trained(
+        tmp_path, "off", "rollout.name=hf", "actor.ppo_mini_batch_size=8", "actor.ppo_epochs=2", "actor.use_kl_loss=true",
+        "algorithm.use_kl_in_reward=true", "actor.shuffle=true", "algorithm.kl_ctrl.type=adaptive",
+    )  # fmt: skip
+    step = next(row for row in rows if "actor/pg_loss" in row)
+    for name in ("actor/kl_loss", "actor/ppo_kl", "timing_s/old_log_prob", "timing_s/ref", "actor/reward_kl_penalty"):
+        assert name in step, name
+
+
+def test_evaluate_and_export_what_the_run_left(tmp_path: Path) -> None:
+    trained(tmp_path, "run", "rollout.name=hf")
+    done = run(tmp_path, str(tmp_path / "run"), "data.val_max_samples=16", module="trainer.main_eval")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "val-core" in (next((tmp_path / "run" / "eval").glob("*")) / "metrics.jsonl").read_text()
+    done = run(tmp_path, str(tmp_path / "run"), "--to", str(tmp_path / "hf"), module="trainer.export")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("actor.optim.lrr=1", ["actor.optim.lrr", "actor.optim.lr"]),
+        ("data.train_files=/nothing.parquet", ["data.train_files", "/nothing.parquet"]),
+        ("model.path=/no/such/model", ["model.path", "/no/such/model"]),
+        ("data.max_prompt_length=2", ["data.max_prompt_length", "truncation"]),
+        ("actor.ppo_mini_batch_size=100000", ["actor.ppo_mini_batch_size", "data.train_batch_size"]),
+        ("trainer.n_gpus_per_node=4096", ["trainer.n_gpus_per_node"]),
+        ("recipe=nothing", ["recipe", "quickstart"]),
+    ],
+)
+def test_wrong_input_is_one_message_and_no_traceback(tmp_path: Path, argument: str, expected: list[str]) -> None:
+    done = run(tmp_path, argument)
+    assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    for text in expected:
+        assert text in done.stderr, done.stderr
