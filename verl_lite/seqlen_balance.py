@@ -1,0 +1,397 @@
+"""The planner: which rank computes which row in which micro-batch, and what the loss is divided by.
+
+The driver plans once, for all ranks, from sequence lengths alone; ranks obey and never count for themselves. So every
+rank runs the same number of forward passes (FSDP would wait for ever otherwise), any number of rows goes with any
+number of ranks, and the denominators are those of the whole mini-batch, counted before anything is split: the gradient
+does not depend on how the batch was cut. Which rows share an optimizer step follows from the driver's row order and the
+shuffle seed, never from the number of ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from verl_lite.protocol import DataProto
+
+Ints = NDArray[np.int64]
+PLAN_COLUMNS = ("mini_batch", "micro_batch")
+
+# Matrix multiplications of a layer cost 24 h^2 operations per token, attention 4 h L: equal at a length of 6 h, here
+# for h = 4096. For the balance only the order of magnitude matters.
+ATTENTION_PARITY_LENGTH = 24_576
+BALANCE_TOLERANCE = 1.002  # heaviest rank over mean at which swapping stops
+MAX_SWAPS_PER_SET = 8
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Of one micro-batch on one rank."""
+
+    max_tokens: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step: forward passes of each rank, and the global denominators of its loss."""
+
+    num_micro_batches: int
+    num_tokens: int  # valid response tokens on all ranks
+    num_sequences: int  # sequences with at least one of them
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """Where each of `num_rows` rows goes. n places, n / world_size for each rank, in rank order.
+
+    order: (n,) the row that stands at each place; a padding place repeats the shortest row.
+    is_padding: (n,) bool, places without weight.
+    mini_batch, micro_batch: (n, epochs), the optimizer step of each place and the forward pass within it; -1 for a
+        padding place that an epoch has no use for (only with a shuffle and several epochs).
+    schedule: by epoch, by mini-batch. Each rank has at least one place in each micro-batch.
+    """
+
+    num_rows: int
+    world_size: int
+    order: Ints
+    is_padding: NDArray[np.bool_]
+    mini_batch: Ints
+    micro_batch: Ints
+    schedule: list[list[MiniBatch]]
+
+    def apply(self, data: DataProto) -> DataProto:
+        """The rows at their places, as a new batch.
+
+        Adds is_padding (n,) bool, mini_batch and micro_batch (n, epochs) int64, meta_info["schedule"]; response_mask,
+        where present, is 0 on padding. Raises ValueError unless data has the rows that were planned.
+        """
+        _check_rows("apply", data, self.num_rows, "rows were planned")
+        planned = data.select_idxs(self.order)
+        columns = {name: torch.from_numpy(getattr(self, name)).clone() for name in (*PLAN_COLUMNS, "is_padding")}
+        if planned.batch is not None and "is_padding" in planned.batch.keys():
+            columns["is_padding"] |= torch.as_tensor(planned.batch.pop("is_padding").cpu())
+        if planned.batch is not None and "response_mask" in planned.batch.keys():
+            mask = planned.batch["response_mask"]
+            padding = torch.from_numpy(self.is_padding).to(mask.device)
+            planned.batch["response_mask"] = mask.masked_fill(padding.unsqueeze(-1), 0)
+        planned.meta_info["schedule"] = self.schedule
+        return planned.union(DataProto.from_dict(columns))
+
+    def restore(self, data: DataProto) -> DataProto:
+        """What ranks returned for the planned batch, in the order of the original rows, without padding.
+
+        The columns that `apply` added are gone, if they are there. Raises ValueError unless data has n rows.
+        """
+        _check_rows("restore", data, len(self.order), "places were planned")
+        places = np.flatnonzero(~self.is_padding)
+        restored = data.select_idxs(places[np.argsort(self.order[places])])
+        if restored.batch is not None:
+            added = [name for name in PLAN_COLUMNS if name in restored.batch.keys()]
+            if "is_padding" in restored.batch.keys() and not bool(restored.batch["is_padding"].any()):
+                added.append("is_padding")
+            restored.pop(batch_keys=added)
+        restored.meta_info.pop("schedule", None)
+        return restored
+
+
+def plan_batch(
+    lengths: ArrayLike,
+    *,
+    world_size: int,
+    mini_batch_size: int | None,
+    max_token_len: int | None = None,
+    micro_batch_size: int | None = None,
+    epochs: int = 1,
+    shuffle_seed: int | None = None,
+    balance: bool = True,
+    num_tokens: ArrayLike,
+) -> BatchPlan:
+    """Plans `epochs` passes over a batch.
+
+    lengths: (B,) tokens of each row, prompt and response; num_tokens: (B,) those that the loss counts.
+    mini_batch_size: sequences per optimizer step, over all ranks; None = all. The last one may be smaller.
+    max_token_len, micro_batch_size: bounds of a micro-batch on one rank, in tokens and in sequences; None = no bound.
+    shuffle_seed: draws the mini-batches of each epoch at random; None = rows in order, the same in each epoch.
+    balance: give ranks rows of equal total cost L + L^2 / ATTENTION_PARITY_LENGTH within a mini-batch; else rows in
+        order. With a shuffle and several epochs, rows stay where the first puts them; later ones are balanced by luck.
+    Raises ValueError for an empty batch, a bound below 1, or a row longer than max_token_len.
+    """
+    sizes, tokens = np.asarray(lengths, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
+    _check(sizes, tokens, world_size, mini_batch_size, max_token_len, micro_batch_size, epochs)
+    num_rows = len(sizes)
+    bounds = _Bounds(max_token_len or int(sizes.sum() + num_rows * sizes.max()), micro_batch_size or num_rows)
+    steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
+    owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
+    rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
+    is_padding = rows < 0
+    order = np.where(is_padding, int(sizes.argmin()), rows)
+    micro_batch, numbers = _cut(sizes[order], mini_batch, bounds)
+    # micro-batches of the first epoch stand together, so that a rank reads slices
+    keys = zip(micro_batch[..., 0], mini_batch[..., 0], strict=True)
+    places = (np.arange(world_size)[:, None], np.stack([np.lexsort(key) for key in keys]))
+    return BatchPlan(
+        num_rows=num_rows,
+        world_size=world_size,
+        order=order[places].reshape(-1),
+        is_padding=is_padding[places].reshape(-1),
+        mini_batch=mini_batch[places].reshape(-1, epochs),
+        micro_batch=micro_batch[places].reshape(-1, epochs),
+        schedule=[_schedule(steps[:, epoch], tokens, numbers[epoch]) for epoch in range(epochs)],
+    )
+
+
+def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
+    """Splits items into `parts` sets of equal size and nearly equal cost: (parts, k) indices, k = ceil(B / parts).
+
+    The largest differencing method of Karmarkar and Karp (1982), started from chunks of `parts` items that already have
+    one item for each set, then swaps. Indices of len(costs) and above are fillers of cost 0, at most one in each set.
+    """
+    given = np.asarray(costs, dtype=np.float64)
+    size = -(-len(given) // parts)
+    filled = np.concatenate([given, np.zeros(parts * size - len(given))])
+    chunks = np.argsort(-filled, kind="stable").reshape(size, parts)
+    heap = [(filled[own[-1]] - filled[own[0]], i, filled[own], own[:, None]) for i, own in enumerate(chunks)]
+    heapq.heapify(heap)
+    for created in range(size, 2 * size - 1):
+        _, _, sums, sets = heapq.heappop(heap)
+        _, _, other_sums, other_sets = heapq.heappop(heap)
+        sums, sets = sums + other_sums[::-1], np.hstack([sets, other_sets[::-1]])  # the heaviest with the lightest
+        descending = np.argsort(-sums, kind="stable")
+        sums = sums[descending]
+        heapq.heappush(heap, (sums[-1] - sums[0], created, sums, sets[descending]))
+    return _swap(heap[0][3], filled, len(given))
+
+
+def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
+    """Swaps items between the heaviest and the lightest set while that helps; fillers stay where they are."""
+    sets = sets.copy()
+    sums = costs[sets].sum(axis=1)
+    enough = sums.mean() * BALANCE_TOLERANCE
+    for _ in range(MAX_SWAPS_PER_SET * len(sets)):
+        heavy, light = int(sums.argmax()), int(sums.argmin())
+        gap = sums[heavy] - sums[light]
+        if sums[heavy] <= enough:
+            break
+        given, taken = costs[sets[heavy]], costs[sets[light]]
+        by_cost = np.argsort(taken)
+        # for each item of the heavy set, the item of the light one that comes nearest to moving half of the gap
+        right = np.searchsorted(taken[by_cost], given - gap / 2).clip(1, max(1, len(taken) - 1))
+        nearest = np.concatenate([by_cost[right - 1], by_cost[right % len(taken)]])
+        items = np.tile(np.arange(len(given)), 2)
+        moved = given[items] - taken[nearest]
+        allowed = (sets[heavy][items] < num_items) & (sets[light][nearest] < num_items) & (moved > 0) & (moved < gap)
+        if not allowed.any():
+            break
+        best = int(np.where(allowed, np.abs(moved - gap / 2), np.inf).argmin())
+        i, j = items[best], nearest[best]
+        sets[heavy, i], sets[light, j] = sets[light, j], sets[heavy, i]
+        sums[heavy] -= moved[best]
+        sums[light] += moved[best]
+    return sets
+
+
+# ------------------------------------------------------------------------------------------------ mini-batches, ranks
+
+
+def _draw_mini_batches(num_rows: int, size: int | None, epochs: int, seed: int | None) -> Ints:
+    """(B, epochs): the optimizer step of each row."""
+    steps = np.empty((num_rows, epochs), dtype=np.int64)
+    by_position = np.arange(num_rows) // (size or num_rows)
+    for epoch in range(epochs):
+        order = slice(None) if seed is None else np.random.default_rng([seed, epoch]).permutation(num_rows)
+        steps[order, epoch] = by_position
+    return steps
+
+
+def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) -> Ints:
+    """(B,) rank of each row; within a mini-batch the ranks' row counts differ by at most one."""
+    owner = np.zeros(len(lengths), dtype=np.int64)
+    costs = lengths + lengths.astype(np.float64) ** 2 / ATTENTION_PARITY_LENGTH
+    for rows in _by_value(steps, int(steps.max()) + 1):
+        if balance:
+            for rank, members in enumerate(balanced_partition(costs[rows], world_size)):
+                owner[rows[members[members < len(rows)]]] = rank
+        else:
+            for rank, part in enumerate(np.array_split(rows, world_size)):
+                owner[part] = rank
+    return owner
+
+
+def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds: _Bounds) -> tuple[Ints, Ints]:
+    """Rows of each rank (W, n / W), filled up with -1, and the mini-batch of each (W, n / W, epochs).
+
+    Each rank gets the places that it needs for its forward passes. Where all epochs draw the same mini-batches, that is
+    the same number on all ranks. Otherwise one rank has more rows of a mini-batch than another; it takes padding only
+    where it has fewer rows than forward passes, and what is left of its padding takes no part (-1) in that epoch.
+    """
+    epochs, num_steps = steps.shape[1], int(steps.max()) + 1
+    by_rank = _by_value(owner, world_size)
+    counts = np.stack([[np.bincount(steps[own, e], minlength=num_steps) for own in by_rank] for e in range(epochs)])
+    if (steps == steps[:, :1]).all():
+        wanted = np.broadcast_to(counts.max(axis=1, keepdims=True), counts.shape)
+    else:
+        wanted = counts.copy()  # (epochs, W, steps)
+        for epoch in range(epochs):
+            for rank, own in enumerate(by_rank):
+                for step, rows in enumerate(_by_value(steps[own, epoch], num_steps)):
+                    wanted[epoch, rank, step] = len(_pack(lengths[own[rows]].tolist(), bounds))
+        wanted = np.maximum(counts, wanted.max(axis=1, keepdims=True))
+    per_rank = int(wanted.sum(axis=2).max())
+    rows = np.full((world_size, per_rank), -1, dtype=np.int64)
+    mini_batch = np.full((world_size, per_rank, epochs), -1, dtype=np.int64)
+    for rank, own in enumerate(by_rank):
+        rows[rank, : len(own)] = own
+        mini_batch[rank, : len(own)] = steps[own]
+        for epoch in range(epochs):
+            filled = np.repeat(np.arange(num_steps), wanted[epoch, rank] - counts[epoch, rank])
+            mini_batch[rank, len(own) : len(own) + len(filled), epoch] = filled
+    return rows, mini_batch
+
+
+def _schedule(steps: Ints, num_tokens: Ints, num_micro_batches: list[int]) -> list[MiniBatch]:
+    tokens = np.bincount(steps, weights=num_tokens).astype(np.int64)
+    sequences = np.bincount(steps, weights=num_tokens > 0).astype(np.int64)
+    return [MiniBatch(*each) for each in zip(num_micro_batches, tokens.tolist(), sequences.tolist(), strict=True)]
+
+
+def _by_value(values: Ints, number: int) -> list[Ints]:
+    """Positions of each value 0..number-1, ascending; others (-1) are in none."""
+    ascending = np.argsort(values, kind="stable")
+    bounds = np.searchsorted(values[ascending], np.arange(number + 1))
+    return [ascending[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+# ----------------------------------------------------------------------------------------------------- micro-batches
+
+
+def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
+    """Micro-batch of each place (W, n / W, epochs), and their number by epoch and mini-batch: the same on all ranks.
+
+    lengths (W, n / W), mini_batch (W, n / W, epochs).
+    """
+    world_size, _, epochs = mini_batch.shape
+    micro_batch = np.where(mini_batch < 0, -1, 0)
+    numbers: list[list[int]] = []
+    for epoch in range(epochs):
+        num_steps = int(mini_batch[..., epoch].max()) + 1
+        places = [_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
+        numbers.append([])
+        for step in range(num_steps):
+            bins = _cut_mini_batch([lengths[rank, places[rank][step]].tolist() for rank in range(world_size)], bounds)
+            numbers[-1].append(len(bins[0]))
+            for rank, own in enumerate(bins):
+                for position, members in enumerate(own[1:], start=1):
+                    micro_batch[rank, places[rank][step][members], epoch] = position
+    return micro_batch, numbers
+
+
+def _cut_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[list[int]]]:
+    """For each rank its rows' positions by micro-batch, of which all ranks have as many as the neediest one.
+
+    The first micro-batch of each rank is its heaviest: ranks wait little for each other, and a budget that is too large
+    for the device shows at once.
+    """
+    packed = [_pack(own, bounds) for own in lengths]
+    number = max(len(bins) for bins in packed)
+    if number == 1:
+        return packed
+    result = []
+    for own, bins in zip(lengths, packed, strict=True):
+        spread = _spread(own, number, bounds) or _split(bins, number)
+        loads = [sum(own[i] for i in members) for members in spread]
+        result.append([spread[i] for i in sorted(range(number), key=lambda i: -loads[i])])
+    return result
+
+
+def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
+    """Few bins within the bounds: each item, longest first, into the fullest bin that has room."""
+    if len(lengths) <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
+        return [list(range(len(lengths)))]
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending, of bins that may take another row
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        found = bisect_left(room, (lengths[item], -1))
+        if found < len(room):
+            free, number = room.pop(found)
+        else:
+            free, number = bounds.max_tokens, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        if len(bins[number]) < bounds.max_rows:
+            insort(room, (free - lengths[item], number))
+    return bins
+
+
+def _spread(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]] | None:
+    """Exactly `number` bins of similar load, none empty: each item, longest first, into the emptiest bin.
+
+    None if that breaks a bound (then a tighter packing is needed). There are at least `number` items.
+    """
+    bins: list[list[int]] = [[] for _ in range(number)]
+    loads = [(0, 0, i) for i in range(number)]  # (tokens, rows, bin): an empty bin comes before any other
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not loads or loads[0][0] + lengths[item] > bounds.max_tokens:
+            return None
+        tokens, count, i = loads[0]
+        bins[i].append(item)
+        if count + 1 < bounds.max_rows:
+            heapq.heapreplace(loads, (tokens + lengths[item], count + 1, i))
+        else:
+            heapq.heappop(loads)
+    return bins
+
+
+def _split(bins: list[list[int]], number: int) -> list[list[int]]:
+    """`number` bins, none empty, by halving the bins with the most items. There are at least `number` items."""
+    bins = list(bins)
+    while len(bins) < number:
+        largest = max(range(len(bins)), key=lambda i: len(bins[i]))
+        bins[largest], half = bins[largest][::2], bins[largest][1::2]
+        bins.append(half)
+    return bins
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check(
+    lengths: Ints,
+    num_tokens: Ints,
+    world_size: int,
+    mini_batch_size: int | None,
+    max_token_len: int | None,
+    micro_batch_size: int | None,
+    epochs: int,
+) -> None:
+    if lengths.ndim != 1 or lengths.shape != num_tokens.shape:
+        raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must both be (B,).")
+    if len(lengths) == 0:
+        raise ValueError("plan_batch: the batch has no rows; there is nothing to plan.")
+    bounds = {
+        "world_size": world_size,
+        "mini_batch_size": mini_batch_size,
+        "max_token_len": max_token_len,
+        "micro_batch_size": micro_batch_size,
+        "epochs": epochs,
+    }
+    for name, value in bounds.items():
+        if value is not None and value < 1:
+            raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
+    longest = int(lengths.max())
+    if max_token_len is not None and longest > max_token_len:
+        raise ValueError(
+            f"actor.ppo_max_token_len_per_gpu={max_token_len}: row {int(lengths.argmax())} alone has {longest} tokens. "
+            f"Set it (or the log_prob_max_token_len_per_gpu of this pass) to at least {longest}, "
+            "or lower data.max_prompt_length or data.max_response_length."
+        )
+
+
+def _check_rows(method: str, data: DataProto, expected: int, what: str) -> None:
+    if len(data) != expected:
+        raise ValueError(f"BatchPlan.{method}: the batch has {len(data)} rows, {expected} {what}.")
