@@ -200,3 +200,21 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str] | 
     if request.request_id in in_use:
         raise ValueError(f"request {request.request_id!r} is running already; each unfinished request needs its own id")
     return min(request.sampling.max_tokens, max_model_len - length)
+
+
+def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:
+    """The parameters of a model, each with all its names (tied ones have several)."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return [frozenset(group) for group in names.values()]
+
+
+def check_names(given: set[str], expected: list[frozenset[str]]) -> None:
+    """Raises ValueError unless a weight update gave every parameter; one left out would keep its old or random value."""
+    missing = [min(group) for group in expected if not group & given]
+    if missing:
+        raise ValueError(
+            f"weight update: {len(missing)} of {len(expected)} parameters were not given, among them {missing[0]!r}; "
+            "the training engine must hand over every parameter of model.path under its Hugging Face name"
+        )

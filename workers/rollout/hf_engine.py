@@ -18,7 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from verl_lite.config import RolloutConfig
-from workers.rollout.base import Completion, FinishReason, Request, check_request, register_rollout_engine
+from workers.rollout.base import (
+    Completion,
+    FinishReason,
+    Request,
+    check_names,
+    check_request,
+    parameter_names,
+    register_rollout_engine,
+)
 from workers.rollout.sampling import sample
 from workers.rollout.slot_cache import SLOT_ATTENTION, SlotCache, kv_shape
 
@@ -79,6 +87,7 @@ class HFEngine:
                 model_config, dtype=dtype, attn_implementation=SLOT_ATTENTION, trust_remote_code=trust_remote_code
             )
         self._model.requires_grad_(False).eval()
+        self._names = parameter_names(self._model)
         self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
         self._waiting: deque[_Sequence] = deque()
@@ -225,7 +234,7 @@ class HFEngine:
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         targets = self._model.state_dict(keep_vars=True)
-        missing = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        given: set[str] = set()
         for name, tensor in weights:
             target = targets.get(name)
             if target is None or target.shape != tensor.shape:
@@ -235,13 +244,11 @@ class HFEngine:
                     f"({type(self._model).__name__}) has {found}; both engines must load the same model.path"
                 )
             target.copy_(tensor)
-            missing.pop(id(target), None)
-        if missing:
-            raise ValueError(
-                f"weight update: {len(missing)} parameters were not given, among them "
-                f"{next(iter(missing.values()))!r}; expected every parameter of the model"
-            )
+            given.add(name)
+        check_names(given, self._names)
         self._version = version
+        # the caller resets too; stale keys and values are silent, so an engine never relies on it
+        self.reset_cache()
 
     def reset_cache(self) -> None:
         # running sequences go back to the head of the queue with what they have: their keys and values are old
@@ -253,6 +260,8 @@ class HFEngine:
     def sleep(self) -> None:
         if self._device.type == "cpu" or self._asleep:
             return
+        if self._ids:
+            raise RuntimeError(f"rollout engine asked to sleep with {len(self._ids)} unfinished requests")
         self.reset_cache()
         self._asleep = {"weights", "kv_cache"}
         self._version, self._cache = None, None

