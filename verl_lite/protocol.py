@@ -91,18 +91,31 @@ class DataProto:
 
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
-        """What `pack` packed."""
-        tensors: dict[str, Any] = packed.unpack()
-        arrays: dict[str, Any] = dict(packed.objects)
-        for name in [name for name in arrays if not isinstance(arrays[name], np.ndarray)]:
-            tensors[name] = arrays.pop(name)
-        has_batch = packed.meta["has_batch"]
-        batch = TensorDict(tensors, batch_size=[packed.rows]) if has_batch else None
-        return cls(batch, arrays, packed.meta["meta_info"])
+        """What `pack` packed, sharing nothing with it but the objects in its columns."""
+        tensors: dict[str, Any] = dict(packed.unpack())
+        arrays: dict[str, np.ndarray] = {}
+        for name, value in packed.objects.items():
+            if isinstance(value, np.ndarray):
+                arrays[name] = value.copy()
+            else:
+                tensors[name] = value
+        batch = TensorDict(tensors, batch_size=[packed.rows]) if packed.meta["has_batch"] else None
+        return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))
+
+    @classmethod
+    def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
+        """The packed parts as one batch; see `concat`."""
+        joined = wire.concat(parts)
+        if joined is None:
+            return DataProto.concat([cls.from_packed(part) for part in parts])
+        result = cls.from_packed(joined)
+        result.meta_info = concat_meta([part.meta["meta_info"] for part in parts])
+        return result
 
     def pack(self) -> wire.Packed:
         """The wire format: real tokens only, sliceable by rows. The numbers are copies, the objects are not."""
-        tensors, objects = {}, dict(self.non_tensor_batch)
+        tensors: dict[str, torch.Tensor] = {}
+        objects: dict[str, Any] = dict(self.non_tensor_batch)
         for name, value in (self.batch.items() if self.batch is not None else ()):
             if isinstance(value, torch.Tensor) and wire.can_pack(value):
                 tensors[name] = value

@@ -1,0 +1,25 @@
+"""One private Ray cluster for all tests of this folder that want one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from verl_lite.config import RayInitConfig
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
+
+    start_ray(RayInitConfig(num_cpus=4, object_store_memory_mb=128), run_id="test")
+    yield
+    stop_ray()
+
+
+@pytest.fixture(params=["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    return request.param

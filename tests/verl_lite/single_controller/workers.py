@@ -1,0 +1,217 @@
+"""Workers for the tests of the single controller: the same classes run inline and in Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller import (
+    Dispatch,
+    Execute,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+)
+
+
+def _reversed_numbers(group, numbers):
+    return [((number,), {}) for number in reversed(numbers)]
+
+
+def _add_up(group, answers):
+    return sum(answers)
+
+
+if not hasattr(Dispatch, "REVERSED"):
+    register_dispatch_mode("REVERSED", _reversed_numbers, _add_up)
+
+
+class OddError(Exception):
+    """Its constructor takes other arguments than it stores: it pickles, and fails to unpickle."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+
+
+class Calculator(Worker):
+    """Calls of every dispatch mode."""
+
+    def __init__(self, offset: int = 0, broken_rank: int | None = None) -> None:
+        super().__init__()
+        self.offset = offset
+        self.seen_in_constructor = (self.rank, self.world_size, self.role)
+        if broken_rank == self.rank:
+            raise KeyError(f"no such thing on rank {self.rank}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def whoami(self, *args, **kwargs):
+        return (*self.seen_in_constructor, args, kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def echo(self, value):
+        return (self.rank, value)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def only_zero(self, value):
+        return (self.rank, value)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def executed_on_zero(self):
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def from_lists(self, a, b):
+        return a + b
+
+    @register(dispatch_mode=Dispatch.REVERSED)
+    def weighted(self, number):
+        return number * (self.rank + 1)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, data: DataProto, amount: float = 0.0, other: DataProto | None = None) -> DataProto:
+        data.batch["x"] += amount + self.offset  # in place: the caller must not see it
+        data.meta_info["touched"] = True
+        data.meta_info["list"].append(self.rank) if "list" in data.meta_info else None
+        data.non_tensor_batch["name"][:] = "changed"
+        result = {"y": data.batch["x"] + (other.batch["z"] if other is not None else 0)}
+        if "is_padding" in data.batch.keys():
+            result["is_padding"] = data.batch["is_padding"]
+        return DataProto.from_dict(result, meta_info={"metrics": {"rows": len(data), "rank": self.rank}})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def three_each(self, data: DataProto) -> DataProto:
+        return data.repeat(3)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def later(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"z": data.batch["x"] * 10})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def count(self, data: DataProto) -> dict:
+        mask = data.batch["response_mask"]
+        padding = data.batch["is_padding"] if "is_padding" in data.batch.keys() else torch.zeros(len(data))
+        return {"rows": len(data), "tokens": int(mask.sum()), "padding": int(padding.sum())}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def not_a_batch(self, data: DataProto) -> int:
+        return 1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, clear_cache=True)
+    def fail_on(self, rank: int, kind: str = "value"):
+        if rank == self.rank:
+            if kind == "odd":
+                raise OddError(7, "odd")
+            raise ValueError(f"bad luck on {self.rank}")
+        return "fine"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def asynchronous(self) -> int:
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        os.system(f"echo child says {text}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def object_of(self, data: DataProto) -> float:
+        return float(data.batch["x"].sum())
+
+
+class Neighbour(Worker):
+    """A second role in the same slots."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def neighbours_offset(self) -> int:
+        return self.slot.roles["calculator"].offset
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+
+class TensorParallel(Worker):
+    """Four ranks: two parts of two peers each, numbered so that part order is not rank order."""
+
+    def __init__(self) -> None:
+        part = 1 - self.rank // 2
+        self.register_mesh("model", dp_rank=part, dp_size=2, is_collect=self.rank % 2 == 0)
+        self.register_mesh("default", dp_rank=part, dp_size=2, is_collect=self.rank % 2 == 0)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("model"))
+    def mark(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"x": data.batch["x"], "by": torch.full((len(data),), self.rank)})
+
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
+    def first_only(self, data: DataProto) -> DataProto:
+        assert data.meta_info["step"] == 3
+        assert (data.batch is None) == (self.rank % 2 == 1)
+        return DataProto.from_dict({"x": data.batch["x"]}) if data.batch is not None else DataProto()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("unheard_of"))
+    def unknown(self, data: DataProto) -> DataProto:
+        return data
+
+
+class Collective(Worker):
+    """Ranks that wait for each other."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sum_of_ranks(self) -> float:
+        self.init_process_group("gloo", timeout_s=60)
+        self.init_process_group("gloo")
+        value = torch.tensor([float(self.rank)])
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_before_collective(self, rank: int, how: str) -> None:
+        self.init_process_group("gloo", timeout_s=60)
+        if self.rank == rank:
+            if how == "die":
+                time.sleep(0.2)
+                os.kill(os.getpid(), 9)
+            raise LookupError(f"rank {rank} gives up")
+        torch.distributed.barrier()
+
+
+class Counter:
+    """A service."""
+
+    def __init__(self, start: int) -> None:
+        if start < 0:
+            raise ValueError(f"start must not be negative, found {start}")
+        self.total = start
+
+    def add(self, amount: int) -> None:
+        self.total += amount
+
+    def value(self) -> int:
+        return self.total
+
+    def fail(self, text: str) -> None:
+        raise LookupError(text)
+
+
+class Client(Worker):
+    """Holds a handle of a service."""
+
+    def __init__(self, service) -> None:
+        self.service = service
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, amount: int) -> int:
+        self.service.send("add", amount)
+        return self.service.call("value")

@@ -1,0 +1,45 @@
+"""The single controller: one driver calls groups of workers as if they were local objects.
+
+`register` marks a worker's methods and says how their arguments are dispatched; `create_worker_groups` makes the
+workers, in Ray actors or in this process. Importing it needs no Ray.
+"""
+
+from verl_lite.single_controller.decorator import (
+    Dispatch,
+    Execute,
+    Mesh,
+    PerRank,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+)
+from verl_lite.single_controller.resource_pool import ResourcePool
+from verl_lite.single_controller.worker import Worker
+from verl_lite.single_controller.worker_group import (
+    ClassWithInitArgs,
+    ServiceHandle,
+    WorkerDiedError,
+    WorkerFuture,
+    WorkerGroup,
+    create_worker_groups,
+    start_service,
+)
+
+__all__ = [
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "Mesh",
+    "PerRank",
+    "ResourcePool",
+    "ServiceHandle",
+    "Worker",
+    "WorkerDiedError",
+    "WorkerFuture",
+    "WorkerGroup",
+    "create_worker_groups",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+    "register_dispatch_mode",
+    "start_service",
+]

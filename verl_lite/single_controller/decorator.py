@@ -1,0 +1,321 @@
+"""`@register`: how a call on a worker group becomes one call per rank, and how the answers become one.
+
+A dispatch mode says both. Batches (`DataProto`, `DataProtoFuture`) are what modes cut into parts; every other argument
+goes to all ranks as it is, lists included: nothing is guessed from a length. `PerRank` says explicitly that a list
+holds one entry for each rank. A batch that does not divide is padded with rows of weight zero, and the answer is
+trimmed; the caller's object stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+from verl_lite import wire
+from verl_lite.protocol import DataProto, DataProtoFuture, chunk_bounds
+
+Args = tuple[tuple[Any, ...], dict[str, Any]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+REGISTRATION = "__verl_lite_registration__"
+DEFAULT_MESH = "default"
+
+
+class PerRank(list[Any]):
+    """A list of one entry per rank: rank i receives entry i."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where the ranks stand: `dp_rank` of each, and which of them give their answer to the driver."""
+
+    dp_size: int
+    dp_rank: tuple[int, ...]
+    is_collect: tuple[bool, ...]
+
+    @classmethod
+    def flat(cls, world_size: int) -> Mesh:
+        """Every rank has a part of its own."""
+        return cls(world_size, tuple(range(world_size)), (True,) * world_size)
+
+    @property
+    def collecting(self) -> list[int]:
+        """Ranks that answer, in the order of their parts."""
+        return sorted((r for r, collects in enumerate(self.is_collect) if collects), key=lambda r: self.dp_rank[r])
+
+    @property
+    def first(self) -> list[int]:
+        """The lowest rank of each part."""
+        return [self.dp_rank.index(part) for part in range(self.dp_size)]
+
+
+class Group(Protocol):
+    """What a dispatch function may ask of a worker group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, name: str, default: Mesh | None = None) -> Mesh: ...
+
+
+@dataclass
+class Dispatched:
+    """What each rank is called with, and what to do with the answers.
+
+    calls: one entry per rank; None = this rank is not called. collect: ranks whose answers count, in order.
+    rows: rows of the caller's batch, None where no batch was cut. padding: rows added to it at the end.
+    """
+
+    calls: list[Args | None]
+    collect: list[int]
+    rows: int | None = None
+    padding: int = 0
+    marked: bool = False  # this dispatch added the is_padding column
+
+    @classmethod
+    def broadcast(cls, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+        """The same for all ranks, except for entries of PerRank."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, PerRank) and len(value) != world_size:
+                raise ValueError(f"PerRank has {len(value)} entries, the group has {world_size} ranks")
+        calls: list[Args | None] = [
+            (tuple(_entry(v, r) for v in args), {k: _entry(v, r) for k, v in kwargs.items()}) for r in range(world_size)
+        ]
+        return cls(calls, list(range(world_size)))
+
+
+DispatchFn = Callable[[Group, tuple[Any, ...], dict[str, Any]], Dispatched]
+CombineFn = Callable[[Group, list[Any], Dispatched], Any]
+
+
+@dataclass(frozen=True)
+class DispatchMode:
+    """A way to cut a call and to put the answers together. `gives_batch`: the answer is one DataProto."""
+
+    name: str
+    dispatch: DispatchFn
+    combine: CombineFn
+    gives_batch: bool = False
+    splits: bool = False
+
+
+class Execute(Enum):
+    """Which ranks run the method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+def _entry(value: Any, rank: int) -> Any:
+    return value[rank] if isinstance(value, PerRank) else value
+
+
+def _one_to_all(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+    return Dispatched.broadcast(group.world_size, args, kwargs)
+
+
+def _rank_zero(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+    others: list[Args | None] = [None] * (group.world_size - 1)
+    return Dispatched([(args, kwargs), *others], [0])
+
+
+def _lists(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, list | tuple) or len(value) != group.world_size:
+            size = len(value) if isinstance(value, list | tuple) else type(value).__name__
+            raise ValueError(f"DP_COMPUTE takes lists with one entry per rank ({group.world_size}), found {size}")
+    per_rank = {name: PerRank(value) for name, value in kwargs.items()}
+    return Dispatched.broadcast(group.world_size, tuple(PerRank(value) for value in args), per_rank)
+
+
+def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], *, first_only: bool = False) -> Dispatched:
+    """Cut every batch among the arguments over the mesh's parts; ranks of one part receive the same object.
+
+    first_only: the other ranks of a part receive an empty batch with the meta_info.
+    """
+    batches = [v for v in (*args, *kwargs.values()) if isinstance(v, DataProto | DataProtoFuture)]
+    if not batches:
+        raise TypeError("a dispatch mode that splits batches needs a DataProto or DataProtoFuture argument, found none")
+    futures = {id(b): b for b in batches if isinstance(b, DataProtoFuture)}
+    passed_on = {key for key, future in futures.items() if _fits_ranks(future, mesh)}
+    known: dict[int, DataProto] = {id(b): b for b in batches if isinstance(b, DataProto)}
+    known |= {key: future.get() for key, future in futures.items() if key not in passed_on}
+    sizes = {len(batch) for batch in known.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"batches of one call must have the same number of rows, found {sorted(sizes)}")
+    rows = sizes.pop() if sizes else None
+    if passed_on and rows is not None and rows % mesh.dp_size:  # parts of the future would be cut differently
+        known |= {key: futures[key].get() for key in passed_on}
+        passed_on = set()
+    padding = -(rows or 0) % mesh.dp_size
+    marked = padding > 0 and not any("is_padding" in batch for batch in known.values())
+    parts: dict[int, list[Any]] = {key: list(futures[key].futures) for key in passed_on}
+    parts |= {key: _pack_parts(batch.pad(mesh.dp_size), mesh.dp_size) for key, batch in known.items()}
+    empty = {key: DataProto(meta_info=batch.meta_info).pack() for key, batch in known.items() if first_only}
+
+    def value_for(value: Any, rank: int) -> Any:
+        if id(value) not in parts:
+            return _entry(value, rank)
+        if first_only and rank not in mesh.first:
+            return empty.get(id(value), DataProto().pack())
+        return parts[id(value)][mesh.dp_rank[rank]]
+
+    calls: list[Args | None] = [
+        (tuple(value_for(v, r) for v in args), {k: value_for(v, r) for k, v in kwargs.items()})
+        for r in range(len(mesh.dp_rank))
+    ]
+    return Dispatched(calls, mesh.collecting, rows, padding, marked)
+
+
+def _fits_ranks(future: DataProtoFuture, mesh: Mesh) -> bool:
+    return not future.padded and len(future.futures) == mesh.dp_size
+
+
+def _pack_parts(batch: DataProto, parts: int) -> list[wire.Packed]:
+    packed = batch.pack()
+    return [packed.slice(start, stop) for start, stop in chunk_bounds(len(batch), parts)]
+
+
+def _split_flat(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+    return _split(Mesh.flat(group.world_size), args, kwargs)
+
+
+def _split_first(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+    mesh = group.mesh(DEFAULT_MESH, default=Mesh.flat(group.world_size))
+    return _split(mesh, args, kwargs, first_only=True)
+
+
+def _as_list(group: Group, values: list[Any], dispatched: Dispatched) -> list[Any]:
+    return [DataProto.from_packed(value) if isinstance(value, wire.Packed) else value for value in values]
+
+
+def _single(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
+    return _as_list(group, values, dispatched)[0]
+
+
+def _concat(group: Group, values: list[Any], dispatched: Dispatched) -> DataProto:
+    """The parts as one batch, without the rows that the dispatch added."""
+    wrong = sorted({type(value).__name__ for value in values if not isinstance(value, wire.Packed)})
+    if wrong:
+        raise TypeError(f"answers that are concatenated must be a DataProto on each collecting rank, found {wrong}")
+    result = DataProto.from_parts(values)
+    if dispatched.padding and dispatched.rows is not None and len(result):
+        per_row, rest = divmod(len(result), dispatched.rows + dispatched.padding)
+        if rest:
+            raise ValueError(
+                f"the ranks returned {len(result)} rows for {dispatched.rows} and {dispatched.padding} of padding: "
+                "they cannot be told apart, return a fixed number of rows for each row"
+            )
+        result = result.slice(0, dispatched.rows * per_row)
+        if dispatched.marked and result.batch is not None and "is_padding" in result.batch.keys():
+            result.pop(["is_padding"])
+    return result
+
+
+class Dispatch:
+    """The dispatch modes; `register_dispatch_mode` adds more.
+
+    ONE_TO_ALL: the same arguments for all ranks; a list of answers. ALL_TO_ALL: the same, meant for PerRank arguments.
+    RANK_ZERO: only rank 0 is called; its answer. DP_COMPUTE: lists with one entry per rank; a list of answers.
+    DP_COMPUTE_PROTO: batches cut over all ranks; one batch. DP_COMPUTE_METRIC: the same; a list of answers.
+    DP_MP_DISPATCH_FIRST: batches cut over the mesh "default" (without one: over all ranks); only the first rank of each
+    part receives rows, its peers an empty batch with the meta_info; one batch.
+    """
+
+    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _one_to_all, _as_list)
+    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _one_to_all, _as_list)
+    RANK_ZERO = DispatchMode("RANK_ZERO", _rank_zero, _single)
+    DP_COMPUTE = DispatchMode("DP_COMPUTE", _lists, _as_list)
+    DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", _split_flat, _concat, gives_batch=True, splits=True)
+    DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", _split_flat, _as_list, splits=True)
+    DP_MP_DISPATCH_FIRST = DispatchMode("DP_MP_DISPATCH_FIRST", _split_first, _concat, gives_batch=True, splits=True)
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
+    """Batches cut over the parts of a mesh that the workers registered (`Worker.register_mesh`); one batch.
+
+    Ranks of one part (tensor or sequence parallel peers) receive the same part, which is stored once. Answers come from
+    the collecting ranks, in the order of their parts.
+    """
+
+    def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+        return _split(group.mesh(mesh_name), args, kwargs)
+
+    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat, gives_batch=True, splits=True)
+
+
+def register_dispatch_mode(
+    name: str,
+    dispatch_fn: Callable[..., list[Args]],
+    collect_fn: Callable[[Group, list[Any]], Any],
+) -> DispatchMode:
+    """A dispatch mode of your own, afterwards `Dispatch.<name>`.
+
+    Args:
+        dispatch_fn: (group, *args, **kwargs) -> [(args, kwargs) for each rank].
+        collect_fn: (group, answers in rank order) -> result.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if hasattr(Dispatch, name):
+        raise ValueError(f"dispatch mode {name!r} exists already")
+    mode = _user_mode(name, dispatch_fn, collect_fn)
+    setattr(Dispatch, name, mode)
+    return mode
+
+
+def _user_mode(name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Callable[..., Any]) -> DispatchMode:
+    def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+        calls = dispatch_fn(group, *args, **kwargs)
+        if len(calls) != group.world_size:
+            raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {group.world_size} ranks")
+        return Dispatched(list(calls), list(range(group.world_size)))
+
+    def combine(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
+        return collect_fn(group, _as_list(group, values, dispatched))
+
+    return DispatchMode(name, dispatch, combine)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `@register` wrote on a method."""
+
+    dispatch_mode: DispatchMode = field(default_factory=lambda: Dispatch.ALL_TO_ALL)
+    execute_mode: Execute = Execute.ALL
+    blocking: bool = True
+    clear_cache: bool = False
+
+
+def register(
+    dispatch_mode: DispatchMode | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    clear_cache: bool = False,
+) -> Callable[[F], F]:
+    """Make a worker's method callable on its group. The method itself is unchanged.
+
+    Args:
+        dispatch_mode: a `Dispatch.X`, or {"dispatch_fn": ..., "collect_fn": ...} as for `register_dispatch_mode`.
+        execute_mode: RANK_ZERO runs it on rank 0 only; the result is then that rank's answer, not a list.
+        blocking: False returns a future; a call can say so too: `group.method(..., blocking=False)`.
+        clear_cache: release the device's cached memory after the method.
+    """
+    if isinstance(dispatch_mode, Mapping):
+        dispatch_mode = _user_mode("custom", dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
+    if not isinstance(dispatch_mode, DispatchMode):
+        raise TypeError(f"dispatch_mode must be a Dispatch.X or a dict of two functions, found {dispatch_mode!r}")
+    if execute_mode is Execute.RANK_ZERO:
+        if dispatch_mode.splits:
+            raise ValueError(f"Execute.RANK_ZERO with {dispatch_mode.name} would lose all parts but the first")
+        dispatch_mode = replace(dispatch_mode, combine=_single)
+    registration = Registration(dispatch_mode, execute_mode, blocking, clear_cache)
+
+    def mark(method: F) -> F:
+        setattr(method, REGISTRATION, registration)
+        return method
+
+    return mark

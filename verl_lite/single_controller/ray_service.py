@@ -1,0 +1,76 @@
+"""A service with Ray: one object in an actor of its own, whose handle can be given to workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from verl_lite.single_controller.local_worker_group import LocalService
+from verl_lite.single_controller.ray_cluster import worker_env
+from verl_lite.single_controller.ray_worker_group import _original, _Portable, redirect_output
+from verl_lite.single_controller.worker_group import ClassWithInitArgs, WorkerDiedError
+
+
+class ServiceProcess:
+    """What runs in the service's process."""
+
+    def __init__(self, recipe: ClassWithInitArgs, log_file: str | None) -> None:
+        self._recipe = recipe
+        if log_file is not None:
+            redirect_output(log_file)
+
+    def start(self) -> None:
+        """Make the object; apart from the constructor, so that its error arrives as it was raised."""
+        with _Portable():
+            self._service = LocalService(self._recipe)
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        self._service.send(method, *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with _Portable():
+            return self._service.call(method, *args, **kwargs)
+
+
+class RayServiceHandle:
+    """Handle of a service; pickles."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        self._actor.send.remote(method, *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.wait(self._actor.call.remote(method, *args, **kwargs), method)
+
+    def wait(self, ref: Any, method: str) -> Any:
+        """The answer of a running call; raises what the service raised."""
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = _original(error)
+        except RayActorError as error:
+            cause = WorkerDiedError(f"service {self._name} died in {method}: {' '.join(str(error).split())}")
+        raise cause
+
+    def stop(self) -> None:
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+
+def start_ray_service(
+    recipe: ClassWithInitArgs, *, env: dict[str, str], log_dir: str | Path | None, max_concurrency: int
+) -> RayServiceHandle:
+    """See `start_service`."""
+    name = recipe.cls.__name__
+    log = None if log_dir is None else str(Path(log_dir).resolve() / f"{name}.log")
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_env(env)}, "max_concurrency": max_concurrency}
+    actor: Any = ray.remote(ServiceProcess).options(**options).remote(recipe, log)
+    handle = RayServiceHandle(actor, name)
+    handle.wait(actor.start.remote(), "its constructor")
+    return handle

@@ -1,0 +1,240 @@
+"""The ray backend: one actor per slot, which holds the objects of all roles.
+
+Values that several ranks receive are put into the object store once. The driver waits for all ranks of a call at once:
+the first error is raised as the exception that the worker raised, with the remote traceback as a note, and ranks that
+do not come back, since they wait for the failed one, are ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayTaskError
+
+from verl_lite.single_controller.ray_cluster import worker_env
+from verl_lite.single_controller.ray_resource_pool import RayResourcePool
+from verl_lite.single_controller.resource_pool import ResourcePool
+from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
+from verl_lite.single_controller.worker_group import ClassWithInitArgs, WorkerDiedError
+
+_FIRST_LOOK_S = 0.02
+_LONGEST_LOOK_S = 0.5
+_GRACE_S = 2.0  # after an error: time for the other ranks to come back, or to tell the real cause
+_LAST_LOG_LINES = 20
+# What a rank says when another one has gone: a consequence, not the cause.
+_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
+
+
+class SlotProcess:
+    """What runs in a worker process: the slot, and calls on the objects in it."""
+
+    def __init__(self, log_file: str | None) -> None:
+        if log_file is not None:
+            redirect_output(log_file)
+
+    def open_store(self) -> tuple[str, int]:
+        """Address of the store that this process opened and holds."""
+        host = ray.util.get_node_ip_address()
+        return host, open_store(host)
+
+    def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs]) -> None:
+        """Make the objects of all roles, in order."""
+        self._slot = slot
+        assert slot.store is not None
+        host, port = slot.store
+        os.environ |= {
+            "RANK": str(slot.rank),
+            "WORLD_SIZE": str(slot.world_size),
+            "LOCAL_RANK": "0",  # each process sees only its own device
+            "LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        with _Portable():
+            for role, recipe in roles.items():
+                construct(slot, role, recipe.cls, recipe.args, recipe.kwargs)
+
+    def invoke(self, role: str, method: str, names: list[str], *values: Any) -> Any:
+        """Call a method; the last len(names) values are keyword arguments: Ray resolves only top-level references."""
+        positional = values[: len(values) - len(names)]
+        keywords = dict(zip(names, values[len(positional) :], strict=True))
+        with _Portable():
+            return invoke(self._slot, role, method, positional, keywords)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A running call."""
+
+    ref: ray.ObjectRef
+    rank: int
+    role: str
+    method: str
+
+
+class RayTransport:
+    """The slot processes of a pool."""
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        roles: dict[str, ClassWithInitArgs],
+        *,
+        env: dict[str, str],
+        log_dir: str | Path | None,
+    ) -> None:
+        self.world_size = pool.world_size
+        self._ended: str | None = None
+        own = RayResourcePool(pool.process_on_nodes, pool.use_gpu, pool.cpus_per_process)
+        self._pool = pool if isinstance(pool, RayResourcePool) else own
+        self._actors: list[Any] = []
+        name = "+".join(roles)
+        folder = None if log_dir is None else Path(log_dir).resolve()
+        self._logs = [None if folder is None else str(folder / f"{name}-{r}.log") for r in range(self.world_size)]
+        actor = ray.remote(SlotProcess).options(
+            num_cpus=pool.cpus_per_process, num_gpus=1 if pool.use_gpu else 0, runtime_env={"env_vars": worker_env(env)}
+        )
+        for place, log in zip(self._pool.reserve(), self._logs, strict=True):
+            self._actors.append(actor.options(scheduling_strategy=place).remote(log))
+        self._construct(pool, roles, name)
+
+    def _construct(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs], name: str) -> None:
+        where = "its constructor"
+        store = self.wait([_Handle(self._actors[0].open_store.remote(), 0, name, "start")])[0]
+        shared = ray.put(roles)
+        handles = []
+        for rank, (node, place) in enumerate(pool.seats):
+            slot = Slot(rank, pool.world_size, place, pool.process_on_nodes[node], backend="ray", store=store)
+            handles.append(_Handle(self._actors[rank].construct.remote(slot, shared), rank, name, where))
+        self.wait(handles, fatal=True)
+
+    def share(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Handle:
+        if self._ended is not None:
+            raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
+        values = [value.ref if isinstance(value, _Handle) else value for value in (*args, *kwargs.values())]
+        ref = self._actors[rank].invoke.remote(role, method, list(kwargs), *values)
+        return _Handle(ref, rank, role, method)
+
+    def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
+        """The answers; see Transport. fatal: an error ends the slots even if every rank came back."""
+        by_ref = {handle.ref: handle for handle in handles}
+        values: dict[Any, Any] = {}
+        pending = list(by_ref)
+        look = _FIRST_LOOK_S
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=look)
+            look = min(2 * look, _LONGEST_LOOK_S)
+            errors = self._fetch(ready, by_ref, values)
+            if errors:
+                raise self._first(errors, pending, by_ref, values, fatal)
+        return [values[handle.ref] for handle in handles]
+
+    def _fetch(self, ready: list[Any], by_ref: dict[Any, _Handle], values: dict[Any, Any]) -> list[Exception]:
+        """Values of finished calls go to `values`; gives the errors."""
+        try:
+            values |= dict(zip(ready, ray.get(ready), strict=True))
+            return []
+        except (RayTaskError, RayActorError):
+            pass  # which of them failed is found one by one
+        errors = []
+        for ref in ready:
+            try:
+                values[ref] = ray.get(ref)
+            except RayTaskError as error:
+                errors.append(_original(error))
+            except RayActorError as error:
+                errors.append(self._died(by_ref[ref], error))
+        return errors
+
+    def _first(
+        self,
+        errors: list[Exception],
+        pending: list[Any],
+        by_ref: dict[Any, _Handle],
+        values: dict[Any, Any],
+        fatal: bool,
+    ) -> Exception:
+        """The error to raise: the earliest that is not a mere consequence of another. Ends slots that do not answer."""
+        deadline = time.monotonic() + _GRACE_S
+        while pending and time.monotonic() < deadline:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0.1)
+            errors += self._fetch(ready, by_ref, values)
+        first = min(errors, key=_is_consequence)  # min keeps the earliest of equals
+        died = any(isinstance(error, WorkerDiedError) for error in errors)
+        if pending or died or fatal:
+            waiting = [by_ref[ref].rank for ref in pending]
+            if waiting:
+                first.add_note(f"ranks {waiting} had not answered {_GRACE_S:g} s later: the pool's workers were ended")
+            self._end(f"{type(first).__name__}: {first}")
+        return first
+
+    def _died(self, handle: _Handle, error: RayActorError) -> WorkerDiedError:
+        message = f"{handle.role} rank {handle.rank} died in {handle.method}: {' '.join(str(error).split())}"
+        died = WorkerDiedError(message if self._ended is None else f"{message} (ended: {self._ended})")
+        log = self._logs[handle.rank]
+        if log is not None and Path(log).is_file():
+            tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-_LAST_LOG_LINES:])
+            died.add_note(f"the end of {log}:\n{tail}")
+        return died
+
+    def close(self) -> None:
+        if self._ended is None:
+            self._end("shut down")
+
+    def _end(self, reason: str) -> None:
+        self._ended = reason
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
+            self._pool.release()
+
+
+class _Portable:
+    """Turns an exception that cannot travel between processes into a RuntimeError that says the same."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        try:
+            cloudpickle.loads(cloudpickle.dumps(error))
+        except (TypeError, AttributeError, ValueError, KeyError, RuntimeError, cloudpickle.PicklingError) as reason:
+            portable = RuntimeError(f"{type(error).__name__}: {error}")
+            for note in [*getattr(error, "__notes__", ()), f"(the exception itself does not pickle: {reason})"]:
+                portable.add_note(note)
+            raise portable from error
+
+
+def _original(error: RayTaskError) -> Exception:
+    """What the worker raised, with its traceback as a note."""
+    cause: Exception = error.cause
+    cause.add_note(f"remote traceback:\n{error.traceback_str.strip()}")
+    return cause
+
+
+def _is_consequence(error: Exception) -> bool:
+    return not isinstance(error, WorkerDiedError) and any(sign in str(error) for sign in _CONSEQUENCES)
+
+
+def redirect_output(log_file: str) -> None:
+    """Append all that this process prints, C libraries included, to a file."""
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(target, stream)
+    os.close(target)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

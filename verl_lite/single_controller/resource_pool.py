@@ -1,0 +1,32 @@
+"""How many worker processes there are, on how many machines, and what each of them is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ResourcePool:
+    """Slots for workers.
+
+    process_on_nodes: processes on each machine. use_gpu: one device each. cpus_per_process: cores each, a fraction
+    lets several share one.
+    """
+
+    process_on_nodes: list[int]
+    use_gpu: bool = False
+    cpus_per_process: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.process_on_nodes or min(self.process_on_nodes) < 1:
+            raise ValueError(f"process_on_nodes must have at least one process per machine: {self.process_on_nodes}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of slots."""
+        return sum(self.process_on_nodes)
+
+    @property
+    def seats(self) -> list[tuple[int, int]]:
+        """(machine, place on that machine) of each rank."""
+        return [(node, place) for node, count in enumerate(self.process_on_nodes) for place in range(count)]

@@ -1,0 +1,90 @@
+"""Ends what a run leaves behind: its processes, temporary folder and shared memory. Standard library only.
+
+Everything that a run starts inherits an environment variable with the run's token, so its processes are known by that
+and never by name. `stop_ray` uses the functions; `python watcher.py PID TOKEN FOLDER`, started with each run in a
+session of its own, waits for the driver's death (kill -9 included) and then does the same.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, the driver's own children included
+CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
+_SHARED_MEMORY = "/dev/shm/"
+
+
+def marked_processes(mark: str, token: str) -> list[int]:
+    """Living processes of this user whose initial environment has mark=token; this process is not among them."""
+    wanted = f"{mark}={token}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = Path(entry.path, "environ").read_bytes().split(b"\0")
+            except OSError:  # gone, or somebody else's
+                continue
+            if wanted in environment:
+                found.append(int(entry.name))
+    return found
+
+
+def shared_memory_of(pids: list[int]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped."""
+    files = set()
+    for pid in pids:
+        try:
+            maps = Path("/proc", str(pid), "maps").read_text(errors="replace")
+        except OSError:
+            continue
+        files |= {line.split(maxsplit=5)[5] for line in maps.splitlines() if _SHARED_MEMORY in line}
+    return {name for name in files if name.startswith(_SHARED_MEMORY) and not name.endswith("(deleted)")}
+
+
+def end(mark: str, token: str, folder: str | None, *, patience_s: float = 0.0, shared: set[str] | None = None) -> None:
+    """Kill the marked processes, after giving them `patience_s` to end by themselves, and remove what they leave.
+
+    shared: files in /dev/shm known to be theirs; those that they still have mapped are found here.
+    """
+    files = set(shared or ())
+    deadline = time.monotonic() + patience_s
+    while pids := marked_processes(mark, token):
+        files |= shared_memory_of(pids)
+        if time.monotonic() >= deadline:
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        if time.monotonic() >= deadline + 10:  # unkillable: in the kernel, or a zombie that nobody reaps
+            break
+        time.sleep(0.05)
+    others = shared_memory_of([int(name) for name in os.listdir("/proc") if name.isdigit()])
+    for name in files - others:
+        Path(name).unlink(missing_ok=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def watch(driver: int, token: str, folder: str) -> None:
+    """Wait for a byte on standard input (the run ended and cleaned up itself) or for the driver's death."""
+    shared: set[str] = set()
+    while os.getppid() == driver:
+        readable, _, _ = select.select([sys.stdin], [], [], 1.0)
+        if readable:
+            if os.read(sys.stdin.fileno(), 1):
+                return
+            break
+        shared |= shared_memory_of(marked_processes(RUN_MARK, token))
+    end(RUN_MARK, token, folder, shared=shared)
+    end(CLUSTER_MARK, token, folder)
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,167 @@
+"""Worker: the base of everything that runs beside a device, and the process it runs in.
+
+A slot is one process (ray) or one seat in the driver's process (inline). It holds one object for each colocated role;
+they see each other through `self.slot.roles`. A worker knows its rank and the size of its group before its constructor
+runs. `init_process_group` meets the other ranks through a store that rank 0 opened on a port which the system chose,
+and keeps: no port can be taken in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from verl_lite import wire
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import REGISTRATION, Registration
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+@dataclass
+class Slot:
+    """One seat of a worker group. `store`: address of the store through which ranks meet, None for one of its own."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    backend: str = "inline"
+    store: tuple[str, int] | None = None
+    roles: dict[str, Any] = field(default_factory=dict)
+
+
+_constructing: ContextVar[tuple[Slot, str] | None] = ContextVar("constructing", default=None)
+_held_store: TCPStore | None = None
+
+
+class Worker:
+    """Base of workers. `rank`, `world_size`, `role` and `slot` are set before the constructor runs."""
+
+    rank: int
+    world_size: int
+    role: str
+    slot: Slot
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        worker = super().__new__(cls)
+        worker.slot, worker.role = _constructing.get() or (Slot(), cls.__name__)
+        worker.rank, worker.world_size = worker.slot.rank, worker.slot.world_size
+        worker._meshes = {}
+        return worker
+
+    _meshes: dict[str, tuple[int, int, bool]]
+
+    def register_mesh(self, mesh_name: str, dp_rank: int, dp_size: int, is_collect: bool = True) -> None:
+        """Say which part of a batch this rank takes in calls dispatched over `mesh_name`.
+
+        dp_rank: which of dp_size parts. is_collect: whether this rank's answer counts; true for one rank of each part.
+        Raises ValueError if the name is registered already or dp_rank is not below dp_size.
+        """
+        if mesh_name in self._meshes:
+            raise ValueError(f"mesh {mesh_name!r} is registered already on {self.role} rank {self.rank}")
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"mesh {mesh_name!r}: dp_rank {dp_rank} is not in [0, {dp_size})")
+        self._meshes[mesh_name] = (dp_rank, dp_size, is_collect)
+
+    def is_collecting(self, mesh_name: str) -> bool:
+        """Whether this rank's answers count in calls dispatched over the mesh."""
+        return self._meshes[mesh_name][2]
+
+    def mesh_info(self) -> dict[str, tuple[int, int, bool]]:
+        """(dp_rank, dp_size, is_collect) of this rank in each mesh."""
+        return dict(self._meshes)
+
+    def init_process_group(self, backend: str, timeout_s: float = 600.0) -> None:
+        """Join torch.distributed's default group of all ranks; a second call in the same process does nothing.
+
+        backend: gloo, nccl, or e.g. "cpu:gloo,cuda:nccl". timeout_s: how long a collective waits for a rank.
+        Raises ValueError with the inline backend and more than one rank: one process can only be one rank.
+        """
+        import torch.distributed as dist
+
+        if self.slot.backend == "inline" and self.world_size > 1:
+            raise ValueError(
+                f"trainer.backend=inline has one process, found {self.world_size} ranks that want torch.distributed: "
+                "set trainer.n_gpus_per_node=1 or trainer.backend=ray"
+            )
+        if dist.is_initialized():
+            return
+        host, port = self.slot.store or ("127.0.0.1", open_store("127.0.0.1"))
+        store = dist.TCPStore(host, port, is_master=False) if _held_store is None else _held_store
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+
+def open_store(host: str) -> int:
+    """Open the store in this process, hold it for the life of the process, and give its port."""
+    from torch.distributed import TCPStore
+
+    global _held_store
+    if _held_store is None:
+        _held_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return _held_store.port
+
+
+def close_process_group() -> None:
+    """Leave the default group and close the store, where there are any."""
+    import torch.distributed as dist
+
+    global _held_store
+    if _held_store is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    _held_store = None
+
+
+def construct(slot: Slot, role: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make the worker of a role in its slot."""
+    token = _constructing.set((slot, role))
+    try:
+        with _Located(role, slot.rank, "its constructor"):
+            slot.roles[role] = cls(*args, **kwargs)
+    finally:
+        _constructing.reset(token)
+
+
+def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a worker's method: batches arrive packed and leave packed, in every backend alike."""
+    function = getattr(slot.roles[role], method)
+    with _Located(role, slot.rank, method):
+        result = function(*(_unpacked(arg) for arg in args), **{name: _unpacked(arg) for name, arg in kwargs.items()})
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        registration: Registration | None = getattr(function, REGISTRATION, None)
+        if registration is not None and registration.clear_cache:
+            from verl_lite.device import empty_cache, get_device
+
+            empty_cache(get_device())
+        return result.pack() if isinstance(result, DataProto) else result
+
+
+def _unpacked(value: Any) -> Any:
+    return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
+
+
+class _Located(AbstractContextManager[None]):
+    """Notes on an exception where it was raised."""
+
+    def __init__(self, role: str, rank: int, method: str) -> None:
+        self.note = f"raised in {role}, rank {rank}, {method}"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            error.add_note(self.note)

@@ -1,0 +1,298 @@
+"""WorkerGroup: the workers of one role, whose registered methods the driver calls as if they were one local object.
+
+`create_worker_groups` makes one process per slot holding all roles (ray), or all of it in this process (inline), and
+returns when every constructor has run; the first error in any of them is raised. A failure in one rank is raised as
+soon as it is known, without waiting for ranks that now wait for that one in a collective; those are ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from verl_lite import wire
+from verl_lite.protocol import DataProto, DataProtoFuture
+from verl_lite.single_controller.decorator import (
+    REGISTRATION,
+    Dispatch,
+    Dispatched,
+    DispatchMode,
+    Execute,
+    Mesh,
+    Registration,
+)
+from verl_lite.single_controller.resource_pool import ResourcePool
+
+BACKENDS = ("ray", "inline")
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker's process ended. The message names role, rank and method, and what is known of the cause."""
+
+
+class ClassWithInitArgs:
+    """A class and the arguments of its constructor, which runs elsewhere. (verl: RayClassWithInitArgs)"""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+
+class Transport(Protocol):
+    """How calls reach the slots; one for all groups that share them."""
+
+    world_size: int
+
+    def share(self, value: Any) -> Any:
+        """A stand-in for a value that several ranks receive; it travels once."""
+
+    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Start a call; arguments may be stand-ins and handles of other calls. Gives a handle."""
+
+    def wait(self, handles: list[Any]) -> list[Any]:
+        """The answers. Raises the first error of any of them at once, as the exception that the worker raised."""
+
+    def close(self) -> None:
+        """End the slots."""
+
+
+class WorkerFuture:
+    """An answer still being computed. `get` waits for it and gives what the call would have returned."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish = finish
+        self._value: Any = None
+        self._ready = False
+
+    def get(self) -> Any:
+        """Waits; the same object each time."""
+        if not self._ready:
+            self._value = self._finish()
+            self._ready = True
+        return self._value
+
+
+class WorkerGroup:
+    """The workers of one role. Its registered methods appear here under their own names."""
+
+    def __init__(self, role: str, cls: type, transport: Transport) -> None:
+        self.role = role
+        self.cls = cls
+        self._transport = transport
+        self._meshes: dict[str, Mesh] | None = None
+        self.methods: list[str] = []
+        for name in dir(cls):
+            registration = getattr(getattr(cls, name, None), REGISTRATION, None)
+            if isinstance(registration, Registration):
+                self.methods.append(name)
+                setattr(self, name, self._bind(name, registration))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._transport.world_size
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        role, methods = self.__dict__.get("role"), self.__dict__.get("methods")
+        raise AttributeError(f"{role} has no registered method {name!r}; it has {methods}")
+
+    def _bind(self, name: str, registration: Registration) -> Callable[..., Any]:
+        def call(*args: Any, blocking: bool = registration.blocking, **kwargs: Any) -> Any:
+            return self._call(name, registration.dispatch_mode, registration.execute_mode, blocking, args, kwargs)
+
+        method = getattr(self.cls, name)
+        call.__name__, call.__doc__ = name, method.__doc__
+        return call
+
+    def _call(
+        self,
+        name: str,
+        mode: DispatchMode,
+        execute: Execute,
+        blocking: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not mode.splits:
+            args = tuple(_resolved(value) for value in args)
+            kwargs = {key: _resolved(value) for key, value in kwargs.items()}
+        dispatched = mode.dispatch(self, args, kwargs)
+        ranks = [rank for rank, one in enumerate(dispatched.calls) if one is not None]
+        if execute is Execute.RANK_ZERO:
+            ranks = [0]
+        handles = dict(zip(ranks, self._submit(name, dispatched, ranks), strict=True))
+        collecting = [rank for rank in dispatched.collect if rank in handles]
+
+        def resolve(parts: list[Any]) -> list[Any]:
+            answers = dict(zip(handles, self._transport.wait(list(handles.values())), strict=True))
+            return [answers[rank] for rank in collecting]
+
+        def combine(values: list[Any]) -> Any:
+            try:
+                return mode.combine(self, values, dispatched)
+            except (TypeError, ValueError) as error:
+                error.add_note(f"in the answers of {self.role}.{name}")
+                raise
+
+        if blocking:
+            return combine(resolve([]))
+        if mode.gives_batch:
+            return DataProtoFuture([handles[r] for r in collecting], resolve, combine, padded=dispatched.padding > 0)
+        return WorkerFuture(lambda: combine(resolve([])))
+
+    def _submit(self, name: str, dispatched: Dispatched, ranks: list[int]) -> list[Any]:
+        """Start the call on these ranks. What is large travels packed and, for however many ranks, once."""
+        shared: dict[int, tuple[Any, Any]] = {}  # the original is kept too: its id must not be reused
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, DataProto | wire.Packed | np.ndarray | torch.Tensor):
+                return value
+            if id(value) not in shared:
+                packed = value.pack() if isinstance(value, DataProto) else value
+                shared[id(value)] = (value, self._transport.share(packed))
+            return shared[id(value)][1]
+
+        handles = []
+        for rank in ranks:
+            args, kwargs = dispatched.calls[rank] or ((), {})
+            args = tuple(stand_in(value) for value in args)
+            kwargs = {key: stand_in(value) for key, value in kwargs.items()}
+            handles.append(self._transport.submit(rank, self.role, name, args, kwargs))
+        return handles
+
+    def mesh(self, name: str, default: Mesh | None = None) -> Mesh:
+        """A mesh that the workers registered; asked of them once. Raises ValueError if it is unknown or incomplete."""
+        if self._meshes is None:
+            handles = [self._transport.submit(r, self.role, "mesh_info", (), {}) for r in range(self.world_size)]
+            infos = self._transport.wait(handles)
+            names = set().union(*infos)
+            meshes = {one: _mesh(one, [info.get(one) for info in infos]) for one in names}
+            self._meshes = meshes or None  # workers may register theirs later
+            known = meshes
+        else:
+            known = self._meshes
+        if name in known:
+            return known[name]
+        if default is None:
+            raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {sorted(known)}")
+        return default
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """Run any method on all ranks with the same arguments; a future of the list of answers."""
+        return self._call(method, Dispatch.ONE_TO_ALL, Execute.ALL, False, args, kwargs)
+
+    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run any method on all ranks with the same arguments; the list of answers."""
+        return self._call(method, Dispatch.ONE_TO_ALL, Execute.ALL, True, args, kwargs)
+
+    execute_all = execute_all_async
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """Run any method on rank 0; a future of its answer."""
+        return self._call(method, Dispatch.RANK_ZERO, Execute.RANK_ZERO, False, args, kwargs)
+
+    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run any method on rank 0; its answer."""
+        return self._call(method, Dispatch.RANK_ZERO, Execute.RANK_ZERO, True, args, kwargs)
+
+    execute_rank_zero = execute_rank_zero_async
+
+    def shutdown(self) -> None:
+        """End the slots, and with them all roles that share them. Calling it again does nothing."""
+        self._transport.close()
+
+
+class ServiceHandle(Protocol):
+    """One object in a process of its own. Can be given to workers as an argument."""
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Start a method and go on. What it raises is raised by the next `call`, whoever makes it.
+
+        Sends of one sender arrive in their order; nothing is promised about those of different senders.
+        """
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method and wait for its answer."""
+
+    def stop(self) -> None:
+        """End the service."""
+
+
+def create_worker_groups(
+    backend: str,
+    pool: ResourcePool,
+    roles: dict[str, ClassWithInitArgs],
+    *,
+    env: dict[str, str] | None = None,
+    log_dir: str | Path | None = None,
+) -> dict[str, WorkerGroup]:
+    """Worker groups whose roles share the slots of `pool`.
+
+    Args:
+        backend: "ray" (after `start_ray`) or "inline".
+        roles: name -> class and constructor arguments; made in this order in each slot.
+        env: environment variables of the worker processes, set before they import anything (ray only).
+        log_dir: folder for what workers print, one file {role}-{rank}.log for each process (ray only).
+
+    Raises:
+        What a constructor raised, first; WorkerDiedError if a process ended; ValueError for an unknown backend.
+    """
+    if not roles:
+        raise ValueError("create_worker_groups needs at least one role")
+    if backend == "inline":
+        from verl_lite.single_controller.local_worker_group import LocalTransport
+
+        transport: Transport = LocalTransport(pool, roles)
+    elif backend == "ray":
+        from verl_lite.single_controller.ray_worker_group import RayTransport
+
+        transport = RayTransport(pool, roles, env=env or {}, log_dir=log_dir)
+    else:
+        raise ValueError(f"trainer.backend={backend!r} is unknown; choose one of {BACKENDS}")
+    return {role: WorkerGroup(role, recipe.cls, transport) for role, recipe in roles.items()}
+
+
+def start_service(
+    backend: str,
+    recipe: ClassWithInitArgs,
+    *,
+    env: dict[str, str] | None = None,
+    log_dir: str | Path | None = None,
+    max_concurrency: int = 1,
+) -> ServiceHandle:
+    """One object in a process of its own (ray), or in this process (inline).
+
+    Returns when its constructor has run, and raises what it raised. max_concurrency > 1 runs methods in threads (ray).
+    """
+    if backend == "inline":
+        from verl_lite.single_controller.local_worker_group import LocalService
+
+        return LocalService(recipe)
+    if backend == "ray":
+        from verl_lite.single_controller.ray_service import start_ray_service
+
+        return start_ray_service(recipe, env=env or {}, log_dir=log_dir, max_concurrency=max_concurrency)
+    raise ValueError(f"trainer.backend={backend!r} is unknown; choose one of {BACKENDS}")
+
+
+def _resolved(value: Any) -> Any:
+    return value.get() if isinstance(value, DataProtoFuture) else value
+
+
+def _mesh(name: str, infos: list[tuple[int, int, bool] | None]) -> Mesh:
+    """The ranks' views as one, checked: all parts are there, each has exactly one rank that answers."""
+    present = [info for info in infos if info is not None]
+    missing = [rank for rank, info in enumerate(infos) if info is None]
+    sizes = {size for _, size, _ in present}
+    answering = sorted(dp_rank for dp_rank, _, collects in present if collects)
+    if missing or len(sizes) != 1 or answering != list(range(max(sizes))):
+        raise ValueError(
+            f"mesh {name!r} does not fit together: ranks without it {missing}, sizes {sorted(sizes)}, "
+            f"parts with an answering rank {answering} (each part must have exactly one)"
+        )
+    return Mesh(sizes.pop(), tuple(info[0] for info in present), tuple(info[2] for info in present))
