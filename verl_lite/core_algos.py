@@ -468,6 +468,17 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * n_steps / self.horizon
 
 
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
+    """The controller of `algorithm.kl_ctrl` (type, kl_coef, target_kl, horizon). Raises ValueError for another type."""
+    match kl_ctrl.type:
+        case "fixed":
+            return FixedKLController(kl_ctrl.kl_coef)
+        case "adaptive":
+            return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+        case other:
+            raise ValueError(f"algorithm.kl_ctrl.type={other!r}: expected fixed or adaptive.")
+
+
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
     """Entropy in nats of softmax(logits) over the last dimension: (..., V) -> (...), differentiable."""
     log_probs = torch.log_softmax(logits, dim=-1)

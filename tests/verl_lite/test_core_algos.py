@@ -21,6 +21,7 @@ from verl_lite.core_algos import (
     compute_policy_loss_vanilla,
     entropy_from_logits,
     get_adv_estimator_fn,
+    get_kl_controller,
     get_policy_loss_fn,
     kl_penalty,
     masked_mean,
@@ -379,6 +380,21 @@ def test_controllers():
     assert restored.value == adaptive.value
     with pytest.raises(ValueError, match="target_kl=0"):
         AdaptiveKLController(0.1, target_kl=0.0, horizon=10)
+
+
+def test_controller_by_config():
+    kl_ctrl = SimpleNamespace(type="adaptive", kl_coef=0.3, target_kl=0.5, horizon=7)
+    adaptive = get_kl_controller(kl_ctrl)
+    assert isinstance(adaptive, AdaptiveKLController) and (adaptive.value, adaptive.target, adaptive.horizon) == (
+        0.3,
+        0.5,
+        7,
+    )
+    kl_ctrl.type = "fixed"
+    assert type(get_kl_controller(kl_ctrl)) is FixedKLController
+    kl_ctrl.type = "adaptiv"
+    with pytest.raises(ValueError, match="algorithm.kl_ctrl.type='adaptiv'"):
+        get_kl_controller(kl_ctrl)
 
 
 def test_entropy():
