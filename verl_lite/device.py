@@ -1,7 +1,7 @@
 """CPU and CUDA behind one face: the only file that knows which of the two a run uses.
 
-Gives the device, the communication backend, dtypes, memory figures, core counts and seeds. Everything else in the project
-takes a `torch.device` and works on both.
+Gives the device, the communication backend, dtypes, memory figures, core counts and seeds. Everything else in the
+project takes a `torch.device` and works on both.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Checkpoints of a sharded model and its optimizer, and the export to a plain Hugging Face folder.
+
+A checkpoint is a folder in the format of torch.distributed.checkpoint (each rank writes its shards; any number of
+ranks can read it) with a `huggingface/` folder beside the shards: config, tokenizer and generation config, so that
+`export` needs nothing else. `python -m workers.engine.checkpoint FOLDER TARGET` exports on a CPU, without
+torch.distributed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from verl_lite.config import ModelConfig
+from verl_lite.device import DTYPES
+from verl_lite.errors import UserError
+from workers.engine.optimizer import ShardedAdamW
+
+ASSETS = "huggingface"
+
+
+def save(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> None:
+    """Writes the shards of all ranks under `path`. Collective."""
+    dcp.save(_state(parameters, optimizer, scheduler_step), checkpoint_id=path)
+
+
+def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None) -> int:
+    """Reads parameters and optimizer state in place, whatever number of ranks wrote them. Returns the scheduler step.
+
+    Raises UserError if `path` holds no checkpoint. Collective.
+    """
+    if not (Path(path) / ".metadata").is_file():
+        raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (with a .metadata file)")
+    state = _state(parameters, optimizer, 0)
+    dcp.load(state, checkpoint_id=path)
+    if optimizer is not None:
+        optimizer.steps_taken = int(state["steps_taken"])
+    return int(state["scheduler_step"])
+
+
+def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> dict[str, Any]:
+    """Everything by flat names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME, steps_taken, scheduler_step."""
+    state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    state["scheduler_step"] = scheduler_step
+    if optimizer is not None:
+        state |= optimizer.moments()
+        state["steps_taken"] = optimizer.steps_taken
+    return state
+
+
+def save_model_assets(path: str, model: ModelConfig, config: PretrainedConfig) -> None:
+    """Config, tokenizer and generation config into `path`/huggingface. Call on one rank.
+
+    A model without tokenizer files gets none; a model without a generation config likewise.
+    """
+    folder = Path(path) / ASSETS
+    config.save_pretrained(folder)
+    source = model.tokenizer_path or model.path
+    with suppress(OSError):
+        AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
+    with suppress(OSError):
+        GenerationConfig.from_pretrained(str(model.path)).save_pretrained(folder)
+
+
+def export(path: str, target: str, dtype: str | None = None) -> None:
+    """Writes a checkpoint's model as a Hugging Face folder: safetensors, config, tokenizer, generation config.
+
+    path: a folder written by `save`. dtype: fp32 or bf16; None = the dtype of the model it was trained from. Runs in
+    one process on a CPU; memory: the model once. Raises UserError if `path` holds no checkpoint.
+    """
+    source, folder = Path(path), Path(target)
+    if not (source / ".metadata").is_file() or not (source / ASSETS).is_dir():
+        raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (.metadata and {ASSETS}/)")
+    shutil.copytree(source / ASSETS, folder, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(folder)
+    target_dtype = DTYPES[dtype] if dtype else config.dtype or torch.float32
+    metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted here
+        dcp.load(state, checkpoint_id=source, no_dist=True)
+    weights = {name.removeprefix("model."): state.pop(name).to(target_dtype) for name in list(state)}
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=target_dtype)
+    missing = network.load_state_dict(weights, strict=False, assign=True)
+    if missing.unexpected_keys:
+        raise UserError(f"checkpoint {path!r}: tensors that its config has no place for: {missing.unexpected_keys[:5]}")
+    network.tie_weights()
+    network.save_pretrained(folder)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=export.__doc__)
+    parser.add_argument("path", help="the `actor` folder of a checkpoint")
+    parser.add_argument("target", help="the folder to write")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
+    arguments = parser.parse_args()
+    export(arguments.path, arguments.target, arguments.dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The training engine: a policy sharded by FSDP2, its optimizer, and the loops that train it or compute log-probs
+with it.
+
+The same code runs on one process or many, over gloo on CPUs and NCCL on GPUs. Gradients are summed over ranks, never
+averaged: losses come already divided by the global denominators. Within a mini-batch gradients stay local until the
+last micro-batch, so that one step costs one reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
+from verl_lite.device import compute_dtype, dist_backend, empty_cache
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from workers.engine import checkpoint
+from workers.engine.optimizer import ShardedAdamW, lr_factor
+from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
+from workers.engine.parameters import fill_shards, gather_full
+from workers.policy.causal_lm import CausalLMPolicy
+from workers.policy.loading import build_causal_lm, load_model_config
+from workers.update import LossFunction, infer_batch, train_epochs
+
+PREFIX = "model."  # of parameter names in CausalLMPolicy, before the Hugging Face names
+
+
+class FSDPEngine:
+    """A causal language model that can be trained and asked for log-probs.
+
+    model: which network. fsdp: sharding, precision and offload. optim: None for an engine that never trains.
+    total_training_steps: calls of `train` in the whole run, for the learning-rate schedule.
+    log_prob_chunk_tokens: tokens whose logits exist at one time. forward_only: a frozen model, held in the compute
+    dtype. All ranks of the default process group build it together; without a group it makes one of a single rank.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        fsdp_config: FSDPConfig,
+        optim_config: OptimConfig | None,
+        *,
+        device: torch.device,
+        total_training_steps: int,
+        log_prob_chunk_tokens: int,
+        seed: int,
+        forward_only: bool = False,
+    ) -> None:
+        self.model_config, self.fsdp_config, self.optim_config = model_config, fsdp_config, optim_config
+        self.device, self.total_training_steps = device, total_training_steps
+        self.scheduler_step = 0
+        self.param_dtype = compute_dtype(fsdp_config.mixed_precision.param_dtype, device)
+        ensure_process_group(device)
+        self.mesh = shard_mesh(device, fsdp_config.fsdp_size)
+        torch.manual_seed(seed)
+        self.policy = self._build_policy(log_prob_chunk_tokens, forward_only)
+        self.parameters = self._sharded_parameters()
+        self.optimizer = None
+        if not forward_only and optim_config is not None:
+            lr_factor(0, optim_config, total_training_steps)  # an unknown schedule is refused here
+            self.optimizer = ShardedAdamW(self.parameters, optim_config, self.shard_group)
+        self._forward_arguments: dict[str, Any] = {}
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def _build_policy(self, chunk_tokens: int, forward_only: bool) -> CausalLMPolicy:
+        self.hf_config = load_model_config(self.model_config)
+        master_dtype = self.param_dtype if forward_only else torch.float32
+        network = build_causal_lm(
+            self.model_config,
+            self.hf_config,
+            dtype=master_dtype,
+            attention=PACKED_ATTENTION if self.model_config.use_remove_padding else "sdpa",
+            with_weights=dist.get_rank() == 0,
+        )
+        policy = CausalLMPolicy(network, chunk_tokens)
+        if forward_only:
+            policy.requires_grad_(False)
+        elif self.model_config.enable_gradient_checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        full = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+        self._shard(policy, master_dtype)
+        if dist.get_world_size() > 1:
+            fill_shards(dict(policy.named_parameters()), full if dist.get_rank() == 0 else {}, self.device)
+        return policy
+
+    def _shard(self, policy: CausalLMPolicy, master_dtype: torch.dtype) -> None:
+        """fully_shard on each decoder layer that is large enough, then on the whole."""
+        reduce_dtype = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
+        arguments: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.fsdp_config.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if self.param_dtype == master_dtype else self.param_dtype,
+                reduce_dtype=None if reduce_dtype == self.param_dtype else reduce_dtype,
+            ),
+        }
+        least = self.fsdp_config.wrap_policy.min_num_params
+        for layer in decoder_layers(policy.model):
+            if sum(parameter.numel() for parameter in layer.parameters()) >= max(1, least):
+                fully_shard(layer, **arguments)
+        fully_shard(policy, **arguments)
+        for module in self._fsdp_modules(policy):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+    @staticmethod
+    def _fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
+        return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+    def _sharded_parameters(self) -> dict[str, DTensor]:
+        """Parameters by Hugging Face name, tied ones once; DTensors, since nothing is gathered outside a forward."""
+        self._reshard()
+        parameters = {name.removeprefix(PREFIX): value for name, value in self.policy.named_parameters()}
+        assert all(isinstance(value, DTensor) for value in parameters.values())
+        return parameters  # type: ignore[return-value]
+
+    def _reshard(self) -> None:
+        for module in self._fsdp_modules(self.policy):
+            module.reshard()
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks over which one copy of the weights is spread."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    # -- training and inference ----------------------------------------------------------------------------------------
+
+    def train(
+        self, data: DataProto, loss_fn: LossFunction, *, temperature: float, calculate_entropy: bool, epochs: int
+    ) -> dict[str, Metric]:
+        """Trains on a planned batch, one optimizer step per mini-batch; the learning rate advances once per call.
+
+        loss_fn: (micro-batch, {log_probs, entropys (b, R)}) -> (loss, metrics). Metrics: its own, grad_norm, lr.
+        """
+        if self.optimizer is None:
+            raise ValueError("this engine was built without an optimizer and cannot train")
+        self.policy.train()
+        self._set_forward(temperature, calculate_entropy)
+        metrics = train_epochs(self, data, loss_fn, epochs)
+        metrics["lr"] = Metric.last(self.lr)
+        self.scheduler_step += 1
+        return metrics
+
+    def infer(self, data: DataProto, *, temperature: float, calculate_entropy: bool) -> dict[str, torch.Tensor]:
+        """log_probs, and entropys where asked for, (n, R) on the CPU, of a planned batch; zero in padding rows."""
+        self.policy.eval()
+        self._set_forward(temperature, calculate_entropy)
+        outputs = infer_batch(self, data)
+        self._reshard()
+        return outputs
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the current training step."""
+        assert self.optim_config is not None
+        return self.optim_config.lr * lr_factor(self.scheduler_step, self.optim_config, self.total_training_steps)
+
+    def _set_forward(self, temperature: float, calculate_entropy: bool) -> None:
+        self._forward_arguments = {"temperature": temperature, "calculate_entropy": calculate_entropy}
+
+    def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
+        """Outputs (b, R) of one micro-batch, and whether any entry counts (see `workers.update`)."""
+        arrange: Callable[..., ModelInputs] = pack if self.model_config.use_remove_padding else pad
+        inputs = arrange(micro_batch.batch)
+        micro_batch.to(self.device)
+        return self.policy(inputs.to(self.device), **self._forward_arguments), inputs.num_active > 0
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Adds the gradients of `loss`. On the last micro-batch of a mini-batch they are summed over the ranks."""
+        root = self.policy
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(is_last)
+        root.set_is_last_backward(is_last)
+        if not self.fsdp_config.reshard_after_forward:
+            root.set_reshard_after_backward(is_last)
+        loss.backward()
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        """Clips and updates from the accumulated gradients."""
+        assert self.optimizer is not None
+        return self.optimizer.step(self.lr)
+
+    # -- weights out, checkpoints, memory ------------------------------------------------------------------------------
+
+    def full_params(self, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter whole, in the compute dtype, under its Hugging Face name; tied ones once. All ranks call it.
+
+        bucket_bytes: full tensors gathered at one time. A tensor may share memory with the engine's own parameters:
+        use or copy it before the next training step.
+        """
+        yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
+
+    def save(self, path: str) -> None:
+        """Writes model, optimizer and schedule under `path`, sharded, with the model's config and tokenizer."""
+        checkpoint.save(path, self.parameters, self.optimizer, self.scheduler_step)
+        if dist.get_rank() == 0:
+            checkpoint.save_model_assets(path, self.model_config, self.hf_config)
+        dist.barrier()
+
+    def load(self, path: str) -> None:
+        """Reads what `save` wrote, on any number of ranks."""
+        self.scheduler_step = checkpoint.load(path, self.parameters, self.optimizer)
+
+    def move_in(self) -> None:
+        """Parameters and optimizer state on the device."""
+        self.move_in_params()
+        if self.optimizer is not None:
+            self.optimizer.to(self.device)
+
+    def move_in_params(self) -> None:
+        """Parameters on the device."""
+        self._move_params(self.device)
+
+    def move_out(self) -> None:
+        """To the host what the settings let go there: parameters (param_offload), optimizer state
+        (optimizer_offload)."""
+        self.move_out_optimizer()
+        if self.fsdp_config.param_offload:
+            self._move_params(torch.device("cpu"))
+
+    def move_out_optimizer(self) -> None:
+        """Optimizer state to the host if optimizer_offload is set."""
+        if self.optimizer is not None and self.fsdp_config.optimizer_offload:
+            self.optimizer.to(torch.device("cpu"))
+            empty_cache(self.device)
+
+    def _move_params(self, device: torch.device) -> None:
+        if next(iter(self.parameters.values())).device.type == device.type:
+            return
+        self.policy.to(device)
+        self.parameters = self._sharded_parameters()
+        if self.optimizer is not None:
+            self.optimizer.bind(self.parameters)
+        empty_cache(self.device)
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """A group of this process alone, where nobody made one: FSDP2 wants a group even for one rank."""
+    if not dist.is_initialized():
+        dist.init_process_group(dist_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def shard_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
+    """All ranks in one dimension, or replicas x shards where fsdp_size ranks share one copy. ValueError if it does
+    not divide."""
+    world = dist.get_world_size()
+    if fsdp_size < 0 or fsdp_size >= world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    if fsdp_size == 0 or world % fsdp_size:
+        divisors = [size for size in range(1, world + 1) if world % size == 0]
+        raise ValueError(
+            f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({world} ranks)"
+        )
+    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+def decoder_layers(network: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a Hugging Face model: those it declares as not to be split."""
+    names = set(getattr(network, "_no_split_modules", None) or ())
+    return [module for module in network.modules() if type(module).__name__ in names]
+
+
+def parameter_count(network: nn.Module) -> int:
+    """Parameters, tied ones once."""
+    return sum(math.prod(parameter.shape) for parameter in network.parameters())

@@ -1,0 +1,78 @@
+"""Whole tensors to shards and back: rank 0's weights spread over the ranks, and full parameters gathered in buckets.
+
+Gathering goes by buckets, one collective each: for a small model the calls cost more than the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+
+def shard_rows(parameter: DTensor, group_size: int) -> int:
+    """Rows of dimension 0 on each rank, the last ranks perhaps fewer: FSDP2 cuts like torch.chunk."""
+    return -(-parameter.shape[0] // group_size)
+
+
+@torch.no_grad()
+def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Gives each rank its shard of rank 0's tensors. full: by the same names on rank 0, empty on the others."""
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor)
+        if dist.get_rank() == 0:
+            whole = full[name].to(device=device, dtype=parameter.dtype).contiguous()
+        else:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        dist.broadcast(whole, src=0)
+        local = parameter.to_local()
+        mesh = parameter.device_mesh
+        start = mesh.get_local_rank(mesh.ndim - 1) * shard_rows(parameter, mesh.size(mesh.ndim - 1))
+        local.copy_(whole[start : start + local.shape[0]])
+
+
+@torch.no_grad()
+def gather_full(
+    parameters: Mapping[str, DTensor], dtype: torch.dtype, group: dist.ProcessGroup, bucket_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter whole and detached, in `dtype`, at most bucket_bytes at one time (or one tensor, if it is
+    larger)."""
+    if dist.get_world_size(group) == 1:
+        for name, parameter in parameters.items():
+            yield name, parameter.to_local().detach().to(dtype)
+        return
+    bucket: dict[str, DTensor] = {}
+    size = 0
+    for name, parameter in parameters.items():
+        parameter_bytes = parameter.numel() * dtype.itemsize
+        if bucket and size + parameter_bytes > bucket_bytes:
+            yield from _gather_bucket(bucket, dtype, group)
+            bucket, size = {}, 0
+        bucket[name] = parameter
+        size += parameter_bytes
+    if bucket:
+        yield from _gather_bucket(bucket, dtype, group)
+
+
+def _gather_bucket(
+    bucket: Mapping[str, DTensor], dtype: torch.dtype, group: dist.ProcessGroup
+) -> list[tuple[str, torch.Tensor]]:
+    """One all-gather of the shards, each padded to the size of the first rank's."""
+    ranks = dist.get_world_size(group)
+    sizes = [shard_rows(parameter, ranks) * math.prod(parameter.shape[1:]) for parameter in bucket.values()]
+    device = next(iter(bucket.values())).device
+    mine = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for piece, parameter in zip(mine.split(sizes), bucket.values(), strict=True):
+        assert parameter.placements[-1] == Shard(0)
+        local = parameter.to_local().flatten()
+        piece[: len(local)].copy_(local)
+    everyone = mine.new_empty(ranks * len(mine))
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    pieces = everyone.view(ranks, -1).split(sizes, dim=1)
+    return [
+        (name, piece.reshape(-1)[: parameter.numel()].view(parameter.shape))
+        for piece, (name, parameter) in zip(pieces, bucket.items(), strict=True)
+    ]

@@ -1,0 +1,183 @@
+"""A Hugging Face causal language model as a policy: log-probs and entropies of response tokens from hidden states.
+
+The backbone runs once over the (packed) tokens; only positions that predict a response token go through the output
+layer, in chunks, so that the logits of the whole batch never exist. The backward pass computes each chunk's logits
+again from the hidden states and the saved log-sum-exp; peak memory does not grow with the number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from workers.engine.packing import ModelInputs
+
+# Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
+KEPT_LOGITS_BYTES = 32 << 20
+
+# Entries of a model's config that change the logits after the output layer; with these values they do nothing.
+LOGIT_TRANSFORMS: dict[str, tuple[Any, ...]] = {
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "lm_head_multiplier": (None, 1.0),
+}
+
+
+class CausalLMPolicy(nn.Module):
+    """The policy network.
+
+    model: a `...ForCausalLM`. Its parameters appear under the prefix `model.`, followed by their Hugging Face names.
+    chunk_tokens: tokens whose logits exist at one time (where they would need more than KEPT_LOGITS_BYTES in all).
+    Raises ValueError for a model whose logits are not a linear function of its hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk_tokens: int) -> None:
+        super().__init__()
+        refuse_logit_transforms(model.config)
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, inputs: ModelInputs, temperature: float, calculate_entropy: bool) -> dict[str, torch.Tensor]:
+        """log_probs (b, R), and entropys (b, R) where asked for: of softmax(logits / temperature), fp32, 0
+        elsewhere."""
+        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
+        head = self.model.get_output_embeddings()
+        log_probs, entropys = token_log_probs(
+            hidden,
+            head.weight,
+            getattr(head, "bias", None),
+            inputs.targets,
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            calculate_entropy=calculate_entropy,
+        )
+        outputs = {"log_probs": inputs.scatter(log_probs)}
+        if entropys is not None:
+            outputs["entropys"] = inputs.scatter(entropys)
+        return outputs
+
+    def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
+        """The backbone's last hidden states: (1, T, H) packed or (b, S, H) padded."""
+        packed = {} if inputs.sequences is None else {"packed_sequences": inputs.sequences}
+        return self.model.get_decoder()(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            **packed,
+        ).last_hidden_state
+
+
+def refuse_logit_transforms(config: Any) -> None:
+    """Raises ValueError if the config transforms logits after the output layer."""
+    for name, harmless in LOGIT_TRANSFORMS.items():
+        value = getattr(config, name, None)
+        if value not in harmless:
+            raise ValueError(
+                f"model.path: the {config.model_type} model sets {name}={value}, which transforms its logits after the "
+                "output layer; the log-probs here expect plain logits. Choose a model without it."
+            )
+
+
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    calculate_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-prob of each target and, where asked for, the entropy, under softmax((hidden @ weight.T + bias) /
+    temperature).
+
+    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,). Returns (N,) tensors, fp32 (fp64 for fp64
+    inputs).
+    """
+    log_probs, entropys = _TokenLogProbs.apply(
+        hidden, weight, bias, targets, 1.0 / temperature, chunk_tokens, calculate_entropy
+    )
+    return log_probs, entropys if calculate_entropy else None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        inverse_temperature: float,
+        chunk_tokens: int,
+        calculate_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        count = hidden.shape[0]
+        keep = count * weight.shape[0] * dtype.itemsize <= KEPT_LOGITS_BYTES
+        size = max(1, count) if keep else chunk_tokens
+        log_probs = torch.empty(count, dtype=dtype, device=hidden.device)
+        normalizers = torch.empty_like(log_probs)
+        entropys = torch.empty_like(log_probs) if calculate_entropy else log_probs.new_empty(0)
+        logits = log_probs.new_empty(0, weight.shape[0])
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            logits = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
+            normalizers[part] = logits.logsumexp(dim=-1)
+            log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normalizers[part]
+            if calculate_entropy:
+                probs = (logits - normalizers[part].unsqueeze(1)).exp_()
+                entropys[part] = normalizers[part] - torch.linalg.vecdot(probs, logits)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, normalizers, entropys, logits if keep else logits.new_empty(0)
+        )
+        ctx.inverse_temperature, ctx.size, ctx.keep = inverse_temperature, size, keep
+        ctx.calculate_entropy = calculate_entropy
+        return log_probs, entropys
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizers, entropys, kept = ctx.saved_tensors
+        grad_log_probs, grad_entropys = grad_outputs
+        dtype, scale = normalizers.dtype, ctx.inverse_temperature
+        grad_hidden = torch.empty_like(hidden)
+        single = hidden.shape[0] <= ctx.size
+        grad_weight = None if single else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+        for start in range(0, hidden.shape[0], ctx.size):
+            part = slice(start, start + ctx.size)
+            logits = kept if ctx.keep else _scaled_logits(hidden[part], weight, bias, scale, dtype)
+            probs = (logits - normalizers[part].unsqueeze(1)).exp_()
+            # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
+            if ctx.calculate_entropy:
+                offset = (entropys[part] - normalizers[part]).unsqueeze(1)
+                slope = (logits + offset).mul_(grad_entropys[part].unsqueeze(1)).add_(grad_log_probs[part].unsqueeze(1))
+                grad_logits = probs.mul_(slope).neg_()
+            else:
+                grad_logits = probs.mul_(grad_log_probs[part].neg().unsqueeze(1))
+            grad_logits.scatter_add_(1, targets[part].unsqueeze(1), grad_log_probs[part].unsqueeze(1))
+            grad_logits = grad_logits.mul_(scale)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(dim=0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+            product = grad_logits.t() @ hidden[part]
+            grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _scaled_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """(n, V) logits / temperature in `dtype`."""
+    logits = F.linear(hidden, weight, bias).to(dtype)
+    return logits if scale == 1.0 else logits.mul_(scale)

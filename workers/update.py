@@ -1,0 +1,91 @@
+"""The loop over mini-batches and micro-batches, shared by actor and critic; the loss is passed in.
+
+The driver planned the batch (`verl_lite.seqlen_balance`): columns say to which mini-batch and micro-batch each row
+belongs in each epoch, `meta_info["schedule"]` how many there are and what the losses divide by. Ranks obey: all run
+the same number of micro-batches, some of them perhaps empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from verl_lite.metrics import Metric, combine
+from verl_lite.protocol import DataProto
+
+# (micro-batch, outputs of the forward with gradient) -> (loss to be summed over micro-batches and ranks, metrics)
+LossFunction = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
+
+
+class TrainableEngine(Protocol):
+    """What the loops need of an engine."""
+
+    def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
+        """Outputs (b, R) by name, and whether any of their entries counts."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Adds gradients; on the last micro-batch of a mini-batch also sums them over ranks."""
+        ...
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        """One update from the accumulated gradients."""
+        ...
+
+
+def train_epochs(engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, epochs: int) -> dict[str, Metric]:
+    """One optimizer step per mini-batch, in the planned order, `epochs` times over the batch. Returns combined metrics.
+
+    Raises ValueError if the plan was made for another number of epochs.
+    """
+    schedule = data.meta_info["schedule"]
+    if len(schedule) != epochs:
+        raise ValueError(f"the batch was planned for {len(schedule)} epochs, found actor.ppo_epochs={epochs}")
+    metrics: list[Mapping[str, Metric]] = []
+    for epoch, mini_batches in enumerate(schedule):
+        for mini_index, mini_batch in enumerate(mini_batches):
+            counts = {"num_tokens": mini_batch.num_tokens, "num_sequences": mini_batch.num_sequences}
+            for micro_index in range(mini_batch.num_micro_batches):
+                rows = _rows(data, epoch, mini_index, micro_index)
+                micro_batch = _micro_batch(data, rows, counts)
+                outputs, counting = engine.forward(micro_batch)
+                if counting:
+                    loss, parts = loss_fn(micro_batch, outputs)
+                    metrics.append(parts)
+                else:  # nothing to train here, but the other ranks wait for this one's backward
+                    loss = sum((0.0 * output.sum() for output in outputs.values()), start=torch.zeros(()))
+                engine.backward(loss, is_last=micro_index == mini_batch.num_micro_batches - 1)
+            metrics.append(engine.optimizer_step())
+    return combine(metrics)
+
+
+@torch.no_grad()
+def infer_batch(engine: TrainableEngine, data: DataProto) -> dict[str, torch.Tensor]:
+    """The forward's outputs (n, R) for all rows in their order, zero where nothing was predicted; on the CPU."""
+    results: dict[str, torch.Tensor] = {}
+    [mini_batches] = data.meta_info["schedule"]
+    for mini_index, mini_batch in enumerate(mini_batches):
+        for micro_index in range(mini_batch.num_micro_batches):
+            rows = _rows(data, 0, mini_index, micro_index)
+            outputs, _ = engine.forward(_micro_batch(data, rows, {}))
+            for name, values in outputs.items():
+                if name not in results:
+                    results[name] = torch.zeros(len(data), values.shape[1], dtype=values.dtype)
+                results[name][rows] = values.cpu()
+    return results
+
+
+def _rows(data: DataProto, epoch: int, mini_index: int, micro_index: int) -> torch.Tensor:
+    """Indices of this rank's rows of one micro-batch; may be empty."""
+    assert data.batch is not None
+    chosen = (data.batch["mini_batch"][:, epoch] == mini_index) & (data.batch["micro_batch"][:, epoch] == micro_index)
+    return chosen.nonzero().squeeze(1)
+
+
+def _micro_batch(data: DataProto, rows: torch.Tensor, counts: dict[str, int]) -> DataProto:
+    """Those rows' tensors, with the mini-batch's global denominators in meta_info."""
+    assert data.batch is not None
+    meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"} | counts
+    return DataProto(batch=data.batch[rows], meta_info=meta_info)
