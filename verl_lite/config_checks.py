@@ -383,9 +383,10 @@ def _slots(config: PPOConfig, slots: int | None, available: int | None) -> Probl
             f"trainer.nnodes={trainer.nnodes}: set both to 1, or trainer.backend=ray"
         )
     if available is not None and address is None and here > available:
-        noun = {"cpu": "cores", "cuda": "visible GPUs"}.get(trainer.device, "visible GPUs (without a GPU: cores)")
+        noun = f"core{'s' * (available != 1)}" if _runs_on_cpu(trainer.device) else f"GPU{'s' * (available != 1)}"
         yield (
-            f"trainer.n_gpus_per_node={here} is more than this machine has, {available} {noun}: set at most {available}"
+            f"trainer.n_gpus_per_node={here} is more than the {available} {noun} of this machine: "
+            f"set at most {available}"
         )
     if tensor_parallel > 0 and here % tensor_parallel != 0:
         yield (
@@ -396,6 +397,14 @@ def _slots(config: PPOConfig, slots: int | None, available: int | None) -> Probl
         size = value_of(config, name)
         if size > 0 and slots % size != 0:
             yield f"{name}={size} does not divide the {slots} devices; use -1 or one of {_divisors(slots)}"
+
+
+def _runs_on_cpu(device: str) -> bool:
+    if device == "auto":
+        from verl_lite.device import get_device
+
+        return get_device("auto").type == "cpu"
+    return device == "cpu"
 
 
 def _divisors(number: int) -> str:

@@ -148,15 +148,34 @@ def find(path: Path) -> tuple[Key, Path] | None:
     return None
 
 
+SYNONYMS = {
+    "learning_rate": "actor.optim.lr",
+    "num_generations": "rollout.n",
+    "beta": "actor.kl_loss_coef",
+    "epochs": "trainer.total_epochs",
+    "num_train_epochs": "trainer.total_epochs",
+    "steps": "trainer.total_training_steps",
+    "max_steps": "trainer.total_training_steps",
+    "batch_size": "data.train_batch_size",
+    "max_completion_length": "data.max_response_length",
+    "output_dir": "trainer.default_local_dir",
+    "model_name_or_path": "model.path",
+}
+"""What other trainers call these options, for suggestions only."""
+
+
 def nearest(name: str) -> list[str]:
     """At most three keys that `name` may have meant: same last part first, then likeness of the whole path."""
     leaf = name.rsplit(".", 1)[-1]
+    meant = difflib.get_close_matches(leaf, list(SYNONYMS), n=1, cutoff=0.9)
+    if meant:
+        return [SYNONYMS[meant[0]]]
     by_leaf = [known for known in KEYS if known.rsplit(".", 1)[-1] == leaf]
     if by_leaf:
         # Among keys of the same last part the one that shares most of the path; ties go to the actor, the usual aim.
         by_leaf.sort(key=lambda known: (-difflib.SequenceMatcher(None, name, known).ratio(), known))
         return by_leaf[:3] if "." in name else sorted(by_leaf, key=lambda known: not known.startswith("actor."))[:3]
-    whole = difflib.get_close_matches(name, list(KEYS), n=1, cutoff=0.75)
+    whole = difflib.get_close_matches(name, list(KEYS), n=1, cutoff=0.85)
     leaves: dict[str, list[str]] = {}
     for known in KEYS:
         leaves.setdefault(known.rsplit(".", 1)[-1], []).append(known)
@@ -192,6 +211,8 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
             return {}
         if key.optional:
             return None
+        if key.kind == "str" and raw is not None and not raw.strip():
+            return ""
         raise WrongValue("null is not a value of this key")
     if key.kind == "list":
         return _convert_list(key, value, raw)

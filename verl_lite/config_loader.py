@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -44,6 +44,7 @@ from verl_lite.config_sources import (
     read_files,
     split_choices,
 )
+from verl_lite.errors import UserError
 
 __all__ = ["ConfigError", "LoadedConfig", "help_config", "load_config", "print_config", "save_config"]
 __all__ += ["split_choices", "validate"]
@@ -146,8 +147,8 @@ def _choose_recipe(given: list[Assignment], loader: RecipeLoader | None, state: 
         return []
     try:
         overrides = loader(recipe)
-    except ConfigError as error:
-        state.problems.extend(error.problems)
+    except UserError as error:
+        state.problems.append(str(error))
         return []
     recipe_source = f"recipe:{recipe}"
     flat = flatten(overrides, (), recipe_source)
@@ -239,7 +240,7 @@ def _assign_free(assignment: Assignment, key: Key, rest: Path, state: _State) ->
     """Set or delete an entry below a free dictionary."""
     entries = state.values.setdefault(key.name, {})
     for part in rest[:-1]:
-        inner = entries.get(part) if assignment.reset else entries.setdefault(part, {})
+        inner = entries.get(part, {}) if assignment.reset else entries.setdefault(part, {})
         if not isinstance(inner, dict):
             state.problems.append(f"{assignment.shown()}: {part} is not a mapping, so nothing can be below it")
             return
@@ -315,12 +316,19 @@ def _refuse_silent_critic(state: _State) -> None:
 
 
 def _name_experiment(state: _State) -> None:
-    if state.values.get("trainer.experiment_name") is None:
-        recipe = state.values.get("recipe") or "run"
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        # Two runs may start within one second in the same folder; their folders must differ.
-        state.values["trainer.experiment_name"] = f"{recipe}-{stamp}-{os.urandom(2).hex()}"
-        state.provenance["trainer.experiment_name"] = "made from recipe, date and time"
+    """A run without a name gets a new one; then there is nothing that it could resume."""
+    if state.values.get("trainer.experiment_name") is not None:
+        return
+    if state.values.get("trainer.resume_mode") == "auto" and "trainer.default_local_dir" not in state.values:
+        state.problems.append(
+            "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, but without "
+            "trainer.experiment_name that folder is a new one in every run: give trainer.experiment_name"
+        )
+    recipe = state.values.get("recipe") or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    # Two runs may start within one second in the same folder; their folders must differ.
+    state.values["trainer.experiment_name"] = f"{recipe}-{stamp}-{os.urandom(2).hex()}"
+    state.provenance["trainer.experiment_name"] = "made from recipe, date and time"
 
 
 def _finish(state: _State, action: Action) -> LoadedConfig:
@@ -331,24 +339,30 @@ def _finish(state: _State, action: Action) -> LoadedConfig:
             OmegaConf.update(omega, name, value, merge=False, force_add=True)
         except OmegaConfBaseException as error:
             state.problems.append(f"{name}={value} ({state.provenance[name]}): {_first_line(error)}")
-    resolved = OmegaConf.structured(PPOConfig)
-    for name in KEYS:
-        try:
-            value = OmegaConf.select(omega, name, throw_on_resolution_failure=True)
-            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            OmegaConf.update(resolved, name, plain, merge=False, force_add=True)
-        except OmegaConfBaseException as error:
-            shown = state.values.get(name, KEYS[name].default)
-            state.problems.append(
-                f"{name}={shown} ({state.provenance.get(name, 'default')}) cannot be resolved: {_first_line(error)}"
-            )
+    try:
+        config = cast(PPOConfig, OmegaConf.to_object(omega))
+    except OmegaConfBaseException:
+        state.problems += _unresolved(omega, state)
+        config = PPOConfig()
     provenance = {
         name: source
         for name, source in state.provenance.items()
         if name not in FREE_DICTS or not state.values.get(name)
     }
-    config = cast(PPOConfig, OmegaConf.to_object(resolved))
     return LoadedConfig(config, omega, provenance, state.notes, action)
+
+
+def _unresolved(omega: DictConfig, state: _State) -> Iterator[str]:
+    """The keys whose references lead nowhere, or to a value of another type."""
+    for name in KEYS:
+        try:
+            value = OmegaConf.select(omega, name, throw_on_resolution_failure=True)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            shown = state.values.get(name, KEYS[name].default)
+            source = state.provenance.get(name, "default")
+            yield f"{name}={shown} ({source}) cannot be resolved: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config_keys import KEYS, SECTIONS, Key, join
 
@@ -41,7 +43,7 @@ def help_config() -> str:
         if key.path[:-1] != section:
             section = key.path[:-1]
             lines += ["", f"{'.'.join(section)}:" if section else "top level:"]
-        default = _scalar(key.default) if not isinstance(key.default, list | dict) else _flow(key.default)
+        default = _flow(key.default)
         lines.append(f"  {key.name} = {default}   ({_type_name(key)})")
         lines += textwrap.wrap(key.doc, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
@@ -68,15 +70,25 @@ def _render(node: Any, path: tuple[str, ...], provenance: dict[str, str]) -> lis
 
 
 def _flow(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    """A value as YAML on one line."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_flow(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_scalar(key)}: {_flow(item)}" for key, item in value.items()) + "}"
     return _scalar(value)
 
 
 def _scalar(value: Any) -> str:
-    """One value as YAML on one line, such that OmegaConf's loader reads the same type back (1e-06 needs its dot)."""
-    if isinstance(value, float):
-        text = repr(value)
-        return text.replace("e", ".0e") if "e" in text and "." not in text else text
-    text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).strip()
-    return text.removesuffix("...").strip()
+    """One plain value on one line, such that OmegaConf's loader reads the same value and type back."""
+    if isinstance(value, str):
+        # A resolved text may contain what would be a reference if it were read again.
+        value = value.replace("${", r"\${")
+    text = yaml.safe_dump(value, width=10**6, allow_unicode=True).strip().removesuffix("...").strip()
+    try:
+        again = OmegaConf.to_container(OmegaConf.from_dotlist([f"value=[{text}]"]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        again = None
+    if again == {"value": [value]} and "\n" not in text:
+        return text
+    # Text that YAML dialects read differently (1e-6, 12:30, yes) or over several lines: JSON's quoting is safe in all.
+    return json.dumps(value, ensure_ascii=False)

@@ -82,8 +82,9 @@ def _parse_override(argument: str, problems: list[str]) -> Iterator[Assignment]:
     operator = argument[: len(argument) - len(body)]
     name, equals, raw = _cut_at_equals(body)
     if operator not in ("", "+", "++", "~") or (not equals and operator != "~"):
-        hint = "; is there a blank after a backslash at the end of a line?" if not argument.strip() else ""
-        problems.append(f"{argument!r} is not key=value{hint}")
+        blank = "; is there a blank after a backslash at the end of a line?"
+        hint = "" if argument.strip() else blank
+        problems.append(f"{argument!r} is not key=value, written without blanks around the equals sign{hint}")
         return
     if "@" in name:
         problems.append(f"{argument}: config groups belong to hydra; set single keys, or use --config FILE")
@@ -104,7 +105,7 @@ def _parse_override(argument: str, problems: list[str]) -> Iterator[Assignment]:
     elif _is_several_choices(raw) and leaf_kind(path) not in ("list", "dict", None):
         problems.append(
             f"{argument}: several values for one key are for sweeps; here give one value"
-            + (f", or put it in quotes: '{name}=\"{raw}\"'" if leaf_kind(path) == "str" else "")
+            + (f", or put it in quotes: '{name}=\"{raw}\"'" if leaf_kind(path) in ("str", "free") else "")
         )
     else:
         yield assignment
