@@ -1,0 +1,241 @@
+"""The prompts of a run: what is served, what is refused and with which words, and resuming within an epoch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trainer.data import PromptDataset, build_train_loader, truncate
+from verl_lite.config import DataConfig, PPOConfig
+from verl_lite.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; the template is `<content>=`."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", *"0123456789abc=!"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=False))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}{% if mark %}!{% endif %}="
+        "{% if not add_generation_prompt %}wrong{% endif %}",
+    )
+
+
+def make_row(content: str, index: int = 0, **changes: Any) -> dict[str, Any]:
+    row = {
+        "data_source": "verl_lite/sort",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"style": "rule", "ground_truth": "".join(sorted(content))},
+        "extra_info": {"index": index},
+    }
+    return {**row, **changes}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptDataset]:
+    def build(
+        contents_or_rows: list[Any], split: str = "train", name: str = "d.parquet", **config: Any
+    ) -> PromptDataset:
+        rows = [make_row(item, i) if isinstance(item, str) else item for i, item in enumerate(contents_or_rows)]
+        path = write(tmp_path / name, rows)
+        return PromptDataset([path], tokenizer, DataConfig(**{"max_prompt_length": 6, **config}), split=split)
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.json", "d.jsonl"])
+def test_columns_of_a_batch(make: Callable, name: str) -> None:
+    batch = make(["312", "54321"], name=name).__getitems__([1, 0])
+    # ids by hand: "0" is 1, "=" is 14, pad is 0
+    assert batch.batch["prompts"].tolist() == [[6, 5, 4, 3, 2, 14], [0, 0, 4, 2, 3, 14]]
+    assert batch.batch["prompt_mask"].tolist() == [[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]
+    columns = batch.non_tensor_batch
+    assert columns["uid"].tolist() == ["train-1", "train-0"] and columns["index"].tolist() == [1, 0]
+    assert columns["raw_prompt"][0] == [{"role": "user", "content": "54321"}]
+    assert columns["reward_model"][1]["ground_truth"] == "123"
+    assert columns["extra_info"][0] == {"index": 1} and columns["data_source"][0] == "verl_lite/sort"
+
+
+def test_template_arguments_reach_the_template(make: Callable) -> None:
+    assert make(["1"], apply_chat_template_kwargs={"mark": True})[0].batch["prompts"][0].tolist() == [
+        0,
+        0,
+        0,
+        2,
+        15,
+        14,
+    ]
+
+
+def test_several_files_count_on_and_rows_need_not_agree(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    first = write(tmp_path / "a.parquet", [make_row("1"), make_row("2")])
+    second = write(tmp_path / "b.jsonl", [make_row("3", reward_model={"ground_truth": 3}), make_row("4", ability="x")])
+    data = PromptDataset([first, second], tokenizer, DataConfig(max_prompt_length=4), split="val")
+    batch = next(data.batches())
+    assert batch.non_tensor_batch["uid"].tolist() == [f"val-{i}" for i in range(4)]
+    assert [row["ground_truth"] for row in batch.non_tensor_batch["reward_model"]] == ["1", "2", 3, "4"]
+    assert [prompt[0]["content"] for prompt in batch.non_tensor_batch["raw_prompt"]] == list("1234")
+    assert data.data_sources() == ["verl_lite/sort"] and data.row(2)["reward_model"]["ground_truth"] == 3
+
+
+def test_max_samples_takes_the_first_rows(make: Callable) -> None:
+    assert len(make(["1", "2", "3"], train_max_samples=2)) == 2
+    assert len(make(["1", "2", "3"], split="val", train_max_samples=1, val_max_samples=-1)) == 3
+
+
+def test_overlong_prompts_are_an_error_by_default_that_names_row_length_limit_and_remedy(make: Callable) -> None:
+    with pytest.raises(UserError) as caught:
+        make(["1", "12345678", "123456"])
+    message = str(caught.value)
+    for part in ("2 of 3", "row 1 of", "9 tokens", "data.max_prompt_length=6", "filter_overlong_prompts", "truncation"):
+        assert part in message
+
+
+def test_overlong_prompts_are_dropped_and_counted_when_asked(make: Callable) -> None:
+    data = make(["1", "12345678", "12345"], filter_overlong_prompts=True)
+    assert len(data) == 2 and "1 longer than 6 were dropped, 2 kept" in data.report
+    assert [prompt.non_tensor_batch["uid"][0] for prompt in data.batches(1)] == ["train-0", "train-2"]
+    with pytest.raises(UserError, match="leaves none of the 1"):
+        make(["12345678"], filter_overlong_prompts=True)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "45678="), ("right", "123456"), ("middle", "12378=")])
+def test_overlong_prompts_are_cut_when_asked(
+    make: Callable, tokenizer: PreTrainedTokenizerFast, side: str, kept: str
+) -> None:
+    data = make(["12345678"], truncation=side)
+    assert tokenizer.decode(data[0].batch["prompts"][0]) == kept and "1 longer than 6 were cut" in data.report
+
+
+def test_truncate_middle_with_an_odd_limit_keeps_more_of_the_end() -> None:
+    assert truncate(np.arange(10), 5, "middle").tolist() == [0, 1, 7, 8, 9]
+    assert truncate(np.arange(10), 1, "middle").tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        (
+            {"data_source": "x"},
+            ["no column 'prompt'", "columns found: data_source", "data.prompt_key", '"ground_truth"'],
+        ),
+        (make_row("1", prompt="1 + 1"), ["row 0", "'prompt'", "found text", '[{"role": "user", "content": "1 + 1"}]']),
+        (make_row("1", prompt=[{"role": "user"}]), ["expected a message like"]),
+        (make_row("1", prompt=[]), ["expected a list of chat messages"]),
+        (make_row("1", prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["not supported yet"]),
+        (make_row("1", images=["x.png"]), ["'images'", "not supported yet"]),
+        (make_row("1", reward_model={"style": "rule"}), ["'reward_model'", "ground_truth"]),
+        (make_row("1", data_source=None), ["'data_source'", "None"]),
+        (make_row("1", extra_info="text"), ["'extra_info'", "expected a dict"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
+def test_wrong_rows_are_explained(make: Callable, row: dict[str, Any], parts: list[str], name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make([row], name=name)
+    assert all(part in str(caught.value) for part in [name, "data.train_files", *parts]), str(caught.value)
+
+
+def test_wrong_files_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, make: Callable) -> None:
+    def load(name: str, text: str | None = None) -> None:
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        PromptDataset(str(tmp_path / name), tokenizer, DataConfig(), split="val")
+
+    with pytest.raises(UserError, match="data.val_files=.*no such file"):
+        load("none.parquet")
+    with pytest.raises(UserError, match="not a readable parquet"):
+        load("text.parquet", "hello")
+    with pytest.raises(UserError, match="line 2: not valid json"):
+        load("broken.jsonl", '{"a": 1}\n{"a":\n')
+    with pytest.raises(UserError, match="expected a file named"):
+        load("rows.csv", "a,b")
+    with pytest.raises(UserError, match="the dataset has no rows"):
+        load("empty.jsonl", "")
+    with pytest.raises(UserError, match="data.truncation='centre'"):
+        make(["1"], truncation="centre")
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>")
+    with pytest.raises(UserError, match="no chat template"):
+        PromptDataset(write(tmp_path / "d.jsonl", [make_row("1")]), bare, DataConfig(), split="train")
+
+
+@pytest.mark.slow
+def test_tokenising_in_processes_gives_the_same(make: Callable) -> None:
+    contents = [str(number) for number in range(2500)]
+    one, two = make(contents), make(contents, filter_overlong_prompts_workers=2)
+    assert one.fingerprint() == two.fingerprint()
+
+
+def config_of(**data: Any) -> PPOConfig:
+    return PPOConfig(data=DataConfig(**data))
+
+
+def uids(loader: Any) -> list[list[str]]:
+    return [batch.non_tensor_batch["uid"].tolist() for batch in loader]
+
+
+def test_an_epoch_has_every_prompt_once_in_a_new_order_each_time(make: Callable) -> None:
+    data = make(list("0123456789"))
+    loader = build_train_loader(data, config_of(train_batch_size=4))
+    first, second = uids(loader), uids(loader)
+    assert [len(batch) for batch in first] == [4, 4, 2] and len(loader) == 3
+    for epoch in (first, second):
+        assert sorted(sum(epoch, [])) == [f"train-{i}" for i in range(10)]
+    assert first != second
+    assert first == uids(build_train_loader(data, config_of(train_batch_size=4)))
+    assert first != uids(build_train_loader(data, config_of(train_batch_size=4, seed=7)))
+    in_order = uids(build_train_loader(data, config_of(train_batch_size=4, shuffle=False)))
+    assert sum(in_order, []) == [f"train-{i}" for i in range(10)]
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_a_loader_with_a_loaded_state_continues_as_if_never_interrupted(make: Callable, stop: int) -> None:
+    data, config = make(list("0123456789")), config_of(train_batch_size=4)
+
+    def batches(loader: Any, count: int) -> list[tuple[list[str], dict[str, Any]]]:
+        seen: list[tuple[list[str], dict[str, Any]]] = []
+        while len(seen) < count:
+            for batch in loader:
+                seen.append((batch.non_tensor_batch["uid"].tolist(), loader.state_dict()))
+                if len(seen) == count:
+                    break
+        return seen
+
+    whole = batches(build_train_loader(data, config), 8)
+    resumed = build_train_loader(data, config)
+    resumed.load_state_dict(whole[stop - 1][1])
+    assert [uid for uid, _ in batches(resumed, 8 - stop)] == [uid for uid, _ in whole[stop:]]
+
+
+def test_the_state_of_another_dataset_is_refused(make: Callable) -> None:
+    loader = build_train_loader(make(list("0123")), config_of(train_batch_size=2))
+    next(iter(loader))
+    other = build_train_loader(make(list("0124")), config_of(train_batch_size=2))
+    with pytest.raises(UserError, match="not those of the checkpoint"):
+        other.load_state_dict(loader.state_dict())
+        next(iter(other))
