@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_lite.config import RewardConfig
+from verl_lite.errors import UserError
 from verl_lite.rewards import RewardFunction, RewardItem, RewardResult, find_reward, score_item
 from workers.reward_process import PROGRESS, ProcessOptions, load_function
 
@@ -37,7 +38,7 @@ _UNEXPLAINED_DEATHS_MAX = 3
 _STDERR_TAIL_BYTES = 4000
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError):
     """The reward function cannot be used at all: it does not load, or fails on a row of the dataset."""
 
 
@@ -91,7 +92,7 @@ class RewardPool:
 
         rows: data_source, reward_model["ground_truth"] and optionally extra_info. data_sources: every source of the
         dataset, each of which must have a reward function. Raises RewardError with the traceback and the row, or
-        ValueError for an unknown source. The score itself is not judged: a bare ground truth need not be an answer.
+        UserError for an unknown source. The score itself is not judged: a bare ground truth need not be an answer.
         """
         if self._config.custom_reward_function.path is None:
             load_function(self._config, self._modules)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from verl_lite.errors import UserError
 from verl_lite.rewards.dispatch import RewardFunction
 
 _MODULE_PREFIX = "pkg://"
@@ -18,13 +19,13 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     """The function `name` of `path`.
 
     path: a Python file, or pkg://package.module. The code runs once, here; what it raises is raised.
-    Raises FileNotFoundError, ModuleNotFoundError, or AttributeError which lists the functions found.
+    Raises UserError if there is no such file, or no such function (with those found).
     """
     module = _load_module(path)
     function = getattr(module, name, None)
     if not callable(function):
         found = sorted(key for key, value in vars(module).items() if inspect.isroutine(value) and key[0] != "_")
-        raise AttributeError(
+        raise UserError(
             f"reward.custom_reward_function.name={name!r}: {path} defines no such function; "
             f"functions found: {', '.join(found) or 'none'}. Set reward.custom_reward_function.name to one of them."
         )
@@ -38,7 +39,7 @@ def _load_module(path: str) -> ModuleType:
     module_name = f"custom_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"reward.custom_reward_function.path={path!r} is not a Python file; expected NAME.py")
+        raise UserError(f"reward.custom_reward_function.path={path!r} is not a Python file; expected NAME.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # before it runs: dataclasses and pickle look their module up here
     spec.loader.exec_module(module)
@@ -48,7 +49,7 @@ def _load_module(path: str) -> ModuleType:
 def _existing_file(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(
+        raise UserError(
             f"reward.custom_reward_function.path={path!r}: no such file (looked for {file.absolute()}). "
             "Give a Python file or pkg://package.module."
         )

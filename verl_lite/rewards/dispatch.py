@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
 RewardFunction = Callable[..., Any]
@@ -38,7 +39,7 @@ def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction
 
 @functools.cache
 def find_reward(data_source: str) -> RewardFunction:
-    """The function that scores `data_source`. Raises ValueError if there is none, listing what is known."""
+    """The function that scores `data_source`. Raises UserError if there is none, listing what is known."""
     if data_source in REWARDS:
         return REWARDS[data_source]
     matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
@@ -46,7 +47,7 @@ def find_reward(data_source: str) -> RewardFunction:
         return REWARDS[max(matching, key=len)]
     nearest = difflib.get_close_matches(data_source, REWARDS, n=1, cutoff=0.6)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(
+    raise UserError(
         f"No reward function for data_source={data_source!r}.{hint} Known: {', '.join(sorted(REWARDS))}. "
         "Set reward.custom_reward_function.path=FILE.py (and .name=FUNCTION) to use your own, decorate one with "
         '@register_reward("' + data_source + '") from verl_lite.rewards, or correct the data_source column of the data.'
@@ -63,7 +64,7 @@ def default_compute_score(
     """Scores one answer with the function registered for its data_source.
 
     solution_str: the decoded answer, without the prompt. ground_truth: `reward_model["ground_truth"]` of the row.
-    Returns what the function returns: a number, a bool or a dict with "score". Raises ValueError for an unknown source.
+    Returns what the function returns: a number, a bool or a dict with "score". Raises UserError for an unknown source.
     """
     return find_reward(data_source)(
         data_source=data_source,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from verl_lite.config import CustomRewardConfig, RewardConfig
+from verl_lite.errors import UserError
 from verl_lite.rewards import (
     REWARDS,
     RewardItem,
@@ -95,11 +96,11 @@ def test_custom_function_may_be_async_or_in_a_module(tmp_path: Path) -> None:
 
 def test_custom_load_errors_name_the_key_and_what_was_found(tmp_path: Path) -> None:
     path = write(tmp_path, "import math\ndef score_a(): ...\ndef score_b(): ...\n")
-    with pytest.raises(AttributeError, match=r"custom_reward_function.name='compute_score'.*score_a, score_b"):
+    with pytest.raises(UserError, match=r"custom_reward_function.name='compute_score'.*score_a, score_b"):
         load_reward_function(path, "compute_score")
-    with pytest.raises(FileNotFoundError, match="custom_reward_function.path"):
+    with pytest.raises(UserError, match="custom_reward_function.path"):
         load_reward_function(str(tmp_path / "none.py"), "f")
-    with pytest.raises(ImportError, match="expected NAME.py"):
+    with pytest.raises(UserError, match="expected NAME.py"):
         (tmp_path / "text.txt").write_text("")
         load_reward_function(str(tmp_path / "text.txt"), "f")
 
