@@ -22,11 +22,14 @@ from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
 from verl_lite.device import cpu_count, get_device
+from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups, start_service
 from workers.actor_rollout import ActorRolloutWorker
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_pool import RewardPool
+
+REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
 
 
 def needs_reference(config: PPOConfig) -> bool:
@@ -52,6 +55,17 @@ def load_data(config: PPOConfig) -> RunData:
     return RunData(tokenizer, train, val)
 
 
+def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
+    """Scores two rows of each dataset, and finds the reward of every data source, before anything heavy starts."""
+    pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
+    try:
+        for data in datasets:
+            rows = [data.row(position) for position in range(min(2, len(data)))]
+            pool.dry_run(rows, data.data_sources())
+    finally:
+        pool.close()
+
+
 @contextmanager
 def build_trainer(
     config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, trainer_class: type[RayPPOTrainer]
@@ -68,7 +82,17 @@ def build_trainer(
 
             start_ray(config.ray_kwargs.ray_init, run_id=run_dir.name)
             stack.callback(stop_ray)
-        pool = start_service(backend, ClassWithInitArgs(RewardPool, config.reward))
+        log_dir = run_dir / "logs"
+        pool = start_service(
+            backend,
+            ClassWithInitArgs(
+                RewardPool, config.reward, config.reward.num_workers, modules=reward_modules(), log_dir=str(log_dir)
+            ),
+            env=worker_environment(cpu=True, threads=1),
+            log_dir=log_dir,
+            max_concurrency=REWARD_CALLS_AT_ONCE,
+        )
+        stack.callback(pool.stop)
         stack.callback(pool.call, "close")
         pool.call("start")
         slots = config.trainer.n_gpus_per_node
@@ -82,7 +106,7 @@ def build_trainer(
             ResourcePool([slots] * config.trainer.nnodes, use_gpu=device.type == "cuda"),
             roles,
             env=worker_environment(device.type == "cpu", max(1, cpu_count() // slots)),
-            log_dir=run_dir / "logs",
+            log_dir=log_dir,
         )
         for group in groups.values():
             stack.callback(group.shutdown)

@@ -1,4 +1,5 @@
-"""Environment variables of the driver and of every worker process. Imports nothing heavy: it must run before torch does.
+"""Environment variables of the driver and of every worker process. Imports nothing heavy: it must run before torch
+does.
 
 They belong together (measured: two OpenMP pools on two cores slow each other 40 times): one compute thread for each
 process unless a slot has more cores, the engine inside the worker's process, no compilation on a CPU, no network.

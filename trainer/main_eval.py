@@ -1,4 +1,5 @@
-"""`python -m trainer.main_eval RUN [key=value ...]`: validates a checkpoint or a Hugging Face folder, and prints the table.
+"""`python -m trainer.main_eval RUN [key=value ...]`: validates a checkpoint or a Hugging Face folder, and prints the
+table.
 
 RUN is a run folder (its newest checkpoint), a global_step_N folder, or a model folder (then name the data:
 data.val_files=...). The settings are those the run was saved with; key=value replaces them, for example
@@ -37,7 +38,9 @@ def eval_arguments(target: Path, overrides: list[str]) -> list[str]:
             raise UserError(f"{target} is a model folder: name the data to validate on, data.val_files=PATH")
         return [f"model.path={target}", f"data.train_files={files[0]}", folder, *only_validate, *overrides]
     else:
-        raise UserError(f"{target}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
+        raise UserError(
+            f"{target}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)"
+        )
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
     folder = f"trainer.default_local_dir={run_dir / 'eval' / stamp}"
     return ["--config", str(run_dir / "config.yaml"), *only_validate, *resume, folder, *overrides]

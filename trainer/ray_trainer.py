@@ -1,7 +1,7 @@
 """The driver. `fit` is the algorithm: read it first, then the stages it names.
 
-Each stage reads columns of the batch and adds its own (`verl_lite/schema.py` lists them). Workers do the heavy part; the
-driver plans, dispatches and estimates advantages. A recipe replaces a stage by overriding it.
+Each stage reads columns of the batch and adds its own (`verl_lite/schema.py` lists them). Workers do the heavy part;
+the driver plans, dispatches and estimates advantages. A recipe replaces a stage by overriding it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from trainer.checkpoint import find_checkpoint, read_state, write_checkpoint
 from trainer.data import PromptDataset
 from trainer.rewards import Rewards, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
-from trainer.samples import SampleWriter, Sample, samples_of
+from trainer.samples import Sample, SampleWriter, samples_of
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
-from trainer.validation_metrics import process_validation_metrics
 from verl_lite.config import PPOConfig, ValKwargs
 from verl_lite.core_algos import get_kl_controller
 from verl_lite.metrics import values
@@ -80,7 +79,7 @@ class RayPPOTrainer:
         result = FitResult()
         self.resume()
         self.actor.update_weights(version=self.steps.global_step)
-        if self.config.trainer.val_before_train or self.config.trainer.val_only:
+        if self.val_data and (self.config.trainer.val_before_train or self.config.trainer.val_only):
             result.before = result.after = self.validate(result)
             self.tracking.log(result.before, step=self.steps.global_step)
         if self.config.trainer.val_only:
@@ -138,7 +137,8 @@ class RayPPOTrainer:
         """Answers `n` times each prompt; rows of one prompt stand together. Adds sample and sample_id."""
         rows = prompts.repeat(n, interleave=True)
         sample = np.tile(np.arange(n), len(prompts))
-        names = [f"{purpose}/{self.steps.global_step}/{uid}/{k}" for uid, k in zip(rows.non_tensor_batch["uid"], sample)]
+        uids = rows.non_tensor_batch["uid"]
+        names = [f"{purpose}/{self.steps.global_step}/{uid}/{k}" for uid, k in zip(uids, sample, strict=True)]
         rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
         rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
         answers = self.actor.generate(rows)

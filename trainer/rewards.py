@@ -1,8 +1,8 @@
 """The driver's face of the reward pool: asks for the scores of a batch and lays them out as columns.
 
 Workers send finished samples to the pool while others still generate; here the driver waits for the rest. A reward that
-failed is a third outcome: its sample is masked, so that it has no weight in any loss, metric or group statistic, and it is
-counted. Past `reward.max_error_rate` the run stops with the first traceback.
+failed is a third outcome: its sample is masked, so that it has no weight in any loss, metric or group statistic, and
+it is counted. Past `reward.max_error_rate` the run stops with the first traceback.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class ActorRole:
 
     @property
     def on_policy(self) -> bool:
-        """Whether each batch gives exactly one optimizer step: then the ratio is 1 and no old log-prob pass is needed."""
+        """Whether each batch gives one optimizer step: then the ratio is 1 and no old log-prob pass is needed."""
         actor = self.config.actor
         return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
 

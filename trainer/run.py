@@ -1,7 +1,7 @@
 """One run from command line to final report: what `trainer.main_ppo` does once it may import heavy things.
 
-The order is cheap before dear: the configuration is checked, the data and the reward are tried, the plan is printed, and
-only then are processes started.
+The order is cheap before dear: the configuration is checked, the data and the reward are tried, the plan is printed,
+and only then are processes started.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def count_steps(config: PPOConfig, train_rows: int) -> int:
 class TrainingSteps:
     """Iterates over the prompts of each step, from the first or the resumed one to the last.
 
-    `global_step` is the step that runs now (1 is the first; 0 before it), `epoch` counts from 0. Epochs follow one another
-    until the number of steps is reached.
+    `global_step` is the step that runs now (1 is the first; 0 before it), `epoch` counts from 0. Epochs follow one
+    another until the number of steps is reached.
     """
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:

@@ -1,7 +1,7 @@
 """The policy's worker: one training engine and one rollout engine that share a device, and the calls between them.
 
-Takes and gives `DataProto`; what it is made of (FSDP engine, rollout engine, loss, phases, weight sync) lives in files of
-its own.
+Takes and gives `DataProto`; what it is made of (FSDP engine, rollout engine, loss, phases, weight sync) lives in
+files of its own.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class ActorRolloutWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Answers each prompt once. Reads prompts, prompt_mask, uid, sample and what rewards need; writes token columns.
+        """Answers each prompt once. Reads prompts, prompt_mask, uid, sample and what rewards need; writes token
+        columns.
 
         meta_info: sampling (`SamplingParams`), step, seed and `purpose`, which keys the rewards of this call.
         """

@@ -1,8 +1,8 @@
 """The actor's loss on one micro-batch: policy loss, entropy bonus, KL to the reference model.
 
-Takes the columns of the batch and the log-probs just computed, gives the loss and its metrics. It owns no normalisation:
-the denominators in `meta_info` were counted over the whole mini-batch before it was split, so the sum of these losses over
-all micro-batches and ranks is the loss of the mini-batch.
+Takes the columns of the batch and the log-probs just computed, gives the loss and its metrics. It owns no
+normalisation: the denominators in `meta_info` were counted over the whole mini-batch before it was split, so the sum
+of these losses over all micro-batches and ranks is the loss of the mini-batch.
 """
 
 from __future__ import annotations

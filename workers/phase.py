@@ -1,8 +1,9 @@
-"""Who owns the device now: training, rollout, or nobody. The only code that puts engines to sleep, wakes them and offloads.
+"""Who owns the device now: training, rollout, or nobody. The only code that puts engines to sleep, wakes them and
+offloads.
 
-The engines of one process share a device. Each is a tenant that can move in (weights, optimizer state or KV cache on the
-device) and move out. Entering a phase moves out every other tenant first, so that two of them never hold the device's
-memory together unless their settings say that they stay resident. On a CPU moving is free and does nothing.
+The engines of one process share a device. Each is a tenant that can move in (weights, optimizer state or KV cache on
+the device) and move out. Entering a phase moves out every other tenant first, so that two of them never hold the
+device's memory together unless their settings say that they stay resident. On a CPU moving is free and does nothing.
 """
 
 from __future__ import annotations

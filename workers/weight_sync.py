@@ -1,8 +1,8 @@
 """Weights from the training engine to the rollout engine, in the same process, with the cache reset that must follow.
 
-The parameters are gathered in buckets (never the whole model twice), handed over under their Hugging Face names, and the
-prefix cache is dropped: keys and values of the old weights would otherwise answer for the new ones. Each weight update has a
-version; the samples drawn afterwards carry it.
+The parameters are gathered in buckets (never the whole model twice), handed over under their Hugging Face names, and
+the prefix cache is dropped: keys and values of the old weights would otherwise answer for the new ones. Each weight
+update has a version; the samples drawn afterwards carry it.
 """
 
 from __future__ import annotations

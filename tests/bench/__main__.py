@@ -1,4 +1,6 @@
-"""`python -m tests.bench NAME [options]`: runs one benchmark. Each prints ratios against a peer or a limit in one run."""
+"""`python -m tests.bench NAME [options]`: runs one benchmark. Each prints ratios against a peer or a limit in one
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A GRPO step by this trainer and by TRL's GRPOTrainer: same model, prompts, lengths, reward and threads, in one run.
 
-Both sides live in processes of their own and work in turn, A B A B, so that a drifting machine slows both alike; the side
-that waits uses no CPU. Needs the extra `bench`. Options: --steps N (per side and lengths, default 12), --only uniform|skewed,
-and any key=value for our side.
+Both sides live in processes of their own and work in turn, A B A B, so that a drifting machine slows both alike; the
+side that waits uses no CPU. Needs the extra `bench`. Options: --steps N (per side and lengths, default 12), --only
+uniform|skewed, and any key=value for our side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.bench.step_task import SKEWED, UNIFORM, Lengths, make_task
+from tests.bench.step_task import SKEWED, UNIFORM, Lengths
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3
@@ -29,10 +29,23 @@ class Side:
 
     def __init__(self, module: str, folder: Path, lengths: Lengths, threads: int, extra: list[str]) -> None:
         reader, writer = os.pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.log = (folder / f"{module}-{lengths.name}.log").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.bench.{module}", str(folder), json.dumps(asdict(lengths)), str(writer), *extra],
+            [
+                sys.executable,
+                "-m",
+                f"tests.bench.{module}",
+                str(folder),
+                json.dumps(asdict(lengths)),
+                str(writer),
+                *extra,
+            ],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -83,8 +96,12 @@ def compare(folder: Path, lengths: Lengths, steps: int, extra: list[str]) -> dic
         seconds = statistics.median(row["seconds"] for row in reports)
         samples = statistics.median(row["completions"] / row["seconds"] for row in reports)
         tokens = statistics.mean(row["tokens"] / max(1, row["completions"]) for row in reports)
-        stages = {stage: statistics.median(r["stages"].get(stage, 0.0) for r in reports) for stage in reports[-1]["stages"]}
-        split = ", ".join(f"{stage} {value:.3f}" for stage, value in stages.items() if stage != "step" and value >= 5e-4)
+        stages = {
+            stage: statistics.median(r["stages"].get(stage, 0.0) for r in reports) for stage in reports[-1]["stages"]
+        }
+        split = ", ".join(
+            f"{stage} {value:.3f}" for stage, value in stages.items() if stage != "step" and value >= 5e-4
+        )
         print(f"  {name:10s} {samples:8.1f} samples/s   {seconds:.3f} s/step   {tokens:.1f} tokens/sample   [{split}]")
         speed[name] = samples
     ratios = sorted(b["seconds"] / a["seconds"] for a, b in zip(rows["verl_lite"], rows["trl"], strict=True))
@@ -102,7 +119,11 @@ def main(argv: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="bench-step-"))
     try:
         subprocess.run(
-            [sys.executable, "-c", f"from pathlib import Path; from tests.bench.step_task import *; make_task(Path({str(folder)!r}))"],
+            [
+                sys.executable,
+                "-c",
+                f"from pathlib import Path; from tests.bench.step_task import *; make_task(Path({str(folder)!r}))",
+            ],
             check=True,
             cwd=ROOT,
         )

@@ -26,7 +26,6 @@ def main() -> None:
     class OnCommand(RayPPOTrainer):
         """The same trainer; the stage `collect` waits for a line, `log_step` reports."""
 
-
         def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
             row = {
                 "seconds": self.timing["step"],

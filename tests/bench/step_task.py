@@ -1,8 +1,9 @@
 """The job of `bench step`, the same for both sides: a random 1.06M-parameter Qwen2, 16 prompts of 16 tokens, a reward.
 
 Uniform: every answer has exactly 32 tokens. Skewed: the vocabulary has 32 tokens and the weights are nearly uniform, so
-each token is the end of text with probability 1/32: lengths are geometric, about 27 in the mean, at most 96. The learning rate
-is small enough that the lengths stay what they are. The reward depends on the text in a way that varies in every group.
+each token is the end of text with probability 1/32: lengths are geometric, about 27 in the mean, at most 96. The
+learning rate is small enough that the lengths stay what they are. The reward depends on the text in a way that varies
+in every group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`RayPPOTrainer.fit` with fake parts: the order of calls, the columns that flow, critic on and off, warm-up, what is due."""
+"""`RayPPOTrainer.fit` with fake parts: the order of calls, the columns that flow, critic on and off, warm-up, what is
+due.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,16 @@ def test_off_policy_order_has_old_log_probs_before_the_update(tmp_path: Path) ->
 def test_reference_and_critic_take_part_when_they_exist(tmp_path: Path) -> None:
     parts = Parts(on_policy=False)
     make(tmp_path, parts, ref=True, critic=True, trainer__val_before_train=False, trainer__test_freq=0).fit()
-    expected = ["generate train", "reward", "old_log_prob", "ref", "values", "update_critic", "update", "update_weights"]
+    expected = [
+        "generate train",
+        "reward",
+        "old_log_prob",
+        "ref",
+        "values",
+        "update_critic",
+        "update",
+        "update_weights",
+    ]
     assert parts.calls[1 : 1 + len(expected)] == expected
 
 
@@ -261,5 +272,3 @@ def test_greedy_validation_beside_the_sampled_one(tmp_path: Path) -> None:
     assert parts.calls[1:6] == ["generate val0", "reward", "log_samples", "generate val1", "reward"]
     assert result.before["val-core/task/acc/mean@1"] == 0.5
     assert result.after["val-aux/task/greedy/acc/mean@1"] == 0.5
-
-

@@ -10,7 +10,9 @@ from verl_lite.config import ModelConfig
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer_path` or `model.path`; pads with the end-of-text token where it has no pad token."""
+    """The tokenizer of `model.tokenizer_path` or `model.path`; pads with the end-of-text token where it has no pad
+    token.
+    """
     path = model.tokenizer_path or model.path
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:

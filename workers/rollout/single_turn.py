@@ -1,7 +1,8 @@
-"""One prompt, one answer: turns a batch of prompts into requests, drives the engine, and lays the answers out as columns.
+"""One prompt, one answer: turns a batch of prompts into requests, drives the engine, and lays the answers out as
+columns.
 
-Finished samples are handed out while others still decode, so that their rewards are computed meanwhile. Sampled token ids
-are never decoded and re-encoded on their way to training.
+Finished samples are handed out while others still decode, so that their rewards are computed meanwhile. Sampled token
+ids are never decoded and re-encoded on their way to training.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def generate(
     Returns the token columns of `lay_out`, and policy_version and finish_reason of each row.
     """
     ids, mask = prompts.batch["prompts"], prompts.batch["prompt_mask"].bool()
-    skip = prompts.batch["is_padding"] if "is_padding" in prompts.batch.keys() else torch.zeros(len(ids), dtype=torch.bool)
+    skip = (
+        prompts.batch["is_padding"] if "is_padding" in prompts.batch.keys() else torch.zeros(len(ids), dtype=torch.bool)
+    )
     uid, sample = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample"]
     completions: list[Completion | None] = [None] * len(ids)
     for row in range(len(ids)):
@@ -67,10 +70,11 @@ def lay_out(
     response_length: int,
     pad_token_id: int,
 ) -> DataProto:
-    """Columns of a generated batch: prompts left-padded (B, P), responses right-padded (B, R), and both together (B, P+R).
+    """Columns of a generated batch: prompts left-padded (B, P), responses right-padded (B, R), and both together (B,
+    P+R).
 
-    response_mask is 1 on every token that the policy sampled, the end-of-text token included. A row without a completion
-    has an empty response.
+    response_mask is 1 on every token that the policy sampled, the end-of-text token included. A row without a
+    completion has an empty response.
     """
     rows = len(completions)
     responses = torch.full((rows, response_length), pad_token_id, dtype=torch.long)
@@ -96,6 +100,8 @@ def lay_out(
             "policy_version": torch.tensor([-1 if done is None else done.policy_version for done in completions]),
         },
         non_tensors={
-            "finish_reason": np.array(["" if done is None else done.finish_reason for done in completions], dtype=object)
+            "finish_reason": np.array(
+                ["" if done is None else done.finish_reason for done in completions], dtype=object
+            )
         },
     )

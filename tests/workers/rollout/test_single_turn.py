@@ -1,4 +1,5 @@
-"""Single-turn generation with a scripted engine: exact columns, seeds by row, rewards handed out while others decode."""
+"""Single-turn generation with a scripted engine: exact columns, seeds by row, rewards handed out while others decode.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from workers.rollout.single_turn import generate
 
 
 class ScriptedEngine:
-    """Finishes its requests one a step, the last submitted first; the answer to a request is its own prompt, reversed."""
+    """Finishes its requests one a step, the last submitted first; the answer to a request is its own prompt,
+    reversed.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []

@@ -1,0 +1,42 @@
+"""`python -m trainer.export RUN --to FOLDER`: a checkpoint as a Hugging Face folder, on a CPU.
+
+RUN is a run folder (its newest checkpoint) or a global_step_N folder. FOLDER gets safetensors, config, tokenizer and
+generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from trainer.environment import prepare_driver
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    prepare_driver()
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run folder, or a global_step_N folder")
+    parser.add_argument("--to", type=Path, help="the folder to write; default: hf beside the checkpoint")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
+    options = parser.parse_args(argv)
+    from trainer.checkpoint import saved_steps
+    from verl_lite.errors import UserError
+    from workers.engine.checkpoint import export
+
+    run = options.run.expanduser().absolute()
+    steps = saved_steps(run)
+    checkpoint = run if not steps else steps[max(steps)]
+    target = options.to or checkpoint / "hf"
+    try:
+        export(str(checkpoint / "actor"), str(target), options.dtype)
+    except UserError as error:
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {target} from {checkpoint}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
