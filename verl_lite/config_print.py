@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ def _flow(value: Any) -> str:
     return _scalar(value)
 
 
+@lru_cache(maxsize=4096, typed=True)
 def _scalar(value: Any) -> str:
     """One plain value on one line, such that OmegaConf's loader reads the same value and type back."""
     if isinstance(value, str):

@@ -19,7 +19,7 @@ def load(*arguments: str) -> LoadedConfig:
 
 def problems(*arguments: str, **kwargs: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(["model.path=m", *arguments], **kwargs)  # type: ignore[arg-type]
+        load_config(["model.path=m", *arguments], **kwargs)
     return caught.value.problems
 
 

@@ -1,0 +1,306 @@
+"""Every check between options fires with a message that names key, value and remedy; a good configuration passes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_lite.config import PPOConfig
+from verl_lite.config_checks import (
+    ALL_OR_AT_LEAST_ONE,
+    AT_LEAST,
+    AT_MOST_ONE,
+    CHOICES,
+    NOT_NEGATIVE_SHARES,
+    POSITIVE,
+    validate,
+)
+from verl_lite.config_keys import KEYS
+from verl_lite.config_loader import ConfigError
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> PPOConfig:
+    """A configuration with nothing to complain about: two slots of two cores, files that exist."""
+    config = PPOConfig()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"")
+        setattr(config.data, f"{name}_files", [str(tmp_path / f"{name}.parquet")])
+    config.model.path = str(tmp_path / "model")
+    config.rollout.n = 8
+    config.trainer.n_gpus_per_node = 2
+    config.trainer.device = "cpu"
+    return config
+
+
+def put(config: PPOConfig, name: str, value: object) -> None:
+    *sections, leaf = name.split(".")
+    target: object = config
+    for section in sections:
+        target = getattr(target, section)
+    assert hasattr(target, leaf), name
+    setattr(target, leaf, value)
+
+
+def found(config: PPOConfig, **kwargs: int) -> list[str]:
+    try:
+        validate(config, available=kwargs.pop("available", 2), **kwargs)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_good_configuration_passes(good: PPOConfig) -> None:
+    assert found(good) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data.train_batch_size": 16},
+            "actor.ppo_mini_batch_size=256 is larger than data.train_batch_size=16; both count prompts, .* at most 16",
+        ),
+        (
+            {"actor.ppo_micro_batch_size_per_gpu": 4},
+            "actor.ppo_micro_batch_size_per_gpu=4 has no effect with actor.use_dynamic_bsz=true, .*"
+            "leave the size out, or set actor.use_dynamic_bsz=false",
+        ),
+        (
+            {"rollout.log_prob_micro_batch_size_per_gpu": 4},
+            "rollout.log_prob_micro_batch_size_per_gpu=4 has no effect with rollout.log_prob_use_dynamic_bsz=true",
+        ),
+        (
+            {"ref.log_prob_use_dynamic_bsz": False},
+            "ref.log_prob_use_dynamic_bsz=false needs ref.log_prob_micro_batch_size_per_gpu, which is null",
+        ),
+        (
+            {"actor.ppo_max_token_len_per_gpu": 1000},
+            r"actor.ppo_max_token_len_per_gpu=1000 cannot hold one sample of data.max_prompt_length \+ "
+            "data.max_response_length = 1024 tokens: set at least 1024",
+        ),
+        (
+            {"ref.log_prob_max_token_len_per_gpu": 1},
+            "ref.log_prob_max_token_len_per_gpu=1 cannot hold one sample .* at least 1024",
+        ),
+        ({"actor.clip_ratio_c": 1.0}, "actor.clip_ratio_c=1.0: .* a number above 1 is expected, such as 3.0"),
+        ({"actor.clip_ratio_low": 0.0}, "actor.clip_ratio_low=0.0: a number above 0 is expected"),
+        (
+            {"actor.loss_agg_mode": "token_mean"},
+            "actor.loss_agg_mode=token_mean is not known; known: seq-mean-token-mean, .*did you mean token-mean",
+        ),
+        (
+            {"actor.loss_scale_factor": 512.0},
+            "actor.loss_scale_factor=512.0 has no effect with actor.loss_agg_mode=token-mean: leave it out",
+        ),
+        (
+            {"actor.policy_loss.loss_mode": "vanila"},
+            "actor.policy_loss.loss_mode=vanila is not known; known: .*did you mean vanilla.; or pkg.module:function",
+        ),
+        ({"actor.kl_loss_type": "k9"}, "actor.kl_loss_type=k9 is not known; known: .*low_var_kl"),
+        ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty=full is not known"),
+        (
+            {"algorithm.adv_estimator": "gropo"},
+            "algorithm.adv_estimator=gropo is not known; known: .*did you mean grpo",
+        ),
+        ({"rollout.n": 1}, "rollout.n=1: grpo compares the samples of one prompt .* at least 2"),
+        ({"trainer.critic_warmup": 5}, "trainer.critic_warmup=5: grpo has no critic, .* set it to 0"),
+        ({"rollout.temperature": 0.0}, "rollout.temperature=0.0: training has to sample"),
+        (
+            {"rollout.top_p": 0.9},
+            "rollout.top_p=0.9: samples from a truncated distribution .* set rollout.top_p=1; rollout.val_kwargs.top_p",
+        ),
+        ({"rollout.top_k": 50}, "rollout.top_k=50: .* set rollout.top_k=-1"),
+        (
+            {"rollout.val_kwargs.do_sample": True},
+            "rollout.val_kwargs.do_sample=true with rollout.val_kwargs.temperature=0.0: sampling needs",
+        ),
+        (
+            {"rollout.val_kwargs.temperature": 0.6},
+            "rollout.val_kwargs.temperature=0.6 has no effect with rollout.val_kwargs.do_sample=false",
+        ),
+        ({"rollout.val_kwargs.n": 4}, "rollout.val_kwargs.n=4 with do_sample=false would give 4 equal answers"),
+        (
+            {"rollout.name": "sglang"},
+            "rollout.name=sglang is not known; known: auto, hf, vllm; or pkg.module:Class",
+        ),
+        (
+            {"rollout.name": "hf", "rollout.tensor_model_parallel_size": 2},
+            "rollout.tensor_model_parallel_size=2: the hf engine runs on one device",
+        ),
+        (
+            {"rollout.max_model_len": 1000},
+            r"rollout.max_model_len=1000 is shorter than data.max_prompt_length \+ data.max_response_length = 1024",
+        ),
+        (
+            {"rollout.enable_chunked_prefill": False, "rollout.max_num_batched_tokens": 512},
+            "rollout.max_num_batched_tokens=512 is shorter than the context of 1024 tokens",
+        ),
+        (
+            {"rollout.engine_kwargs": {"swap_space": 4}},
+            "rollout.engine_kwargs.swap_space=4: arguments stand below an engine's name",
+        ),
+        ({"trainer.logger": ["wandbb"]}, "trainer.logger=wandbb is not known; known: console.*did you mean wandb"),
+        (
+            {"trainer.resume_mode": "resume_path"},
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder, which is null",
+        ),
+        (
+            {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "nowhere/global_step_3"},
+            "trainer.resume_from_path=nowhere/global_step_3: there is no folder /.*/nowhere/global_step_3",
+        ),
+        (
+            {"trainer.resume_from_path": "/"},
+            "trainer.resume_from_path=/ has no effect with trainer.resume_mode=disable",
+        ),
+        ({"data.val_files": [], "trainer.val_only": True}, "trainer.val_only=true needs data.val_files"),
+        ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq=5 needs data.val_files"),
+        (
+            {"ray_kwargs.ray_init.address": "a:1", "ray_kwargs.ray_init.num_cpus": 4},
+            "ray_kwargs.ray_init.num_cpus=4 has no effect on the cluster at ray_kwargs.ray_init.address=a:1",
+        ),
+        (
+            {"trainer.backend": "inline"},
+            "trainer.backend=inline runs everything in one process, but trainer.n_gpus_per_node=2",
+        ),
+        (
+            {"trainer.n_gpus_per_node": 8},
+            "trainer.n_gpus_per_node=8 is more than the 2 cores of this machine: set at most 2",
+        ),
+        (
+            {"trainer.n_gpus_per_node": 8, "trainer.device": "cuda"},
+            "trainer.n_gpus_per_node=8 is more than the 2 GPUs of this machine: set at most 2",
+        ),
+        (
+            {"rollout.tensor_model_parallel_size": 4},
+            "rollout.tensor_model_parallel_size=4 does not divide trainer.n_gpus_per_node=2: .*use one of 1, 2",
+        ),
+        (
+            {"actor.fsdp_config.fsdp_size": 3},
+            "actor.fsdp_config.fsdp_size=3 does not divide the 2 devices; use -1 or one of 1, 2",
+        ),
+        (
+            {"trainer.nnodes": 2},
+            "trainer.nnodes=2 needs a cluster that spans the machines: .*ray_kwargs.ray_init.address=HOST:PORT",
+        ),
+        ({"actor.optim.betas": [0.9]}, r"actor.optim.betas=\[0.9\]: two numbers"),
+        ({"data.train_files": []}, "data.train_files is empty: give a parquet file"),
+        (
+            {"data.train_files": ["no/such.parquet"]},
+            "data.train_files=no/such.parquet: there is no file /.*/no/such.parquet",
+        ),
+        ({"data.val_files": ["no.parquet"]}, "data.val_files=no.parquet: there is no file /.*/no.parquet"),
+        ({"data.train_files": [__file__]}, "data.train_files=.*: a .parquet, .json or .jsonl file is expected"),
+        ({"model.path": None}, "model.path is null: .*recipe=quickstart"),
+        ({"model.path": "./no/model"}, r"model.path=./no/model: there is no folder /.*/no/model"),
+        ({"model.path": "/"}, "model.path=/: the folder / has no config.json"),
+        ({"model.tokenizer_path": "a/b/c"}, "model.tokenizer_path=a/b/c: there is no folder /.*/a/b/c"),
+        (
+            {"reward.custom_reward_function.path": "my_reward.py"},
+            "reward.custom_reward_function.path=my_reward.py: there is no file /.*/my_reward.py .*pkg://",
+        ),
+    ],
+)
+def test_a_wrong_combination_is_one_clear_message(good: PPOConfig, changes: dict[str, object], message: str) -> None:
+    for name, value in changes.items():
+        put(good, name, value)
+    (problem,) = found(good)
+    assert re.match(message, problem), problem
+
+
+def test_problems_come_together(good: PPOConfig) -> None:
+    put(good, "rollout.temperature", 0.0)
+    put(good, "rollout.n", 1)
+    put(good, "model.path", None)
+    assert len(found(good)) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor.use_dynamic_bsz": False, "actor.ppo_micro_batch_size_per_gpu": 4},
+        {"actor.use_dynamic_bsz": False, "actor.ppo_micro_batch_size_per_gpu": 4, "actor.ppo_max_token_len_per_gpu": 8},
+        {"rollout.val_kwargs.do_sample": True, "rollout.val_kwargs.temperature": 1.0, "rollout.val_kwargs.n": 4},
+        {"trainer.backend": "inline", "trainer.n_gpus_per_node": 1},
+        {"trainer.n_gpus_per_node": None},
+        {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 2, "ray_kwargs.ray_init.address": "head:6379"},
+        {"data.train_files": [], "trainer.val_only": True, "rollout.n": 1},
+        {"data.val_files": []},
+        {"algorithm.adv_estimator": "my.module:estimate", "actor.policy_loss.loss_mode": "my.module:loss"},
+        {"actor.kl_loss_type": "k3+", "rollout.name": "my.module:Engine"},
+        {"reward.custom_reward_function.path": "pkg://my.reward"},
+        {"rollout.engine_kwargs": {"vllm": {"swap_space": 4}, "sglang": {"attention_backend": "fa3"}}},
+        {"model.path": "Qwen/Qwen2-7B-Instruct"},
+    ],
+)
+def test_legal_combinations_pass(good: PPOConfig, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name, value in changes.items():
+        put(good, name, value)
+    assert found(good) == []
+
+
+def test_a_hub_name_that_is_not_cached_is_found_out_offline(good: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    put(good, "model.path", "nobody/no-such-model")
+    (problem,) = found(good)
+    assert "model.path=nobody/no-such-model" in problem and "`hf download nobody/no-such-model`" in problem
+
+
+# --- ranges: each key of the tables, at the edge and beyond it ----------------------------------------------------
+
+
+def assert_names(config: PPOConfig, name: str, value: object) -> None:
+    put(config, name, value)
+    assert any(problem.startswith(f"{name}={value}") for problem in found(config)), f"{name}={value} passed"
+
+
+def assert_in_range(config: PPOConfig, name: str, value: object) -> None:
+    put(config, name, value)
+    wrong = [p for p in found(config) if p.startswith(f"{name}={value}: ") and "expected" in p]
+    assert not wrong
+
+
+def edges() -> list[tuple[str, Callable[[PPOConfig], None]]]:
+    cases: list[tuple[str, Callable[[PPOConfig], None]]] = []
+    for name, least in AT_LEAST.items():
+        cases.append((name, lambda c, n=name, v=least - 1: assert_names(c, n, v)))
+    for name in POSITIVE:
+        cases.append((name, lambda c, n=name: assert_names(c, n, 0.0)))
+        cases.append((name, lambda c, n=name: assert_names(c, n, float("inf"))))
+    for name in AT_MOST_ONE:
+        cases.append((name, lambda c, n=name: assert_names(c, n, 1.01)))
+        cases.append((name, lambda c, n=name: assert_in_range(c, n, 1.0)))
+    for name in NOT_NEGATIVE_SHARES:
+        cases.append((name, lambda c, n=name: assert_names(c, n, -0.01)))
+    for name in ALL_OR_AT_LEAST_ONE:
+        cases.append((name, lambda c, n=name: assert_names(c, n, 0)))
+        cases.append((name, lambda c, n=name: assert_in_range(c, n, 1)))
+    for name in CHOICES:
+        cases.append((name, lambda c, n=name: assert_names(c, n, "nonsense")))
+    return cases
+
+
+@pytest.mark.parametrize("case", edges(), ids=lambda case: case[0])
+def test_each_range_ends_where_it_says(good: PPOConfig, case: tuple[str, Callable[[PPOConfig], None]]) -> None:
+    case[1](good)
+
+
+def test_every_number_has_a_range_or_a_reason_to_have_none() -> None:
+    free = {
+        "actor.entropy_coeff",  # a negative bonus is a penalty
+        "rollout.temperature",  # judged by _sampling
+        "rollout.top_p",
+        "rollout.top_k",
+        "actor.clip_ratio_c",  # judged by _losses
+        "rollout.max_model_len",  # judged by _engine
+    }
+    ranged = {*AT_LEAST, *POSITIVE, *AT_MOST_ONE, *ALL_OR_AT_LEAST_ONE}
+    numbers = {name for name, key in KEYS.items() if key.kind in ("int", "float")}
+    assert numbers - ranged - free == set()
+    assert ranged <= numbers
