@@ -1,0 +1,173 @@
+"""Who may import whom, by the table of the architecture, and what must work where a package is not installed.
+
+    recipes -> trainer -> workers -> verl_lite -> torch, numpy, the standard library
+
+Imports inside functions count as well: a lazy upward import is an upward import.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("verl_lite", "workers", "trainer", "recipes")
+"""From the bottom to the top; each may import itself and those before it."""
+
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "verl_lite/core_algos.py": ("verl_lite.protocol", "verl_lite.config", "transformers", "tensordict", "omegaconf"),
+    "verl_lite/protocol.py": ("verl_lite.config", "transformers", "omegaconf"),
+    "verl_lite/single_controller/*.py": ("vllm", "transformers", "verl_lite.config_loader"),
+    "workers/rollout/vllm_engine.py": ("workers.rollout.hf_engine",),
+    "workers/rollout/hf_engine.py": ("workers.rollout.vllm_engine",),
+    "workers/*.py": ("omegaconf", "verl_lite.config_loader"),
+    "trainer/*.py": ("torch.distributed", "recipes"),
+}
+"""Beyond the layers: what single modules must not import. A pattern's * also crosses folders."""
+
+ONLY_IN: dict[str, str] = {
+    "ray": "verl_lite/single_controller/ray_*.py",
+    "vllm": "workers/rollout/vllm_engine.py",
+}
+"""Packages that one place alone may import, so that the rest works without them."""
+
+ABSENT = ("ray", "vllm", "flash_attn", "wandb")
+
+
+def sources() -> list[Path]:
+    return [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+
+
+def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import of a module's source; `from a import b` gives a.b."""
+    package = module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            start = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What one file imports against the table. path: relative to the root, with slashes."""
+    layer = path.split("/")[0]
+    above = LAYERS[LAYERS.index(layer) + 1 :]
+    module = path.removesuffix(".py").replace("/", ".")
+    banned = [
+        *above,
+        *(name for pattern, names in FORBIDDEN.items() if fnmatch.fnmatch(path, pattern) for name in names),
+    ]
+    banned += [package for package, place in ONLY_IN.items() if not fnmatch.fnmatch(path, place)]
+    return sorted(
+        {
+            f"{path}:{line} imports {name}"
+            for line, name in imports(source, module)
+            for package in banned
+            if is_within(name, package)
+        }
+    )
+
+
+def test_no_module_imports_what_it_must_not() -> None:
+    found = [
+        problem
+        for path in sources()
+        for problem in violations(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "imports against architecture.md:\n  " + "\n  ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "caught"),
+    [
+        ("verl_lite/a.py", "import workers.rollout", True),
+        ("verl_lite/a.py", "def f():\n    from trainer import steps", True),
+        ("workers/a.py", "from trainer.steps import TrainingSteps", True),
+        ("workers/a.py", "from verl_lite import protocol", False),
+        ("trainer/a.py", "import importlib\nimportlib.import_module('recipes.quickstart')", True),
+        ("trainer/a.py", "import importlib\nimportlib.import_module(f'recipes.{name}')", False),
+        ("trainer/a.py", "import torch.distributed as dist", True),
+        ("trainer/a.py", "from torch import distributed", True),
+        ("trainer/a.py", "import vllm", True),
+        ("workers/rollout/vllm_engine.py", "import vllm", False),
+        ("workers/rollout/base.py", "from vllm import LLM", True),
+        ("verl_lite/single_controller/ray_cluster.py", "import ray", False),
+        ("verl_lite/single_controller/worker.py", "import ray", True),
+        ("verl_lite/core_algos.py", "from verl_lite.protocol import DataProto", True),
+        ("verl_lite/core_algos.py", "from verl_lite.registry import Registry", False),
+        ("verl_lite/rewards/a.py", "from ...workers import x", True),
+        ("verl_lite/config_print.py", "from verl_lite.config_keys import KEYS", False),
+        ("verl_lite/a.py", "import raylib", False),
+    ],
+)
+def test_the_walk_itself(path: str, source: str, caught: bool) -> None:
+    assert bool(violations(path, source)) is caught
+
+
+def run_python(code: str) -> str:
+    """Run code in a fresh interpreter at the root of the checkout; gives the last line of its output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.strip().splitlines()[-1]
+
+
+def test_everything_imports_where_ray_vllm_flash_attn_and_wandb_are_missing() -> None:
+    own_place = [pattern.replace("/", ".").removesuffix(".py") for pattern in ONLY_IN.values()]
+    modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in sources()]
+    modules = [module.removesuffix(".__init__") for module in modules]
+    modules = [module for module in modules if not any(fnmatch.fnmatch(module, pattern) for pattern in own_place)]
+    code = f"""
+import sys
+for name in {ABSENT!r}:
+    sys.modules[name] = None
+import importlib, json, traceback
+import verl_lite, trainer, workers
+failed = {{}}
+for module in {modules!r}:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        failed[module] = traceback.format_exc(limit=-2)
+print(json.dumps(failed))
+"""
+    failed = json.loads(run_python(code))
+    assert not failed, "\n".join(f"{module}:\n{text}" for module, text in failed.items())
+
+
+def test_the_packages_alone_import_nothing_heavy() -> None:
+    code = """
+import sys
+import verl_lite, trainer, workers, verl_lite.config
+print([name for name in ("torch", "ray", "vllm", "transformers", "datasets") if name in sys.modules])
+"""
+    assert run_python(code) == "[]"
+
+
+def test_our_trainer_and_workers_are_the_ones_imported() -> None:
+    """`trainer` and `workers` are common names; another installed package must not be in front of ours."""
+    code = f"""
+import json, {", ".join(LAYERS)}
+print(json.dumps([{", ".join(f"{layer}.__file__" for layer in LAYERS)}]))
+"""
+    assert json.loads(run_python(code)) == [str(ROOT / layer / "__init__.py") for layer in LAYERS]
