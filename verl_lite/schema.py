@@ -1,0 +1,116 @@
+"""Every column of a batch: its name, dimensions, dtype, meaning, and the one place that writes it.
+
+Dimensions: B rows, P = data.max_prompt_length (left-padded), R = data.max_response_length (right-padded), E epochs.
+Names are verl's, because users' own code reads them. A stage calls `check` on what it was given, so that a missing
+column is reported by who should have written it, not by a KeyError three calls deeper.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verl_lite.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. dtype: a torch dtype's name, or "object" for what is not a tensor."""
+
+    name: str
+    dims: tuple[str, ...]
+    dtype: str
+    meaning: str
+    writer: str
+
+
+_PROMPTS = "trainer/data.py"
+_DRIVER = "trainer/ray_trainer.py"
+_ROLLOUT = "workers/rollout/single_turn.py"
+_REWARD = "trainer/rewards.py"
+_ACTOR = "workers/actor_rollout.py"
+_ADVANTAGE = "trainer/advantage.py"
+_PLANNER = "verl_lite/seqlen_balance.py"
+
+COLUMNS: tuple[Column, ...] = (
+    Column("uid", ("B",), "object", "the prompt's name: rows that share it are one group", _PROMPTS),
+    Column("data_source", ("B",), "object", "which dataset, which says how to score", _PROMPTS),
+    Column("raw_prompt", ("B",), "object", "the prompt as a list of chat messages", _PROMPTS),
+    Column("reward_model", ("B",), "object", "dict with the ground_truth that the reward compares to", _PROMPTS),
+    Column("extra_info", ("B",), "object", "dict of what else the dataset says about the row", _PROMPTS),
+    Column("index", ("B",), "int64", "the prompt's row number in the dataset", _PROMPTS),
+    Column("prompts", ("B", "P"), "int64", "token ids of the prompt, left-padded", _PROMPTS),
+    Column("prompt_mask", ("B", "P"), "int64", "1 on the prompt's own tokens", _PROMPTS),
+    Column("sample", ("B",), "int64", "which of the answers to its prompt a row is, from 0", _DRIVER),
+    Column("sample_id", ("B",), "object", "a name for the row that no other row of the run has", _DRIVER),
+    Column("responses", ("B", "R"), "int64", "token ids of the answer, right-padded", _ROLLOUT),
+    Column("response_mask", ("B", "R"), "int64", "1 where the policy acted and gradient flows", _ROLLOUT),
+    Column("input_ids", ("B", "P+R"), "int64", "prompt and answer", _ROLLOUT),
+    Column("attention_mask", ("B", "P+R"), "int64", "1 on tokens that are not padding", _ROLLOUT),
+    Column("position_ids", ("B", "P+R"), "int64", "position of each token in its sequence, from 0", _ROLLOUT),
+    Column("rollout_log_probs", ("B", "R"), "float32", "log-probs of sampled tokens, by the rollout engine", _ROLLOUT),
+    Column("policy_version", ("B",), "int64", "the weight update after which the answer was sampled", _ROLLOUT),
+    Column("finish_reason", ("B",), "object", "stop, length or abort", _ROLLOUT),
+    Column("token_level_scores", ("B", "R"), "float32", "the reward, on the last token of the answer", _REWARD),
+    Column("reward_failed", ("B",), "object", "True where the reward function gave no number", _REWARD),
+    Column("old_log_probs", ("B", "R"), "float32", "log-probs by the trainer before the update", _ACTOR),
+    Column("entropys", ("B", "R"), "float32", "entropy of the policy at each answer token", _ACTOR),
+    Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", "workers/reference.py"),
+    Column("values", ("B", "R"), "float32", "expected return from each answer token on", "workers/critic.py"),
+    Column("token_level_rewards", ("B", "R"), "float32", "scores less the KL penalty, if any", _ADVANTAGE),
+    Column("advantages", ("B", "R"), "float32", "how much better than expected each action was", _ADVANTAGE),
+    Column("returns", ("B", "R"), "float32", "what the critic learns to predict", _ADVANTAGE),
+    Column("is_padding", ("B",), "bool", "rows that only make the batch divide; absent = none", _PLANNER),
+    Column("mini_batch", ("B", "E"), "int64", "the optimizer step of each row in each epoch", _PLANNER),
+    Column("micro_batch", ("B", "E"), "int64", "the forward pass within it", _PLANNER),
+)
+
+_BY_NAME = {entry.name: entry for entry in COLUMNS}
+_EXTRA_PREFIX = "reward/"
+
+
+def column(name: str) -> Column:
+    """The entry of a column. `reward/<name>` is whatever the reward function returned beside its score.
+
+    Raises ValueError for a name that is not a column, with the nearest one.
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.startswith(_EXTRA_PREFIX):
+        meaning = f"{name.removeprefix(_EXTRA_PREFIX)!r} of what the reward function returned"
+        return Column(name, ("B",), "object", meaning, _REWARD)
+    nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"{name!r} is not a column of a batch.{hint} verl_lite/schema.py lists them.")
+
+
+def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:
+    """Raises ValueError unless `data` has these columns with the right number of dimensions, equal P and equal R.
+
+    The message names the stage, the column and the file that should have written it.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for name in columns_required:
+        entry = column(name)
+        if name not in data:
+            present = sorted([*(data.batch.keys() if data.batch is not None else ()), *data.non_tensor_batch])
+            raise ValueError(
+                f"{stage}: column {name!r} is missing ({entry.meaning}). {entry.writer} writes it; "
+                f"the batch has {', '.join(present) or 'no columns'}."
+            )
+        if entry.dtype == "object" or data.batch is None or name not in data.batch.keys():
+            continue
+        shape = tuple(data.batch[name].shape)
+        if len(shape) != len(entry.dims):
+            raise ValueError(
+                f"{stage}: column {name!r} has shape {shape}, expected ({', '.join(entry.dims)}). "
+                f"{entry.writer} writes it."
+            )
+        for dim, size in zip(entry.dims, shape, strict=True):
+            known, other = sizes.setdefault(dim, (size, name))
+            if size != known:
+                raise ValueError(
+                    f"{stage}: column {name!r} has shape {shape}, so {dim} = {size}, but {other!r} has "
+                    f"{dim} = {known}. {entry.writer} writes it."
+                )
