@@ -1,0 +1,182 @@
+"""What one training step looked like, under verl's metric names: scores, lengths, times, throughput.
+
+Functions of the step's batch. A row that only fills up the batch, and a row whose response_mask is empty because its
+reward failed, are in none of the numbers. The prefix `critic/` is verl's and means the training signal; it is there
+without a critic too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl_lite.core_algos import group_ids
+from verl_lite.protocol import DataProto
+from verl_lite.seqlen_balance import BatchPlan
+
+RESPONSE_STAGES = ("gen",)
+WHOLE_SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """Of the rows that count."""
+
+    counted: torch.Tensor  # (B,) bool
+    prompt: torch.Tensor  # (b,) tokens
+    response: torch.Tensor  # (b,) tokens, those of tools and environments included
+    width: int  # R
+    prompt_width: int  # P
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
+    """Scores, rewards, advantages, returns and lengths of a step.
+
+    Reads responses, response_mask, attention_mask, token_level_scores, token_level_rewards, advantages, returns; uid
+    and finish_reason where present; with `use_critic` also values. Metrics over nothing are left out.
+      critic/score/{mean,max,min}       sum of token_level_scores of each row
+      critic/rewards/{...}              the same of token_level_rewards: after the KL penalty
+      critic/advantages|returns|values/{...}   over valid tokens
+      critic/vf_explained_var           1 - Var(returns - values) / Var(returns)
+      response_length/{...,clip_ratio}  tokens; share of answers cut off at data.max_response_length
+      prompt_length/{...,clip_ratio}    tokens; share of prompts as long as data.max_prompt_length
+      response/aborted_ratio            share of rows, fillers aside, whose answer is empty
+      frac_reward_zero_std              share of prompts with several answers, all of the same score: nothing to learn
+    """
+    tensors = _tensors(batch)
+    lengths = _lengths(batch)
+    counted = lengths.counted
+    mask = (tensors["response_mask"] != 0) & counted[:, None]
+    scores = tensors["token_level_scores"].sum(-1)[counted]
+    advantages, returns = tensors["advantages"][mask], tensors["returns"][mask]
+    metrics = {
+        **_summary("critic/score", scores),
+        **_summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[counted]),
+        **_summary("critic/advantages", advantages),
+        **_summary("critic/returns", returns),
+        **_summary("response_length", lengths.response),
+        **_summary("prompt_length", lengths.prompt),
+        **_aborted(batch),
+    }
+    if len(scores):
+        metrics["response_length/clip_ratio"] = _mean(_is_cut_off(batch, lengths))
+        metrics["prompt_length/clip_ratio"] = _mean(lengths.prompt == lengths.prompt_width)
+    if "uid" in batch.non_tensor_batch:
+        uid = batch.non_tensor_batch["uid"][counted.numpy()]
+        metrics |= frac_reward_zero_std(scores, uid)
+    if use_critic:
+        values = tensors["values"][mask]
+        metrics |= _summary("critic/values", values)
+        if len(values) > 1:
+            error = (returns - values).var() / (returns.var() + 1e-5)
+            metrics["critic/vf_explained_var"] = 1.0 - float(error)
+    return metrics
+
+
+def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
+    """Share of prompts with at least two answers whose answers all have the same score. scores, uid: (B,)."""
+    groups, number = group_ids(uid, scores.device)
+    lowest = torch.full((number,), torch.inf).scatter_reduce(0, groups, scores.float(), "amin")
+    highest = torch.full((number,), -torch.inf).scatter_reduce(0, groups, scores.float(), "amax")
+    several = torch.bincount(groups, minlength=number) > 1
+    return {"frac_reward_zero_std": _mean((lowest == highest)[several])} if several.any() else {}
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """timing_s/<stage>, and timing_per_token_ms/<stage>: over answer tokens for gen, over all tokens for the rest.
+
+    timing_raw: seconds by stage.
+    """
+    lengths = _lengths(batch)
+    response, whole = int(lengths.response.sum()), int(lengths.response.sum() + lengths.prompt.sum())
+    tokens = dict.fromkeys(RESPONSE_STAGES, response) | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
+    for name, count in tokens.items():
+        if name in timing_raw and count:
+            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / count
+    return metrics
+
+
+def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """perf/total_num_tokens (prompts and answers), perf/time_per_step (s), perf/throughput (tokens/s per device).
+
+    timing_raw: seconds by stage, "step" among them.
+    """
+    lengths = _lengths(batch)
+    total, seconds = int(lengths.response.sum() + lengths.prompt.sum()), timing_raw["step"]
+    metrics = {"perf/total_num_tokens": float(total), "perf/time_per_step": seconds}
+    if seconds > 0:
+        metrics["perf/throughput"] = total / (seconds * n_gpus)
+    return metrics
+
+
+def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, float]:
+    """Tokens of each rank. lengths: (B,) tokens of each row that was planned.
+
+    global_seqlen/{min,max,minmax_diff,mean}: if ranks took the rows in order; balanced_{min,max}: as planned.
+    """
+    in_order = np.array([part.sum() for part in np.array_split(lengths, plan.world_size)])
+    balanced = np.where(plan.is_padding, 0, lengths[plan.order]).reshape(plan.world_size, -1).sum(1)
+    return {
+        "global_seqlen/min": float(in_order.min()),
+        "global_seqlen/max": float(in_order.max()),
+        "global_seqlen/minmax_diff": float(in_order.max() - in_order.min()),
+        "global_seqlen/mean": float(in_order.mean()),
+        "global_seqlen/balanced_min": float(balanced.min()),
+        "global_seqlen/balanced_max": float(balanced.max()),
+    }
+
+
+def _tensors(batch: DataProto) -> Mapping[str, torch.Tensor]:
+    if batch.batch is None:
+        raise ValueError("step metrics: the batch has no tensors.")
+    return batch.batch
+
+
+def _fillers(batch: DataProto) -> torch.Tensor:
+    """(B,) bool: rows that only make the batch divide."""
+    tensors = _tensors(batch)
+    if "is_padding" in tensors.keys():
+        return tensors["is_padding"].bool()
+    return torch.zeros(len(batch), dtype=torch.bool)
+
+
+def _lengths(batch: DataProto) -> _Lengths:
+    tensors = _tensors(batch)
+    width = tensors["responses"].shape[-1]
+    attention = tensors["attention_mask"]
+    counted = (tensors["response_mask"] != 0).any(-1) & ~_fillers(batch)
+    return _Lengths(
+        counted=counted,
+        prompt=attention[counted, :-width].sum(-1),
+        response=attention[counted, -width:].sum(-1),
+        width=width,
+        prompt_width=attention.shape[-1] - width,
+    )
+
+
+def _is_cut_off(batch: DataProto, lengths: _Lengths) -> torch.Tensor:
+    """(b,) bool, by what the engine said: an answer that ends by itself at the last possible token is not cut off."""
+    if "finish_reason" in batch.non_tensor_batch:
+        reasons = batch.non_tensor_batch["finish_reason"][lengths.counted.numpy()]
+        return torch.tensor([reason == "length" for reason in reasons])
+    return lengths.response == lengths.width
+
+
+def _aborted(batch: DataProto) -> dict[str, float]:
+    tensors = _tensors(batch)
+    answers = tensors["attention_mask"][~_fillers(batch), -tensors["responses"].shape[-1] :]
+    return {"response/aborted_ratio": _mean(answers.sum(-1) == 0)} if len(answers) else {}
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.float().mean())
+
+
+def _summary(name: str, values: torch.Tensor) -> dict[str, float]:
+    if not values.numel():
+        return {}
+    return {f"{name}/mean": _mean(values), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
