@@ -1,0 +1,134 @@
+"""Validation metrics against enumeration of every resample, and against any order of the rows."""
+
+import itertools
+import random
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.validation_metrics import best_of, majority_of, process_validation_metrics, validation_metrics
+from verl_lite.protocol import DataProto
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_best_of_equals_all_resamples(n):
+    values = np.array([[0.0, 1.0, 1.0, 0.25], [3.0, -1.0, 2.0, 2.5]])
+    mean, std = best_of(values, n)
+    for row, found_mean, found_std in zip(values, mean, std, strict=True):
+        draws = [max(draw) for draw in itertools.product(row, repeat=n)]
+        assert found_mean == pytest.approx(np.mean(draws)) and found_std == pytest.approx(np.std(draws))
+
+
+def test_majority_of_is_near_all_resamples():
+    values, ballots = np.array([1.0, 0.0, 1.0, 0.0, 0.0]), ["7", "8", "7", "9", None]
+    outcomes = []
+    for draw in itertools.product(range(5), repeat=4):
+        counts = Counter(str(ballots[i]) for i in draw)
+        tied = [name for name, count in counts.items() if count == max(counts.values())]
+        outcomes.append(np.mean([float(name == "7") for name in tied]))
+    mean, std = majority_of(values, ballots, 4)
+    assert mean == pytest.approx(np.mean(outcomes), abs=4 * np.std(outcomes) / 1000**0.5)
+    assert std == pytest.approx(np.std(outcomes), abs=0.05)
+    assert majority_of(values, ["x"] * 5, 4) == pytest.approx((0.4, 0.0))
+
+
+def test_names_and_means_by_hand():
+    results = process_validation_metrics(
+        ["s"] * 6, ["a", "a", "a", "b", "b", "b"], {"acc": [1, 0, 0, 1, 1, 1], "note": ["x"] * 6}
+    )
+    metrics = results["s"]["acc"]
+    assert set(results["s"]) == {"acc"}
+    assert set(metrics) == {"mean@3", "std@3"} | {
+        f"{kind}@{n}/{part}" for kind in ("best", "worst") for n in (2, 3) for part in ("mean", "std")
+    }
+    assert metrics["mean@3"] == pytest.approx((1 / 3 + 1) / 2)
+    assert metrics["std@3"] == pytest.approx((np.std([1, 0, 0]) + 0) / 2)
+    assert metrics["best@2/mean"] == pytest.approx((5 / 9 + 1) / 2)
+    assert metrics["worst@3/mean"] == pytest.approx((1 / 27 + 1) / 2)
+
+
+def test_missing_values_are_left_out_and_names_keep_the_number_of_answers():
+    results = process_validation_metrics(
+        ["s"] * 5, ["a", "a", "b", "b", "b"], {"acc": [1.0, None, None, float("nan"), None]}
+    )
+    assert results == {"s": {"acc": results["s"]["acc"]}}
+    assert results["s"]["acc"]["mean@2"] == 1.0  # prompt b has no value at all
+    assert "mean@3" not in results["s"]["acc"]
+
+
+def scored(rows: list[dict]) -> DataProto:
+    scores = torch.zeros(len(rows), 3)
+    scores[:, 1] = torch.tensor([row["score"] for row in rows])
+    columns = {name: [row[name] for row in rows] for name in ("uid", "data_source", "reward_failed")}
+    columns |= {f"reward/{name}": [row.get(name) for row in rows] for name in ("acc", "pred")}
+    tensors = {"token_level_scores": scores, "is_padding": torch.tensor([row.get("filler", False) for row in rows])}
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+
+def rows(prompts: int = 6, answers: int = 4) -> list[dict]:
+    source = random.Random(1)
+    return [
+        {
+            "uid": f"p{p}",
+            "data_source": f"source/{p % 2}",
+            "score": source.random(),
+            "acc": source.random() < 0.5,
+            "pred": source.choice("xyz"),
+            "reward_failed": source.random() < 0.1,
+        }
+        for p in range(prompts)
+        for _ in range(answers)
+    ]
+
+
+def test_sections_and_prefix():
+    metrics = validation_metrics(scored(rows()))
+    core = {name.removeprefix("val-core/source/0/") for name in metrics if name.startswith("val-core/source/0/")}
+    assert core == {"acc/mean@4", "acc/best@4/mean", "acc/best@4/std", "acc/maj@4/mean", "acc/maj@4/std"}
+    for name in ("acc/best@2/mean", "acc/worst@4/mean", "acc/std@4", "reward/mean@4", "reward/best@4/mean"):
+        assert f"val-aux/source/1/{name}" in metrics
+    prefixed = validation_metrics(scored(rows()), prefix="greedy/")
+    assert all(name.startswith(("val-aux/source/0/greedy/", "val-aux/source/1/greedy/")) for name in prefixed)
+    assert prefixed["val-aux/source/0/greedy/acc/mean@4"] == metrics["val-core/source/0/acc/mean@4"]
+
+
+def test_reward_is_the_core_where_there_is_no_acc():
+    one = {"uid": "a", "data_source": "s", "score": 0.5, "reward_failed": False}
+    metrics = validation_metrics(scored([one]))
+    assert metrics == {"val-core/s/reward/mean@1": 0.5}
+
+
+def test_failed_rewards_and_fillers_are_not_zeros():
+    one = {"uid": "a", "data_source": "s", "score": 1.0, "acc": 1.0, "reward_failed": False}
+    failed, filler = one | {"score": 0.0, "acc": 0.0, "reward_failed": True}, one | {"score": -5.0, "filler": True}
+    metrics = validation_metrics(scored([one, failed, filler]))
+    assert metrics["val-core/s/acc/mean@2"] == 1.0 and metrics["val-aux/s/reward/mean@2"] == 1.0
+
+
+def test_the_order_of_rows_does_not_matter():
+    given = rows(prompts=9, answers=5)
+    straight = validation_metrics(scored(given))
+    for seed in range(3):
+        shuffled = given.copy()
+        random.Random(seed).shuffle(shuffled)
+        assert validation_metrics(scored(shuffled)) == straight
+
+
+def test_mean_equals_a_naive_loop():
+    given = rows(prompts=8, answers=3)
+    expected = []
+    for uid in {row["uid"] for row in given if row["data_source"] == "source/1"}:
+        kept = [row["score"] for row in given if row["uid"] == uid and not row["reward_failed"]]
+        if kept:
+            expected.append(sum(kept) / len(kept))
+    metrics = validation_metrics(scored(given))
+    assert metrics["val-aux/source/1/reward/mean@3"] == pytest.approx(sum(expected) / len(expected))
+
+
+def test_large_validation_sets_are_fast():
+    start = time.perf_counter()
+    validation_metrics(scored(rows(prompts=500, answers=16)))
+    assert time.perf_counter() - start < 5  # 0.5 s when written; verl resamples 1,000 times per prompt in Python
