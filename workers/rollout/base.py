@@ -211,7 +211,7 @@ def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:
 
 
 def check_names(given: set[str], expected: list[frozenset[str]]) -> None:
-    """Raises ValueError unless a weight update gave every parameter; one left out would keep its old or random value."""
+    """Raises ValueError unless a weight update gave every parameter: one left out would keep its old value."""
     missing = [min(group) for group in expected if not group & given]
     if missing:
         raise ValueError(

@@ -1,0 +1,88 @@
+"""Seeds, sampling parameters, and how an engine is found by its name."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from verl_lite.config import RolloutConfig
+from workers.rollout import base
+from workers.rollout.base import SamplingParams, build_rollout_engine, check_names, derive_seed, resolve_engine_name
+
+
+def test_derived_seed_is_a_fixed_function() -> None:
+    # equal on every machine and in every release, or resumed runs would draw other samples
+    digest = hashlib.blake2b(b"1\x1f7\x1fa\x1f3", digest_size=8).hexdigest()
+    assert derive_seed(1, 7, "a", 3) == int(digest, 16) // 2 == 1708663157056481212
+    assert derive_seed(1, 7, 12, 3) == derive_seed(1, 7, "12", 3)
+
+
+def test_derived_seeds_are_distinct_and_fit_63_bits() -> None:
+    seeds = [
+        derive_seed(root, step, uid, sample)
+        for root in (0, 1)
+        for step in range(10)
+        for uid in ("1", "11", "x")
+        for sample in range(12)
+    ]
+    assert len(set(seeds)) == len(seeds)  # "1"+"11" and "11"+"1" must not meet either
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0), ("max_tokens", 0)]
+)
+def test_sampling_parameter_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        SamplingParams(**{name: value})
+
+
+def test_auto_takes_vllm_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
+    assert resolve_engine_name("auto") == "hf"
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: object() if name == "vllm" else None)
+    assert resolve_engine_name("auto") == "vllm"
+    assert resolve_engine_name("mine") == "mine"
+
+
+@pytest.mark.slow
+def test_looking_for_vllm_does_not_import_it() -> None:
+    code = (
+        "import sys; from workers.rollout.base import resolve_engine_name; resolve_engine_name('auto'); "
+        "import workers.rollout.vllm_engine; print('vllm' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
+
+
+def _build(name: str) -> Any:
+    return build_rollout_engine(
+        name, "somewhere", RolloutConfig(), max_model_len=8, device=torch.device("cpu"), dtype=torch.float32, seed=0
+    )
+
+
+def test_registered_engine_gets_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "ROLLOUT_ENGINES", base.ROLLOUT_ENGINES.copy())
+    base.ROLLOUT_ENGINES["recorder"] = lambda *args, **kwargs: (args, kwargs)
+    (path, config), kwargs = _build("recorder")
+    assert path == "somewhere" and isinstance(config, RolloutConfig)
+    assert set(kwargs) == {"max_model_len", "device", "dtype", "seed", "override_config", "trust_remote_code"}
+
+
+def test_unknown_engine_lists_the_known_ones() -> None:
+    import workers.rollout.hf_engine  # noqa: F401
+
+    with pytest.raises(ValueError, match="rollout engine: hff.*'hf'"):
+        _build("hff")
+
+
+def test_weight_update_must_name_every_parameter_once() -> None:
+    expected = [frozenset({"embed", "head"}), frozenset({"layer"})]
+    check_names({"head", "layer"}, expected)
+    with pytest.raises(ValueError, match="1 of 2 parameters.*'layer'"):
+        check_names({"embed", "head"}, expected)

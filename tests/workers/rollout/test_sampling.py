@@ -1,0 +1,107 @@
+"""Sampling as a pure function: against Python integers, naive loops and exact probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from workers.rollout.sampling import sample, uniform
+
+MASK = 2**64 - 1
+
+
+def _splitmix64_finalizer(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def test_uniform_equals_unsigned_integer_arithmetic() -> None:
+    seeds = [0, 1, 2, 2**62 + 12345, 2**63 - 1]
+    positions = [0, 1, 500, 131071, 3]
+    expected = [
+        (_splitmix64_finalizer((_splitmix64_finalizer(seed) + (position + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11)
+        / 2**53
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    assert uniform(torch.tensor(seeds), torch.tensor(positions)).tolist() == expected
+
+
+def test_uniform_fills_the_interval_without_correlation_along_seeds_or_positions() -> None:
+    grid = uniform(torch.arange(256)[:, None], torch.arange(256)[None, :])
+    assert abs(grid.mean() - 0.5) < 4 / math.sqrt(12 * grid.numel())
+    counts = torch.histc(grid.float(), bins=64, min=0, max=1)
+    chi_square = ((counts - 1024) ** 2 / 1024).sum().item()
+    assert chi_square < 63 + 5 * math.sqrt(2 * 63)
+    for neighbour in (grid[1:] - 0.5, grid[:, 1:] - 0.5):
+        other = grid[:-1] - 0.5 if neighbour.shape[0] == 255 else grid[:, :-1] - 0.5
+        assert abs((neighbour * other).mean() * 12) < 5 / math.sqrt(neighbour.numel())
+
+
+def _draw(logits: torch.Tensor, count: int, position: int = 0, **options: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` draws from one row of logits."""
+    tensors = {name: torch.full((count,), value) for name, value in options.items()}
+    return sample(
+        logits.expand(count, -1),
+        temperature=tensors.pop("temperature", torch.ones(count)),
+        seeds=torch.arange(count),
+        positions=torch.full((count,), position),
+        **tensors,
+    )
+
+
+def test_frequencies_follow_the_tempered_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.5, 0.3])
+    expected = torch.softmax(logits / 0.7, dim=0)
+    chi_squares = []
+    for position in range(40):
+        tokens, log_probs = _draw(logits, 5000, position, temperature=0.7)
+        torch.testing.assert_close(log_probs, expected.log()[tokens])
+        counts = torch.bincount(tokens, minlength=5)
+        chi_squares.append(((counts - 5000 * expected) ** 2 / (5000 * expected)).sum().item())
+    mean = sum(chi_squares) / 40  # of 40 values with mean 4 and variance 8
+    assert abs(mean - 4) < 4 * math.sqrt(8 / 40)
+
+
+def test_temperature_zero_is_argmax_with_the_log_prob_at_one() -> None:
+    logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    tokens, log_probs = sample(
+        logits, temperature=torch.zeros(6), seeds=torch.arange(6), positions=torch.zeros(6, dtype=torch.long)
+    )
+    assert tokens.tolist() == logits.argmax(1).tolist()
+    torch.testing.assert_close(log_probs, torch.log_softmax(logits, 1).max(1).values)
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits = torch.full((5000,), -torch.inf)
+    logits[[17, 4999]] = 0.0
+    tokens, _ = _draw(logits, 400)
+    assert set(tokens.tolist()) == {17, 4999}
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.6), (-1, 1e-6), (4, 0.75), (100, 0.999)])
+def test_truncation_keeps_exactly_the_naive_set(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([0.1, 1.2, -0.4, 2.0, 0.3, -3.0])
+    probs = torch.softmax(logits, dim=0).tolist()
+    ranked = sorted(range(6), key=lambda token: -probs[token])[: top_k if top_k > 0 else None]
+    mass, kept = 0.0, set()
+    total = sum(probs[token] for token in ranked)
+    for token in ranked:
+        if mass >= top_p * total:
+            break
+        kept.add(token)
+        mass += probs[token]
+    tokens, log_probs = _draw(logits, 6000, top_k=top_k, top_p=top_p)
+    assert set(tokens.tolist()) == kept
+    torch.testing.assert_close(log_probs, torch.log_softmax(logits, 0)[tokens])  # of the full distribution
+
+
+def test_a_draw_does_not_depend_on_its_batch() -> None:
+    logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
+    seeds, positions = torch.arange(50) * 977, torch.arange(50) % 7
+    together, _ = sample(logits, temperature=torch.ones(50), seeds=seeds, positions=positions)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(2))
+    shuffled, _ = sample(logits[order], temperature=torch.ones(50), seeds=seeds[order], positions=positions[order])
+    assert shuffled.tolist() == together[order].tolist()
