@@ -25,6 +25,8 @@ from verl_lite.single_controller import watcher
 
 # Unix sockets have room for 107 bytes: folder + "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
 _LONGEST_TEMP_DIR = 30
+# One for the life of the process, since Ray remembers the first; from the environment, so no file is written for it.
+_AUTH_TOKEN = secrets.token_hex(32)
 _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -59,7 +61,7 @@ def start_ray(ray_init: RayInit, run_id: str) -> None:
     if ray.is_initialized():
         return
     if ray_init.address is not None:
-        ray.init(address=ray_init.address, namespace=run_id, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=ray_init.address, namespace=run_id, log_to_driver=False, logging_level=logging.ERROR)
         _joined = True
     else:
         _start_private(ray_init, run_id)
@@ -75,8 +77,8 @@ def _start_private(ray_init: RayInit, run_id: str) -> None:
         {
             watcher.RUN_MARK: token,
             watcher.CLUSTER_MARK: token,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_AUTH_MODE": None,  # Ray then turns it on itself; set from outside it would be read too early
+            "RAY_AUTH_TOKEN": _AUTH_TOKEN,
             "RAY_AUTH_TOKEN_PATH": None,
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -91,7 +93,7 @@ def _start_private(ray_init: RayInit, run_id: str) -> None:
             object_store_memory=ray_init.object_store_memory_mb << 20,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,  # below are remarks about the way we start it
             namespace=run_id,
             _node_ip_address="127.0.0.1",
             _temp_dir=folder,

@@ -98,11 +98,14 @@ class RayTransport:
         name = "+".join(roles)
         folder = None if log_dir is None else Path(log_dir).resolve()
         self._logs = [None if folder is None else str(folder / f"{name}-{r}.log") for r in range(self.world_size)]
-        actor = ray.remote(SlotProcess).options(
-            num_cpus=pool.cpus_per_process, num_gpus=1 if pool.use_gpu else 0, runtime_env={"env_vars": worker_env(env)}
-        )
+        actor: Any = ray.remote(SlotProcess)
+        options: dict[str, Any] = {
+            "num_cpus": pool.cpus_per_process,
+            "num_gpus": 1 if pool.use_gpu else 0,
+            "runtime_env": {"env_vars": worker_env(env)},
+        }
         for place, log in zip(self._pool.reserve(), self._logs, strict=True):
-            self._actors.append(actor.options(scheduling_strategy=place).remote(log))
+            self._actors.append(actor.options(scheduling_strategy=place, **options).remote(log))
         self._construct(pool, roles, name)
 
     def _construct(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs], name: str) -> None:
