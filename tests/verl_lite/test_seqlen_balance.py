@@ -216,9 +216,9 @@ def test_large_batches_are_planned_fast():
     for arguments in ({"mini_batch_size": None}, {"mini_batch_size": 1024, "epochs": 2, "shuffle_seed": 1}):
         times = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             plan_batch(lengths, num_tokens=lengths, world_size=64, max_token_len=8192, **arguments)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         assert min(times) < 0.1  # 0.012 s and 0.04 s when written
 
 
