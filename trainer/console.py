@@ -1,0 +1,133 @@
+"""What a person sees of a run: a progress bar with the time left, one line per step, and the report at the end.
+
+On a terminal the bar stays at the bottom and the lines scroll above it. Anywhere else (a file, a pipe) there are plain
+lines only, without control characters, and the time left stands in the line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import IO
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from trainer.report import final_report, validation_line
+
+__all__ = ["Console", "final_report", "format_seconds"]
+
+_REFRESH_PER_SECOND = 2  # each refresh takes processor time from the training
+_STEPS_OF_ESTIMATE = 30
+_WIDTH_OF_FILES = 120
+
+# label, names of which the first that is logged counts, format
+_COLUMNS = (
+    ("reward", ("critic/score/mean",), "{:6.3f}"),
+    ("acc", ("reward/acc/mean", "critic/acc/mean"), "{:5.3f}"),
+    ("length", ("response_length/mean",), "{:6.1f}"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), "{:8.1e}"),
+    ("entropy", ("actor/entropy", "actor/entropy_loss"), "{:5.3f}"),
+    ("grad", ("actor/grad_norm",), "{:6.3f}"),
+    ("tok/s", ("perf/throughput",), "{:7,.0f}"),
+    ("s", ("timing_s/step", "perf/time_per_step"), "{:6.2f}"),
+)
+
+
+class Console:
+    """Prints for people. file: where to; None = standard output."""
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self._rich = rich.console.Console(file=file, highlight=False)
+        if not self._rich.is_terminal:
+            self._rich = rich.console.Console(file=file, highlight=False, width=_WIDTH_OF_FILES)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+        self._finished: deque[tuple[float, int]] = deque(maxlen=_STEPS_OF_ESTIMATE)
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._rich.is_terminal
+
+    def print(self, content: rich.console.RenderableType) -> None:
+        """Prints text as it is (no markup, no wrapping), or something that rich can lay out."""
+        if isinstance(content, str):
+            self._rich.print(Text(content), soft_wrap=True)
+        else:
+            self._rich.print(content)
+
+    def note(self, text: str) -> None:
+        """One sentence worth knowing that is no error."""
+        self._rich.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+
+    def start(self, total_steps: int) -> None:
+        """Begins to count steps; on a terminal the bar appears."""
+        self._total = total_steps
+        if self.is_terminal and total_steps > 0:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[left]}"),
+                console=self._rich,
+                refresh_per_second=_REFRESH_PER_SECOND,
+            )
+            self._task = self._progress.add_task("step", total=total_steps, left="starting")
+            self._progress.start()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar to `step` finished steps."""
+        now = time.monotonic()
+        if self._finished and step != self._finished[-1][1] + 1:
+            self._finished.clear()  # the pace counts from here: what came before was a start or a validation
+        self._finished.append((now, step))
+        if self._progress is not None and self._task is not None:
+            left = self.seconds_left()
+            shown = "" if left is None else f"{format_seconds(left)} left"
+            self._progress.update(self._task, completed=step, left=shown)
+
+    def step(self, metrics: Mapping[str, float], step: int) -> None:
+        """The line of one training step. Shows what is there of reward, length, KL, entropy, speed, seconds."""
+        width = len(str(self._total))
+        parts = [f"step {step:>{width}}/{self._total}"]
+        for label, names, form in _COLUMNS:
+            value = next((metrics[name] for name in names if name in metrics), None)
+            if value is not None:
+                parts.append(
+                    f"{form.format(value)} {label}" if label in ("tok/s", "s") else f"{label} {form.format(value)}"
+                )
+        if metrics.get("reward/error_rate"):
+            parts.append(f"{metrics['reward/error_rate']:.1%} of rewards failed")
+        left = self.seconds_left()
+        if not self.is_terminal and left is not None:
+            parts.append(f"{format_seconds(left)} left")
+        self.print("  ".join(parts))
+
+    def validation(self, metrics: Mapping[str, float], step: int) -> None:
+        """A line with the validation means among `metrics`, if any."""
+        line = validation_line(metrics)
+        if line:
+            self.print(f"validation after step {step}: {line}")
+
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the pace of the last steps; None before the first one is done."""
+        if len(self._finished) < 2 or not self._total:
+            return None
+        (first, from_step), (last, to_step) = self._finished[0], self._finished[-1]
+        return (last - first) / max(1, to_step - from_step) * (self._total - to_step)
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def format_seconds(seconds: float) -> str:
+    """`0:07`, `12:05`, `3:02:15`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
