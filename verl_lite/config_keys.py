@@ -1,8 +1,8 @@
-"""The options as a flat table: every dotted key of `PPOConfig` with its type, default and sentence.
+"""The options as a flat table: every dotted key with its type, default and sentence.
 
-Takes the dataclasses of `config.py`; gives `KEYS` (one `Key` for each leaf), the conversion of a value to a key's
-type, and the nearest key to a misspelt one. `config_loader` is built on it; so are the printed reference and the
-architecture test that every option is read. Nothing here reads a command line or a file.
+Takes a root dataclass of `config.py`; gives its `Schema` (one `Key` for each leaf, and the nearest key to a misspelt
+one), and the conversion of a value to a key's type. `config_loader` is built on it; so are the printed reference and
+the architecture test that every option is read. Nothing here reads a command line or a file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from verl_lite.config import PPOConfig
@@ -111,13 +112,6 @@ def _walk(cls: type, prefix: Path) -> typing.Iterator[Key]:
         yield Key(path, *_kind(annotation), default, field.metadata.get("doc", ""))
 
 
-KEYS: dict[str, Key] = {key.name: key for key in _walk(PPOConfig, ())}
-SECTIONS: frozenset[str] = frozenset(
-    ".".join(key.path[:depth]) for key in KEYS.values() for depth in range(1, len(key.path))
-)
-FREE_DICTS: tuple[str, ...] = tuple(name for name, key in KEYS.items() if key.kind == "dict")
-
-
 def join(path: Path) -> str:
     """A path as text; a part that contains a dot is quoted."""
     return ".".join(f'"{part}"' if "." in part else part for part in path)
@@ -139,15 +133,6 @@ def split(text: str) -> Path:
     return tuple(part.strip("\"'[]") for part in re.findall(rf"\[[^\[\]]+\]|{_PART}", text))
 
 
-def find(path: Path) -> tuple[Key, Path] | None:
-    """The leaf that `path` names and the rest below it (only free dictionaries have a rest), or None."""
-    for depth in range(len(path), 0, -1):
-        key = KEYS.get(".".join(path[:depth]))
-        if key is not None and (depth == len(path) or key.kind == "dict"):
-            return key, path[depth:]
-    return None
-
-
 SYNONYMS = {
     "learning_rate": "actor.optim.lr",
     "num_generations": "rollout.n",
@@ -164,24 +149,72 @@ SYNONYMS = {
 """What other trainers call these options, for suggestions only."""
 
 
-def nearest(name: str) -> list[str]:
-    """At most three keys that `name` may have meant: same last part first, then likeness of the whole path."""
-    leaf = name.rsplit(".", 1)[-1]
-    meant = difflib.get_close_matches(leaf, list(SYNONYMS), n=1, cutoff=0.9)
-    if meant:
-        return [SYNONYMS[meant[0]]]
-    by_leaf = [known for known in KEYS if known.rsplit(".", 1)[-1] == leaf]
-    if by_leaf:
-        # Among keys of the same last part the one that shares most of the path; ties go to the actor, the usual aim.
-        by_leaf.sort(key=lambda known: (-difflib.SequenceMatcher(None, name, known).ratio(), known))
-        return by_leaf[:3] if "." in name else sorted(by_leaf, key=lambda known: not known.startswith("actor."))[:3]
-    whole = difflib.get_close_matches(name, list(KEYS), n=1, cutoff=0.85)
-    leaves: dict[str, list[str]] = {}
-    for known in KEYS:
-        leaves.setdefault(known.rsplit(".", 1)[-1], []).append(known)
-    close = difflib.get_close_matches(leaf, list(leaves), n=2, cutoff=0.75)
-    candidates = whole + [known for match in close for known in leaves[match]]
-    return list(dict.fromkeys(candidates))[:3]
+@dataclass(frozen=True)
+class Schema:
+    """The keys of one root class of options, in the order of its fields."""
+
+    root: type
+    keys: dict[str, Key]
+
+    @cached_property
+    def sections(self) -> frozenset[str]:
+        """Dotted names of the groups of options."""
+        paths = [key.path for key in self.keys.values()]
+        return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
+
+    @cached_property
+    def free_dicts(self) -> tuple[str, ...]:
+        """Keys below which any entry may be added."""
+        return tuple(name for name, key in self.keys.items() if key.kind == "dict")
+
+    def find(self, path: Path) -> tuple[Key, Path] | None:
+        """The leaf that `path` names and the rest below it (only free dictionaries have a rest), or None."""
+        for depth in range(len(path), 0, -1):
+            key = self.keys.get(".".join(path[:depth]))
+            if key is not None and (depth == len(path) or key.kind == "dict"):
+                return key, path[depth:]
+        return None
+
+    def kind_of(self, path: Path) -> str | None:
+        """The kind of the leaf, "free" below a free dictionary, None for a key that does not exist."""
+        found = self.find(path)
+        if found is None:
+            return None
+        return "free" if found[1] else found[0].kind
+
+    def nearest(self, name: str) -> list[str]:
+        """At most three keys that `name` may have meant: same last part first, then likeness of the whole path."""
+        leaf = name.rsplit(".", 1)[-1]
+        meant = [SYNONYMS[match] for match in difflib.get_close_matches(leaf, list(SYNONYMS), n=1, cutoff=0.9)]
+        if meant and meant[0] in self.keys:
+            return meant
+        by_leaf = [known for known in self.keys if known.rsplit(".", 1)[-1] == leaf]
+        if "." in name:
+            by_leaf.sort(key=lambda known: (-difflib.SequenceMatcher(None, name, known).ratio(), known))
+        else:
+            # A bare name says nothing about its section; the actor's options are those most often meant.
+            by_leaf.sort(key=lambda known: not known.startswith("actor."))
+        if by_leaf:
+            return by_leaf[:3]
+        whole = difflib.get_close_matches(name, list(self.keys), n=1, cutoff=0.85)
+        leaves: dict[str, list[str]] = {}
+        for known in self.keys:
+            leaves.setdefault(known.rsplit(".", 1)[-1], []).append(known)
+        close = difflib.get_close_matches(leaf, list(leaves), n=2, cutoff=0.75)
+        return list(dict.fromkeys(whole + [known for match in close for known in leaves[match]]))[:3]
+
+
+_SCHEMAS: dict[type, Schema] = {}
+
+
+def schema_of(root: type) -> Schema:
+    """The schema of a root dataclass such as `PPOConfig`."""
+    if root not in _SCHEMAS:
+        _SCHEMAS[root] = Schema(root, {key.name: key for key in _walk(root, ())})
+    return _SCHEMAS[root]
+
+
+KEYS: dict[str, Key] = schema_of(PPOConfig).keys
 
 
 def did_you_mean(name: str, known: typing.Iterable[str]) -> str:

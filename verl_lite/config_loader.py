@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,20 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_lite import config_compat
 from verl_lite.config import PPOConfig
 from verl_lite.config_checks import validate
-from verl_lite.config_keys import (
-    FREE_DICTS,
-    KEYS,
-    SECTIONS,
-    ConfigError,
-    Key,
-    Path,
-    WrongValue,
-    convert,
-    find,
-    is_interpolation,
-    join,
-    nearest,
-)
+from verl_lite.config_keys import ConfigError, Key, Path, Schema, WrongValue, convert, is_interpolation, join, schema_of
 from verl_lite.config_print import help_config, print_config, save_config
 from verl_lite.config_sources import (
     COMMAND_LINE,
@@ -43,12 +30,14 @@ from verl_lite.config_sources import (
     parse_command_line,
     read_files,
     split_choices,
+    without_prefix,
 )
 from verl_lite.errors import UserError
 
 __all__ = ["ConfigError", "LoadedConfig", "help_config", "load_config", "print_config", "save_config"]
-__all__ += ["split_choices", "validate"]
+__all__ += ["load_schema", "split_choices", "validate"]
 
+C = TypeVar("C")
 RecipeLoader = Callable[[str], dict[str, object]]
 DEFAULT_RECIPE = "quickstart"
 
@@ -75,7 +64,7 @@ _MICRO_BATCH = {
 
 
 @dataclass
-class LoadedConfig:
+class LoadedConfig(Generic[C]):
     """A configuration and where it comes from.
 
     config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
@@ -84,7 +73,7 @@ class LoadedConfig:
     "help" (--help-config).
     """
 
-    config: PPOConfig
+    config: C
     omega: DictConfig
     provenance: dict[str, str]
     notes: list[str]
@@ -95,14 +84,23 @@ class LoadedConfig:
 class _State:
     """What the layers so far add up to; values holds leaves of the schema that differ from their default."""
 
+    schema: Schema
     values: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, str] = field(default_factory=lambda: dict.fromkeys(KEYS, "default"))
+    provenance: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.provenance = dict.fromkeys(self.schema.keys, "default")
 
-def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig:
-    """Read a command line.
+    @property
+    def speaks_verl(self) -> bool:
+        """Whether keys of verl's PPO trainer may be given."""
+        return self.schema.root is PPOConfig
+
+
+def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig[PPOConfig]:
+    """Read the command line of `trainer.main_ppo`.
 
     argv: the arguments, without the program. recipe_loader: from the name of a recipe to its overrides, nested or
     with dotted keys; without it no recipe is read. `recipe` is `quickstart` where neither it nor `model.path` nor
@@ -111,21 +109,26 @@ def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -
     Raises:
         ConfigError: every unknown key, wrong value, unreadable file or unresolved reference, together.
     """
-    state = _State()
-    line = parse_command_line(argv)
+    return load_schema(argv, PPOConfig, recipe_loader=recipe_loader)
+
+
+def load_schema(argv: list[str], root: type[C], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig[C]:
+    """Read a command line for any root dataclass of options. See `load_config`."""
+    state = _State(schema_of(root))
+    line = parse_command_line(argv, state.schema)
     if line.action == "help":
-        return _finish(_State(), line.action)
+        return _finish(state, line.action)
     state.problems += line.problems
-    given = read_files(line.files, state.problems) + line.assignments
+    given = read_files(line.files, state.schema, state.problems) + line.assignments
     given = [accepted for assignment in given for accepted in _translate(assignment, state)]
-    recipe = _choose_recipe(given, recipe_loader, state)
-    layered = recipe + given
+    layered = _choose_recipe(given, recipe_loader, state) + given
     for assignment in _prefer_own_names(layered):
         _assign(assignment, state)
-    _refuse_silent_critic(state)
-    _imply_fixed_micro_batches(state)
-    _name_experiment(state)
-    loaded = _finish(state, line.action)
+    if state.speaks_verl:
+        _refuse_silent_critic(state)
+        _imply_fixed_micro_batches(state)
+        _name_experiment(state)
+    loaded: LoadedConfig[C] = _finish(state, line.action)
     if state.problems:
         raise ConfigError(list(dict.fromkeys(state.problems)))
     return loaded
@@ -136,6 +139,8 @@ def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -
 
 def _choose_recipe(given: list[Assignment], loader: RecipeLoader | None, state: _State) -> list[Assignment]:
     """The recipe's assignments: the one named last, or the default one where neither model nor data is named."""
+    if "recipe" not in state.schema.keys:
+        return []
     named = [assignment for assignment in given if assignment.path == ("recipe",)]
     names = {join(assignment.path) for assignment in given if assignment.value not in (None, [], "???")}
     recipe = None if not named or named[-1].value is None else str(named[-1].value)
@@ -151,7 +156,7 @@ def _choose_recipe(given: list[Assignment], loader: RecipeLoader | None, state: 
         state.problems.append(str(error))
         return []
     recipe_source = f"recipe:{recipe}"
-    flat = flatten(overrides, (), recipe_source)
+    flat = flatten(overrides, (), recipe_source, state.schema)
     return [accepted for assignment in flat for accepted in _translate(assignment, state)]
 
 
@@ -160,7 +165,7 @@ def _choose_recipe(given: list[Assignment], loader: RecipeLoader | None, state: 
 
 def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
     """The assignment under this project's name: none if verl's key has no effect here or is refused."""
-    path = assignment.path[1:] if assignment.path[0] == config_compat.PREFIX else assignment.path
+    path = without_prefix(assignment.path)
     if not path:
         state.problems.append(f"{assignment.shown()}: {config_compat.PREFIX} is a group of options")
         return []
@@ -169,9 +174,9 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
     if value == "???":  # verl's mark for "to be given"
         return []
     name = ".".join(path)
-    if name in KEYS:
+    if name in state.schema.keys or assignment.reset or not state.speaks_verl:
         return [assignment]
-    verdict = None if assignment.reset else config_compat.judge(name, value)
+    verdict = config_compat.judge(name, value)
     if verdict is None:
         return [assignment]
     state.notes += [verdict.note] if verdict.note and verdict.note not in state.notes else []
@@ -203,17 +208,19 @@ def _prefer_own_names(assignments: list[Assignment]) -> list[Assignment]:
 
 def _assign(assignment: Assignment, state: _State) -> None:
     """Set, reset or delete one leaf, or note what is wrong with it."""
-    found = find(assignment.path)
+    found = state.schema.find(assignment.path)
     if found is None:
         name = ".".join(assignment.path)
-        if name in SECTIONS and assignment.reset:
-            for member in KEYS.values():
+        if name in state.schema.sections and assignment.reset:
+            for member in state.schema.keys.values():
                 if member.name.startswith(name + "."):
                     _reset(member, state)
-        elif name in SECTIONS:
-            state.problems.append(f"{assignment.shown()}: {name} is a group of options, such as {_members(name)}")
+        elif name in state.schema.sections:
+            state.problems.append(
+                f"{assignment.shown()}: {name} is a group of options, such as {_members(name, state.schema)}"
+            )
         else:
-            state.problems.append(_unknown(assignment))
+            state.problems.append(_unknown(assignment, state.schema))
         return
     key, rest = found
     if assignment.reset and not rest:
@@ -230,7 +237,7 @@ def _assign(assignment: Assignment, state: _State) -> None:
             return
         if key.kind == "dict":
             return
-        value, note = config_compat.same_meaning(key.name, value)
+        value, note = config_compat.same_meaning(key.name, value) if state.speaks_verl else (value, None)
         state.notes += [note] if note else []
         state.values[key.name] = _expand(value) if key.name in _PATHS else value
         state.provenance[key.name] = assignment.source
@@ -266,18 +273,18 @@ def _reset(key: Key, state: _State) -> None:
     state.provenance[key.name] = "default"
 
 
-def _unknown(assignment: Assignment) -> str:
+def _unknown(assignment: Assignment, schema: Schema) -> str:
     name = ".".join(assignment.path)
-    suggestions = nearest(name)
+    suggestions = schema.nearest(name)
     hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "--help-config lists all keys."
-    created = f" (+ creates keys only below {', '.join(FREE_DICTS)})" if assignment.created else ""
+    created = f" (+ creates keys only below {', '.join(schema.free_dicts)})" if assignment.created else ""
     if assignment.reset:
         return f"~{name}: there is no such key; {hint}"
     return f"{assignment.shown()}: there is no such key; {hint}{created}"
 
 
-def _members(section: str) -> str:
-    return ", ".join([key for key in KEYS if key.startswith(section + ".")][:3])
+def _members(section: str, schema: Schema) -> str:
+    return ", ".join([key for key in schema.keys if key.startswith(section + ".")][:3])
 
 
 def _expand(value: Any) -> Any:
@@ -331,36 +338,36 @@ def _name_experiment(state: _State) -> None:
     state.provenance["trainer.experiment_name"] = "made from recipe, date and time"
 
 
-def _finish(state: _State, action: Action) -> LoadedConfig:
+def _finish(state: _State, action: Action) -> LoadedConfig[Any]:
     """The dataclasses of what was gathered; references that lead nowhere become problems."""
-    omega = OmegaConf.structured(PPOConfig)
+    omega = OmegaConf.structured(state.schema.root)
     for name, value in state.values.items():
         try:
             OmegaConf.update(omega, name, value, merge=False, force_add=True)
         except OmegaConfBaseException as error:
             state.problems.append(f"{name}={value} ({state.provenance[name]}): {_first_line(error)}")
     try:
-        config = cast(PPOConfig, OmegaConf.to_object(omega))
+        config = cast(Any, OmegaConf.to_object(omega))
     except OmegaConfBaseException:
         state.problems += _unresolved(omega, state)
-        config = PPOConfig()
+        config = state.schema.root()
     provenance = {
         name: source
         for name, source in state.provenance.items()
-        if name not in FREE_DICTS or not state.values.get(name)
+        if name not in state.schema.free_dicts or not state.values.get(name)
     }
     return LoadedConfig(config, omega, provenance, state.notes, action)
 
 
 def _unresolved(omega: DictConfig, state: _State) -> Iterator[str]:
     """The keys whose references lead nowhere, or to a value of another type."""
-    for name in KEYS:
+    for name, key in state.schema.keys.items():
         try:
             value = OmegaConf.select(omega, name, throw_on_resolution_failure=True)
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
-            shown = state.values.get(name, KEYS[name].default)
+            shown = state.values.get(name, key.default)
             source = state.provenance.get(name, "default")
             yield f"{name}={shown} ({source}) cannot be resolved: {_first_line(error)}"
 

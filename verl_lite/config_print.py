@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite.config_keys import KEYS, SECTIONS, Key, join
+from verl_lite.config import PPOConfig
+from verl_lite.config_keys import Key, Schema, join, schema_of
 
 if TYPE_CHECKING:
     from verl_lite.config_loader import LoadedConfig
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 _COMMENT_COLUMN = 64
 
 
-def print_config(loaded: LoadedConfig) -> str:
+def print_config(loaded: LoadedConfig[Any]) -> str:
     """YAML of every option, resolved, with the source of each value behind it (`# command line`)."""
+    schema = schema_of(type(loaded.config))
     resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
     lines = [f"# {note}" for note in loaded.notes]
-    lines += _render(resolved, (), loaded.provenance)
+    lines += _render(resolved, (), loaded.provenance | _filled_in(loaded, schema), schema)
     return "\n".join(lines) + "\n"
 
 
-def save_config(loaded: LoadedConfig, path: str | Path) -> Path:
+def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
     """Write `print_config(loaded)`; `--config PATH` reads it back to the same configuration."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,11 +38,11 @@ def save_config(loaded: LoadedConfig, path: str | Path) -> Path:
     return path
 
 
-def help_config() -> str:
+def help_config(root: type = PPOConfig) -> str:
     """Every key with its type, default and sentence, by section."""
     lines = ["Options are key=value; verl's prefix actor_rollout_ref. may be given or left out."]
     section: tuple[str, ...] | None = None
-    for key in KEYS.values():
+    for key in schema_of(root).keys.values():
         if key.path[:-1] != section:
             section = key.path[:-1]
             lines += ["", f"{'.'.join(section)}:" if section else "top level:"]
@@ -50,20 +52,31 @@ def help_config() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _filled_in(loaded: LoadedConfig[Any], schema: Schema) -> dict[str, str]:
+    """Sources of the values that were changed after loading: devices counted, files made by a recipe."""
+    changed = {}
+    for name in schema.keys:
+        now = reduce(getattr, name.split("."), loaded.config)
+        then = OmegaConf.select(loaded.omega, name)
+        if now != (OmegaConf.to_container(then, resolve=True) if OmegaConf.is_config(then) else then):
+            changed[name] = "filled in at launch"
+    return changed
+
+
 def _type_name(key: Key) -> str:
     name = f"list of {key.item}" if key.kind == "list" else key.kind
     return name + (" or null" if key.optional else "")
 
 
-def _render(node: Any, path: tuple[str, ...], provenance: dict[str, str]) -> list[str]:
+def _render(node: Any, path: tuple[str, ...], provenance: dict[str, str], schema: Schema) -> list[str]:
     lines: list[str] = []
     for name, value in node.items():
         here = (*path, str(name))
         indent = "  " * len(path)
         dotted = join(here)
-        if isinstance(value, dict) and value and (dotted in SECTIONS or dotted not in provenance):
+        if isinstance(value, dict) and value and (dotted in schema.sections or dotted not in provenance):
             lines.append(f"{indent}{_scalar(str(name))}:")
-            lines += _render(value, here, provenance)
+            lines += _render(value, here, provenance, schema)
         else:
             text = f"{indent}{_scalar(str(name))}: {_flow(value)}"
             lines.append(f"{text:<{_COMMENT_COLUMN}} # {provenance.get(dotted, 'default')}")

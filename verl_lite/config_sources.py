@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config_compat import PREFIX
-from verl_lite.config_keys import SECTIONS, Path, find, join, split
+from verl_lite.config_keys import Path, Schema, join, split
 
 COMMAND_LINE = "command line"
 Action = Literal["run", "print", "help"]
@@ -51,7 +51,7 @@ class CommandLine:
 # --- the command line -------------------------------------------------------------------------------------------
 
 
-def parse_command_line(argv: Iterable[str]) -> CommandLine:
+def parse_command_line(argv: Iterable[str], schema: Schema) -> CommandLine:
     """Cut a command line into its parts; nothing is raised, problems are listed."""
     line = CommandLine()
     arguments = iter(argv)
@@ -72,11 +72,11 @@ def parse_command_line(argv: Iterable[str]) -> CommandLine:
                 "--print-config and --help-config"
             )
         else:
-            line.assignments.extend(_parse_override(argument, line.problems))
+            line.assignments.extend(_parse_override(argument, schema, line.problems))
     return line
 
 
-def _parse_override(argument: str, problems: list[str]) -> Iterator[Assignment]:
+def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Iterator[Assignment]:
     """`key=value`, `+key=value`, `++key=value` or `~key` as assignments (several if the value is a mapping)."""
     body = argument.lstrip("+~") if argument.strip() else ""
     operator = argument[: len(argument) - len(body)]
@@ -99,14 +99,13 @@ def _parse_override(argument: str, problems: list[str]) -> Iterator[Assignment]:
         return
     value = parse_value(raw)
     assignment = Assignment(path, value, COMMAND_LINE, raw, created=bool(operator))
-    if isinstance(value, dict) and value and leaf_kind(path) != "str":
-        for below in flatten(value, path, COMMAND_LINE):
+    kind = schema.kind_of(without_prefix(path))
+    if isinstance(value, dict) and value and kind != "str":
+        for below in flatten(value, path, COMMAND_LINE, schema):
             yield replace(below, created=bool(operator))
-    elif _is_several_choices(raw) and leaf_kind(path) not in ("list", "dict", None):
-        problems.append(
-            f"{argument}: several values for one key are for sweeps; here give one value"
-            + (f", or put it in quotes: '{name}=\"{raw}\"'" if leaf_kind(path) in ("str", "free") else "")
-        )
+    elif _is_several_choices(raw) and kind not in ("list", "dict", None):
+        quoted = f", or put it in quotes: '{name}=\"{raw}\"'" if kind in ("str", "free") else ""
+        problems.append(f"{argument}: several values for one key are for sweeps; here give one value{quoted}")
     else:
         yield assignment
 
@@ -148,24 +147,22 @@ def _is_several_choices(raw: str) -> bool:
     return len(split_choices(raw)) > 1
 
 
-def leaf_kind(path: Path) -> str | None:
-    """The kind of the leaf, "free" below a free dictionary, None for a key that is not in the schema."""
-    stripped = path[1:] if path[0] == PREFIX else path
-    found = find(stripped)
-    if found is None:
-        return None
-    return "free" if found[1] else found[0].kind
+def without_prefix(path: Path) -> Path:
+    """A path without verl's `actor_rollout_ref.`."""
+    return path[1:] if path[:1] == (PREFIX,) else path
 
 
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def read_files(names: Iterable[str], problems: list[str]) -> list[Assignment]:
+def read_files(names: Iterable[str], schema: Schema, problems: list[str]) -> list[Assignment]:
     """The assignments of YAML files, in order; a file's `base: other.yaml` (relative to it) comes before it."""
-    return [assignment for name in names for assignment in _read_file(FilePath(name), name, problems, ())]
+    return [assignment for name in names for assignment in _read_file(FilePath(name), name, schema, problems, ())]
 
 
-def _read_file(path: FilePath, shown: str, problems: list[str], including: tuple[FilePath, ...]) -> list[Assignment]:
+def _read_file(
+    path: FilePath, shown: str, schema: Schema, problems: list[str], including: tuple[FilePath, ...]
+) -> list[Assignment]:
     """The assignments of one YAML file, after those of the files that its `base` names."""
     path = path.expanduser()
     source = f"file:{shown}"
@@ -189,28 +186,31 @@ def _read_file(path: FilePath, shown: str, problems: list[str], including: tuple
     assignments: list[Assignment] = []
     for base in [bases] if isinstance(bases, str) else bases:
         assignments += _read_file(
-            path.parent / FilePath(base).expanduser(), base, problems, (*including, path.resolve())
+            path.parent / FilePath(base).expanduser(), base, schema, problems, (*including, path.resolve())
         )
     try:
-        return assignments + list(flatten(content, (), source))
+        return assignments + list(flatten(content, (), source, schema))
     except ValueError as error:
         problems.append(f"{shown}: {error}")
         return assignments
 
 
-def flatten(mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
+def flatten(mapping: Mapping[Any, Any], prefix: Path, source: str, schema: Schema) -> Iterator[Assignment]:
     """The leaves of nested mappings; a key with dots is a path, except below a free dictionary."""
     for key, value in mapping.items():
-        stripped = prefix[1:] if prefix[:1] == (PREFIX,) else prefix
-        below_free = find(stripped) is not None
+        below_free = schema.find(without_prefix(prefix)) is not None
         path = (*prefix, *((str(key),) if below_free else split(str(key))))
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, path, source)
-        elif not isinstance(value, Mapping) or leaf_kind(path) == "free" or not _is_known_group(path):
+            yield from flatten(value, path, source, schema)
+        elif (
+            not isinstance(value, Mapping)
+            or schema.kind_of(without_prefix(path)) == "free"
+            or not _is_known_group(path, schema)
+        ):
             yield Assignment(path, value, source)
 
 
-def _is_known_group(path: Path) -> bool:
+def _is_known_group(path: Path, schema: Schema) -> bool:
     """An empty mapping at a section or a free dictionary says nothing."""
-    stripped = path[1:] if path[0] == PREFIX else path
-    return not stripped or ".".join(stripped) in SECTIONS or leaf_kind(path) == "dict"
+    path = without_prefix(path)
+    return not path or ".".join(path) in schema.sections or schema.kind_of(path) == "dict"

@@ -17,7 +17,7 @@ import pytest
 
 from verl_lite import config as config_module
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import KEYS
+from verl_lite.config_keys import schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("verl_lite", "workers", "trainer", "recipes")
@@ -40,6 +40,9 @@ FIELDS: dict[str, dict[str, str | None]] = {
     for name, hints in ((name, typing.get_type_hints(cls)) for name, cls in CLASSES.items())
 }
 """For each class its fields, with the class of those that are sections."""
+
+ROOTS = [cls for name, cls in CLASSES.items() if not any(name in fields.values() for fields in FIELDS.values())]
+"""Classes that are part of no other: the options of whole commands."""
 
 _OWNERS = Counter(field for fields in FIELDS.values() for field in fields)
 SECTION_OF = {field: cls for fields in FIELDS.values() for field, cls in fields.items() if cls is not None}
@@ -153,23 +156,23 @@ def reads_of(source: str) -> Reads:
     return reader.reads
 
 
-def steps(path: tuple[str, ...]) -> list[tuple[str, str]]:
+def steps(root: type, path: tuple[str, ...]) -> list[tuple[str, str]]:
     """The (class, field) pairs on the way from the root to a leaf."""
-    owner, found = PPOConfig.__name__, []
+    owner, found = root.__name__, []
     for part in path:
         found.append((owner, part))
         owner = FIELDS[owner][part] or ""
     return found
 
 
-def unread(reads: Reads) -> list[str]:
+def unread(root: type, reads: Reads) -> list[str]:
     """Keys of which some step is read by nobody."""
     # A section may be handed over whole, under a name of its own; a read of its fields is then proof enough for those
     # classes that stand in one place, while one that stands in several (fsdp_config) has to be taken from each.
     places = Counter(cls for fields in FIELDS.values() for cls in fields.values() if cls is not None)
     missing = []
-    for name, key in KEYS.items():
-        *sections, leaf = steps(key.path)
+    for name, key in schema_of(root).keys.items():
+        *sections, leaf = steps(root, key.path)
         taken = all(places[FIELDS[owner][field] or ""] == 1 or (owner, field) in reads for owner, field in sections)
         if (leaf not in reads or not taken) and name not in READ_BY_THE_LOADER:
             missing.append(name)
@@ -186,8 +189,9 @@ def reads() -> Reads:
     return found
 
 
-def test_every_option_is_read_by_some_code(reads: Reads) -> None:
-    missing = unread(reads)
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+def test_every_option_is_read_by_some_code(root: type, reads: Reads) -> None:
+    missing = unread(root, reads)
     assert not missing, (
         f"{len(missing)} options have no effect: no code outside the configuration reads\n  "
         + "\n  ".join(missing)
@@ -245,8 +249,8 @@ def other(cfg, settings: FSDPConfig | None = None):
 
 
 def test_an_option_that_nobody_reads_is_listed() -> None:
-    everything = {step for key in KEYS.values() for step in steps(key.path)}
-    assert unread(everything) == []
-    assert unread(everything - {("TrainerConfig", "seed")}) == ["trainer.seed"]
-    without_ref = unread(everything - {("RefConfig", "fsdp_config")})
+    everything = {step for key in schema_of(PPOConfig).keys.values() for step in steps(PPOConfig, key.path)}
+    assert unread(PPOConfig, everything) == []
+    assert unread(PPOConfig, everything - {("TrainerConfig", "seed")}) == ["trainer.seed"]
+    without_ref = unread(PPOConfig, everything - {("RefConfig", "fsdp_config")})
     assert "ref.fsdp_config.param_offload" in without_ref and "actor.fsdp_config.param_offload" not in without_ref

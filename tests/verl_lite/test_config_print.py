@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_lite.config import PPOConfig
 from verl_lite.config_keys import KEYS
 from verl_lite.config_loader import LoadedConfig, help_config, load_config, print_config, save_config
 
@@ -27,7 +28,7 @@ ARGUMENTS = [
 ]
 
 
-def reload(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
+def reload(loaded: LoadedConfig[PPOConfig], folder: Path) -> LoadedConfig[PPOConfig]:
     return load_config(["--config", str(save_config(loaded, folder / "run" / "config.yaml"))])
 
 
@@ -80,6 +81,14 @@ def test_each_line_tells_where_its_value_comes_from() -> None:
     values = [line for line in lines if not line.startswith("#") and not line.split("#")[0].strip().endswith(":")]
     assert all(" # " in line for line in values)
     assert len(values) >= len(KEYS)
+
+
+def test_what_was_filled_in_after_loading_says_so() -> None:
+    loaded = load_config([])
+    loaded.config.trainer.n_gpus_per_node = 2
+    loaded.config.data.train_files.append("made.parquet")
+    lines = [line for line in print_config(loaded).splitlines() if line.endswith("# filled in at launch")]
+    assert [line.split("#")[0].strip() for line in lines] == ["train_files: [made.parquet]", "n_gpus_per_node: 2"]
 
 
 def test_the_reference_lists_every_key_with_default_and_sentence() -> None:
