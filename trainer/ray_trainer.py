@@ -24,6 +24,7 @@ from trainer.samples import Sample, SampleWriter, samples_of
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
+from trainer.validation_metrics import validation_metrics
 from verl_lite.config import PPOConfig, ValKwargs
 from verl_lite.core_algos import get_kl_controller
 from verl_lite.metrics import values
@@ -125,13 +126,15 @@ class RayPPOTrainer:
         """Samples rollout.n answers for each prompt."""
         rollout = self.config.rollout
         sampling = SamplingParams(
-            temperature=rollout.temperature if rollout.do_sample else 0.0,
+            temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             max_tokens=self.config.data.max_response_length,
             ignore_eos=rollout.ignore_eos,
         )
-        return self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step)
+        batch = self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step)
+        self.metrics |= batch.meta_info.pop("metrics")
+        return batch
 
     def generate(self, prompts: DataProto, sampling: SamplingParams, n: int, purpose: str, step: int) -> DataProto:
         """Answers `n` times each prompt; rows of one prompt stand together. Adds sample and sample_id."""
@@ -141,9 +144,7 @@ class RayPPOTrainer:
         names = [f"{purpose}/{self.steps.global_step}/{uid}/{k}" for uid, k in zip(uids, sample, strict=True)]
         rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
         rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
-        answers = self.actor.generate(rows)
-        self.metrics |= answers.meta_info.pop("metrics")
-        return rows.select(batch_keys=[]) | answers
+        return rows.select(batch_keys=[], meta_info_keys=[]) | self.actor.generate(rows)
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds the rewards, most of which were computed while others still generated."""
@@ -195,7 +196,8 @@ class RayPPOTrainer:
         parts = []
         for prompts in self.val_data.batches(self.config.data.val_batch_size):
             answers = self.generate(prompts, sampling, 1 if greedy else kwargs.n, f"val{greedy:d}", step=0)
-            parts.append(answers | self.rewards.score(answers))
+            scores = self.rewards.score(answers)
+            parts.append(answers.select(meta_info_keys=[]) | scores.select(meta_info_keys=[]))
         return DataProto.concat(parts)
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging

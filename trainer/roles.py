@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
+from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
-from verl_lite.metrics import Metric, combine
+from verl_lite.metrics import Metric, combine, join
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
@@ -87,8 +86,12 @@ class ActorRole:
         return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """One answer for each row, in the order of the rows."""
-        return self.group.generate_sequences(prompts)
+        """One answer for each row, in the order of the rows; meta_info metrics of all ranks."""
+        answers = self.group.generate_sequences(prompts)
+        metrics = join(answers.meta_info["metrics"])
+        slowest, mean = (metrics[f"rollout/{name}_rank_seconds"].value for name in ("slowest", "mean"))
+        answers.meta_info["metrics"] = metrics | {"rollout/idle_frac": Metric.last(1 - mean / slowest)}
+        return answers
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys of the batch under the weights of now."""
@@ -119,7 +122,8 @@ class ActorRole:
         data = plan.apply(batch.select(batch_keys=columns, non_tensor_batch_keys=[], meta_info_keys=[]))
         data.meta_info["temperature"] = config.rollout.temperature
         metrics = combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
-        return metrics | _balance_metrics(plan, batch)
+        lengths = batch.batch["attention_mask"].sum(1).numpy()
+        return metrics | {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
 
     def update_weights(self, version: int) -> Metrics:
         """Makes the rollout engines use the trained weights; samples drawn from now on carry `version`."""
@@ -165,12 +169,3 @@ class ReferenceRole:
         data.meta_info["temperature"] = self.config.rollout.temperature
         return plan.restore(self.group.compute_ref_log_prob(data))
 
-
-def _balance_metrics(plan: BatchPlan, batch: DataProto) -> Metrics:
-    """Tokens per rank after balancing: verl's global_seqlen/balanced_*."""
-    lengths = np.where(plan.is_padding, 0, batch.batch["attention_mask"].sum(1).numpy()[plan.order])
-    per_rank = lengths.reshape(plan.world_size, -1).sum(1)
-    return {
-        "global_seqlen/balanced_min": Metric.last(float(per_rank.min())),
-        "global_seqlen/balanced_max": Metric.last(float(per_rank.max())),
-    }

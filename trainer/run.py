@@ -12,10 +12,11 @@ from types import ModuleType
 
 from trainer.build import build_trainer, load_data
 from trainer.checkpoint import saved_steps
-from trainer.console import Console, final_report
+from trainer.console import Console
 from trainer.picture import draw_curve
 from trainer.plan import launch_table
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.report import final_report
 from trainer.steps import count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig

@@ -7,7 +7,9 @@ and mini-batches. A `Metric` carries the parts, so that combining it in any orde
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,6 +96,11 @@ def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
             except ValueError as error:
                 raise ValueError(f"metric {name!r}: {error}") from error
     return result
+
+
+def join(parts: Mapping[str, Sequence[Metric]]) -> dict[str, Metric]:
+    """One Metric per name from those of all ranks, as `DataProto.concat` collects them."""
+    return {name: functools.reduce(operator.add, metrics) for name, metrics in parts.items() if len(metrics)}
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:

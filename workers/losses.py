@@ -61,7 +61,7 @@ def actor_loss(
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * entropy
     if config.use_kl_loss:
-        kl = aggregate(kl_penalty(log_probs, data.batch["ref_log_prob"], config.kl_loss_type))
+        kl = aggregate(kl_penalty(log_probs, data.batch["ref_log_prob"], config.kl_loss_type, mask))
         metrics["kl_loss"] = Metric.mean(float(kl.detach()), share)
         metrics["kl_coef"] = Metric.last(config.kl_loss_coef)
         loss = loss + config.kl_loss_coef * kl

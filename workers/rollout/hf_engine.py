@@ -86,6 +86,7 @@ class HFEngine:
             self._model = AutoModelForCausalLM.from_config(
                 model_config, dtype=dtype, attn_implementation=SLOT_ATTENTION, trust_remote_code=trust_remote_code
             )
+        self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
         self._names = parameter_names(self._model)
         self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
