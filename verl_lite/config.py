@@ -257,3 +257,43 @@ class PPOConfig:
     reward: RewardConfig = section(RewardConfig, "how answers are scored")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargs = section(RayKwargs, "Ray")
+
+
+@dataclass
+class SFTDataConfig:
+    train_files: list[str] = opt([], "parquet, json or jsonl files with a column of chat messages, or two of text")
+    val_files: list[str] = opt([], "the same, to measure the loss on; may be empty")
+    messages_key: str = opt("messages", "column of chat messages; what the assistant says in them is learnt")
+    prompt_key: str = opt("prompt", "without a messages column: the question, text or chat messages")
+    response_key: str = opt("response", "without a messages column: the answer to it, text")
+    train_batch_size: int = opt(64, "sequences per optimizer step, over all ranks")
+    max_length: int = opt(1024, "tokens of a whole sequence; see `truncation` for longer ones")
+    truncation: str = opt("error", "what to do with a longer sequence: error | right | drop")
+    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
+    shuffle: bool = opt(True, "shuffle the rows each epoch")
+    max_token_len_per_gpu: int = opt(16384, "token budget of a micro-batch on one device")
+
+
+@dataclass
+class SFTTrainerConfig:
+    total_epochs: int = opt(1, "passes over the rows")
+    total_training_steps: int | None = opt(None, "stop after this many optimizer steps; null = total_epochs")
+    default_local_dir: str = opt("runs/sft", "folder to write: the model in Hugging Face format, and metrics.jsonl")
+    test_freq: int = opt(-1, "steps between measurements of the validation loss; -1 = only at the end")
+    log_freq: int = opt(10, "steps between lines of metrics")
+    n_gpus_per_node: int = opt(1, "devices (on a CPU: worker slots); more than one needs trainer.backend=ray")
+    device: str = opt("auto", "auto | cpu | cuda")
+    backend: str = opt("inline", "inline = in this process; ray = one process per device")
+    seed: int = opt(1, "the root of every random number")
+
+
+@dataclass
+class SFTConfig:
+    """Supervised fine-tuning, `python -m trainer.main_sft`."""
+
+    data: SFTDataConfig = section(SFTDataConfig, "what is learnt from")
+    model: ModelConfig = section(ModelConfig, "the network")
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
+    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")
