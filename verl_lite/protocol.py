@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_lite import wire
+from verl_lite.equality import same
 
 Index = slice | list[int] | list[bool] | np.ndarray | torch.Tensor
 
@@ -260,14 +261,11 @@ class DataProto:
         """A batch whose length is a multiple of `divisor`: this one, or one with copies of row 0 at the end.
 
         Those rows have weight zero: `is_padding` (rows,) bool is True and `response_mask`, where present, is 0.
-        Raises BatchError where there is no row to copy.
         """
         rows = len(self)
         missing = -rows % divisor
         if missing == 0:
             return self.select()
-        if rows == 0:
-            raise BatchError(f"an empty batch cannot be padded to a multiple of {divisor}")
         padded = self.select_idxs(list(range(rows)) + [0] * missing)
         if padded.batch is None:
             padded.batch = TensorDict({}, batch_size=[rows + missing])
@@ -400,8 +398,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     missing = -len(data) % size_divisor
     if missing == 0:
         return data, 0
-    if len(data) == 0:
-        raise BatchError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
     return data.select_idxs(np.arange(len(data) + missing) % len(data)), missing
 
 
@@ -446,7 +442,7 @@ def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> Te
     for name, value in second.items():
         if name not in first.keys():
             first[name] = value
-        elif not _same(first[name], value):
+        elif not same(first[name], value):
             raise BatchError(f"column {name!r} is in both batches with different values")
     return first
 
@@ -454,7 +450,7 @@ def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> Te
 def union_numpy_dict(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """`first` with the columns of `second` added, in place; equal names need equal arrays (NaN equals NaN)."""
     for name, value in second.items():
-        if name in first and not _same(first[name], value):
+        if name in first and not same(first[name], value):
             raise BatchError(f"non-tensor column {name!r} is in both batches with different values")
         first[name] = value
     return first
@@ -478,7 +474,7 @@ def _union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for meta in metas:
         for name, value in meta.items():
-            if name in merged and merged[name] is not value and not _same(merged[name], value):
+            if name in merged and merged[name] is not value and not same(merged[name], value):
                 raise BatchError(f"Conflicting values for meta_info key {name!r}: {merged[name]!r} and {value!r}")
             merged[name] = value
     return copy_meta(merged)
@@ -491,28 +487,6 @@ def copy_meta(value: Any) -> Any:
     if type(value) is list:
         return [copy_meta(entry) for entry in value]
     return value
-
-
-def _same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Deep equality in which NaN equals NaN and arrays compare by elements; cycles count as equal where they close."""
-    if a is b or (id(a), id(b)) in seen:
-        return True
-    if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
-        return False
-    seen = seen | {(id(a), id(b))}
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, TensorDict | dict):
-        return set(a.keys()) == set(b.keys()) and all(_same(a[name], b[name], seen) for name in a.keys())
-    if isinstance(a, np.ndarray):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if a.dtype != object:
-            return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
-        return all(_same(x, y, seen) for x, y in zip(a.flat, b.flat, strict=True))
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(_same(x, y, seen) for x, y in zip(a, b, strict=True))
-    return bool(a == b) or bool(a != a and b != b)
 
 
 def _wanted(name: str, names: Sequence[str] | None) -> bool:

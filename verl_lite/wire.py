@@ -207,6 +207,8 @@ def concat(parts: list[Packed]) -> Packed | None:
     for part in parts:
         if part.schema_bytes() != first.schema_bytes() or part.objects.keys() != first.objects.keys():
             return None
+        if not all(isinstance(value, np.ndarray) for value in part.objects.values()):
+            return None
     spans = [
         Span(np.concatenate([p.spans[i].start for p in parts]), np.concatenate([p.spans[i].length for p in parts]))
         for i in range(len(first.layouts))

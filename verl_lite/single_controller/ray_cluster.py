@@ -1,9 +1,9 @@
 """Ray as a guest: a private cluster for one run, of which nothing is left when the run ends.
 
-By default a cluster of this run's own on this machine: its own folder, ports chosen by the system, local address only,
-no dashboard, no usage statistics, access by a random token. A cluster that somebody else started is joined only when
-its address is given. The end (normal, by an exception, or kill -9 of the driver) takes processes, folder and shared
-memory with it; see `watcher.py`.
+By default a cluster of this run's own on this machine: its own folder, ports chosen by the system, no dashboard, no
+usage statistics, access by a random token. A cluster that somebody else started is joined only when its address is
+given. The end (normal, by an exception, or kill -9 of the driver) takes processes, folder and shared memory with it;
+see `watcher.py`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ def _start_private(ray_init: RayInit, run_id: str) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,  # below are remarks about the way we start it
             namespace=run_id,
-            _node_ip_address="127.0.0.1",
             _temp_dir=folder,
         )
     except BaseException:

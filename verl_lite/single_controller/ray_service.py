@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from verl_lite.single_controller.local_worker_group import LocalService
 from verl_lite.single_controller.ray_cluster import worker_env
-from verl_lite.single_controller.ray_worker_group import _original, _Portable, redirect_output
+from verl_lite.single_controller.ray_worker_group import Portable, cause_of_death, original_error, redirect_output
 from verl_lite.single_controller.worker_group import ClassWithInitArgs, WorkerDiedError
 
 
@@ -24,14 +24,14 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Make the object; apart from the constructor, so that its error arrives as it was raised."""
-        with _Portable():
+        with Portable():
             self._service = LocalService(self._recipe)
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         self._service.send(method, *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with _Portable():
+        with Portable():
             return self._service.call(method, *args, **kwargs)
 
 
@@ -53,9 +53,9 @@ class RayServiceHandle:
         try:
             return ray.get(ref)
         except RayTaskError as error:
-            cause = _original(error)
+            cause = original_error(error)
         except RayActorError as error:
-            cause = WorkerDiedError(f"service {self._name} died in {method}: {' '.join(str(error).split())}")
+            cause = WorkerDiedError(f"service {self._name} died in {method}: {cause_of_death(error)}")
         raise cause
 
     def stop(self) -> None:

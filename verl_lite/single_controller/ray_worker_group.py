@@ -8,6 +8,7 @@ do not come back, since they wait for the failed one, are ended.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 0.5
 _GRACE_S = 2.0  # after an error: time for the other ranks to come back, or to tell the real cause
 _LAST_LOG_LINES = 20
+_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
 # What a rank says when another one has gone: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
 
@@ -57,7 +59,7 @@ class SlotProcess:
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
         }
-        with _Portable():
+        with Portable():
             for role, recipe in roles.items():
                 construct(slot, role, recipe.cls, recipe.args, recipe.kwargs)
 
@@ -65,7 +67,7 @@ class SlotProcess:
         """Call a method; the last len(names) values are keyword arguments: Ray resolves only top-level references."""
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
-        with _Portable():
+        with Portable():
             return invoke(self._slot, role, method, positional, keywords)
 
 
@@ -154,7 +156,7 @@ class RayTransport:
             try:
                 values[ref] = ray.get(ref)
             except RayTaskError as error:
-                errors.append(_original(error))
+                errors.append(original_error(error))
             except RayActorError as error:
                 errors.append(self._died(by_ref[ref], error))
         return errors
@@ -182,7 +184,7 @@ class RayTransport:
         return first
 
     def _died(self, handle: _Handle, error: RayActorError) -> WorkerDiedError:
-        message = f"{handle.role} rank {handle.rank} died in {handle.method}: {' '.join(str(error).split())}"
+        message = f"{handle.role} rank {handle.rank} died in {handle.method}: {cause_of_death(error)}"
         died = WorkerDiedError(message if self._ended is None else f"{message} (ended: {self._ended})")
         log = self._logs[handle.rank]
         if log is not None and Path(log).is_file():
@@ -202,7 +204,7 @@ class RayTransport:
             self._pool.release()
 
 
-class _Portable:
+class Portable:
     """Turns an exception that cannot travel between processes into a RuntimeError that says the same."""
 
     def __enter__(self) -> None: ...
@@ -219,11 +221,16 @@ class _Portable:
             raise portable from error
 
 
-def _original(error: RayTaskError) -> Exception:
+def original_error(error: RayTaskError) -> Exception:
     """What the worker raised, with its traceback as a note."""
     cause: Exception = error.cause
-    cause.add_note(f"remote traceback:\n{error.traceback_str.strip()}")
+    cause.add_note(f"remote traceback:\n{_DECORATION.sub('', str(error)).strip()}")
     return cause
+
+
+def cause_of_death(error: RayActorError) -> str:
+    """Ray's message on one line, without its list of guesses."""
+    return " ".join(str(error).split()).split(" Some common causes")[0]
 
 
 def _is_consequence(error: Exception) -> bool:
