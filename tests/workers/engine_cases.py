@@ -1,0 +1,173 @@
+"""Ragged batches, losses and engines for the tests of the training engine: what runs on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig, WrapPolicyConfig
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from workers.engine.fsdp import FSDPEngine
+
+PROMPT, RESPONSE = 8, 10
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one batch is cut and run; the gradient must not depend on any of it."""
+
+    packed: bool = True
+    checkpointing: bool = False
+    max_token_len: int | None = None
+    micro_batch_size: int | None = None
+    min_num_params: int = 0
+    fsdp_size: int = -1
+    reshard_after_forward: bool = True
+    chunk_tokens: int = 1024
+    row_order_seed: int | None = None
+    balance: bool = True
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Which rows there are. shared_prompts: rows come in groups of this size with one prompt."""
+
+    rows: int = 7
+    seed: int = 0
+    shared_prompts: int = 1
+    failed_rows: tuple[int, ...] = field(default=())
+
+
+def ragged_batch(batch: Batch) -> DataProto:
+    """Random prompts (left-padded) and responses (right-padded), with a hole in one response_mask and no-weight rows."""
+    generator = np.random.default_rng(batch.seed)
+    ids = torch.zeros(batch.rows, PROMPT + RESPONSE, dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    for row in range(batch.rows):
+        if row % batch.shared_prompts == 0:
+            prompt = generator.integers(3, 60, generator.integers(2, PROMPT + 1))
+        response = generator.integers(3, 60, generator.integers(1, RESPONSE + 1))
+        start, end = PROMPT - len(prompt), PROMPT + len(response)
+        ids[row, start:end] = torch.from_numpy(np.concatenate([prompt, response]))
+        attention[row, start:end] = 1
+    response_mask = attention[:, PROMPT:].clone()
+    response_mask[0, 0] = 0
+    for row in batch.failed_rows:
+        response_mask[row] = 0
+    advantages = torch.from_numpy(generator.standard_normal((batch.rows, RESPONSE)).astype(np.float32))
+    return DataProto.from_dict(
+        {
+            "prompts": ids[:, :PROMPT],
+            "responses": ids[:, PROMPT:],
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+            "advantages": advantages,
+        }
+    )
+
+
+def loss_fn(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """A token mean of log-probs and a sequence mean of entropies, both by the global denominators."""
+    mask = data.batch["response_mask"]
+    policy = (outputs["log_probs"] * data.batch["advantages"] * mask).sum() / data.meta_info["num_tokens"]
+    per_row = (outputs["entropys"] * mask).sum(1) / mask.sum(1).clamp(min=1)
+    entropy = per_row.sum() / data.meta_info["num_sequences"]
+    return -policy - 0.1 * entropy, {"tokens": Metric.sum(float(mask.sum()))}
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def planned(data: DataProto, case: Case, mini_batch_size: int | None = None) -> tuple[DataProto, BatchPlan]:
+    """This rank's part of the planned batch, as the dispatch would send it."""
+    rank, world = rank_and_world()
+    if case.row_order_seed is not None:
+        data = data[np.random.default_rng(case.row_order_seed).permutation(len(data))]
+    plan = plan_batch(
+        data.batch["attention_mask"].sum(1).numpy(),
+        world_size=world,
+        mini_batch_size=mini_batch_size,
+        max_token_len=case.max_token_len,
+        micro_batch_size=case.micro_batch_size,
+        balance=case.balance,
+        num_tokens=data.batch["response_mask"].sum(1).numpy(),
+    )
+    return plan.apply(data).chunk(world)[rank], plan
+
+
+def build_engine(path: str, case: Case, optim: OptimConfig | None = None, **fsdp: Any) -> FSDPEngine:
+    return FSDPEngine(
+        ModelConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=case.checkpointing),
+        FSDPConfig(
+            fsdp_size=case.fsdp_size,
+            reshard_after_forward=case.reshard_after_forward,
+            wrap_policy=WrapPolicyConfig(min_num_params=case.min_num_params),
+            **fsdp,
+        ),
+        optim or OptimConfig(lr=1e-3),
+        device=CPU,
+        total_training_steps=10,
+        log_prob_chunk_tokens=case.chunk_tokens,
+        seed=0,
+    )
+
+
+@cache
+def _engine_of(path: str, packed: bool, checkpointing: bool, groups: tuple[Any, ...]) -> FSDPEngine:
+    min_num_params, fsdp_size, reshard, chunk_tokens = groups
+    return build_engine(path, Case(packed, checkpointing, None, None, min_num_params, fsdp_size, reshard, chunk_tokens))
+
+
+def gradient(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
+    """The whole gradient of one optimizer step, by parameter; the parameters stay as they are."""
+    groups = (case.min_num_params, case.fsdp_size, case.reshard_after_forward, case.chunk_tokens)
+    engine = _engine_of(path, case.packed, case.checkpointing, groups)
+    data, _ = planned(ragged_batch(batch), case)
+    captured: dict[str, np.ndarray] = {}
+
+    def capture(lr: float) -> dict[str, Metric]:
+        captured.update({name: value.grad.full_tensor().numpy() for name, value in engine.parameters.items()})
+        engine.optimizer.zero_grad()
+        return {}
+
+    engine.optimizer.step = capture
+    engine.train(data, loss_fn, temperature=0.7, calculate_entropy=True, epochs=1)
+    return captured
+
+
+def log_probs(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
+    """This rank's log_probs and entropys in planned order."""
+    engine = _engine_of(path, case.packed, case.checkpointing, (0, -1, True, case.chunk_tokens))
+    data, _ = planned(ragged_batch(batch), case)
+    outputs = engine.infer(data, temperature=0.7, calculate_entropy=True)
+    return {name: value.numpy() for name, value in outputs.items()}
+
+
+def trained(path: str, batch: Batch, case: Case, steps: int, save: str = "", load: str = "") -> dict[str, Any]:
+    """Parameters after some training steps of two mini-batches each; loads first and saves last where asked to."""
+    engine = build_engine(path, case, OptimConfig(lr=1e-3, eps=1e-3, lr_warmup_steps=3, lr_scheduler_type="cosine"))
+    if load:
+        engine.load(load)
+    data, _ = planned(ragged_batch(batch), case, mini_batch_size=4)
+    metrics = [
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1) for _ in range(steps)
+    ]
+    if save:
+        engine.save(save)
+    result = {name: tensor.clone().numpy() for name, tensor in engine.full_params(bucket_bytes=40_000)}
+    return {"parameters": result, "metrics": [{k: asdict(v) for k, v in m.items()} for m in metrics]}
+
+
+def gradients_of(path: str, batch: Batch, cases: list[Case]) -> list[dict[str, np.ndarray]]:
+    return [gradient(path, batch, case) for case in cases]

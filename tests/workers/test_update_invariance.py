@@ -1,0 +1,114 @@
+"""The promise of the update: the gradient of an optimizer step does not depend on how the batch was cut or run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import tiny_qwen2
+from tests.workers.engine_cases import PROMPT, Batch, Case, gradient, gradients_of, ragged_batch
+from tests.workers.ranks import Ranks
+
+CASES = [
+    Case(),
+    Case(micro_batch_size=1),
+    Case(micro_batch_size=2),
+    Case(max_token_len=20),
+    Case(max_token_len=33, row_order_seed=1),
+    Case(packed=False),
+    Case(packed=False, micro_batch_size=2, row_order_seed=2),
+    Case(checkpointing=True, max_token_len=40),
+    Case(checkpointing=True, packed=False),
+    Case(min_num_params=10**9, max_token_len=40),
+    Case(reshard_after_forward=False, max_token_len=20),
+    Case(fsdp_size=1, max_token_len=20),
+    Case(balance=False, micro_batch_size=3, row_order_seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def plain_gradient(path: str, batch: Batch) -> dict[str, np.ndarray]:
+    """The same loss by plain transformers: one row at a time, full logits, autograd; nothing of the engine."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    data = ragged_batch(batch).batch
+    mask = data["response_mask"]
+    num_tokens, num_sequences = int(mask.sum()), int(mask.any(1).sum())
+    for row in range(batch.rows):
+        real = data["attention_mask"][row].bool()
+        logits = model(data["input_ids"][row][real].unsqueeze(0)).logits[0] / 0.7
+        prompt, length = int(real[:PROMPT].sum()), int(real.sum())
+        distribution = logits.log_softmax(-1)[prompt - 1 : length - 1]
+        tokens = data["responses"][row][: length - prompt]
+        keep = mask[row][: length - prompt].double()
+        log_probs = distribution.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        entropys = -(distribution.exp() * distribution).sum(-1)
+        advantages = data["advantages"][row][: length - prompt].double()
+        loss = -(log_probs * advantages * keep).sum() / num_tokens
+        loss = loss - 0.1 * (entropys * keep).sum() / keep.sum().clamp(min=1) / num_sequences
+        loss.backward()
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], what: object) -> None:
+    """Every parameter within 1e-5 of the largest entry of its gradient."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = np.abs(found[name] - value).max() / np.abs(value).max()
+        assert error < 1e-5, f"{what}: {name} differs by {error:.1e}"
+
+
+def test_single_rank_equals_plain_transformers(path: str) -> None:
+    for batch in (Batch(), Batch(rows=8, shared_prompts=4, failed_rows=(2,)), Batch(rows=1, seed=5)):
+        expected = plain_gradient(path, batch)
+        for case in CASES:
+            assert_close(gradient(path, batch, case), expected, (batch, case))
+
+
+def test_two_ranks_equal_plain_transformers(path: str, two_ranks: Ranks) -> None:
+    for batch in (Batch(), Batch(rows=8, shared_prompts=4, failed_rows=(0, 5))):
+        expected = plain_gradient(path, batch)
+        for results in two_ranks.run(gradients_of, path, batch, CASES):
+            for case, found in zip(CASES, results, strict=True):
+                assert_close(found, expected, (batch, case))
+
+
+def test_fewer_rows_than_ranks(path: str, two_ranks: Ranks) -> None:
+    batch = Batch(rows=1, seed=5)
+    expected = plain_gradient(path, batch)
+    for case in (Case(), Case(packed=False)):
+        for found in two_ranks.run(gradient, path, batch, case):
+            assert_close(found, expected, case)
+
+
+def test_a_wrong_denominator_is_noticed(path: str) -> None:
+    """The comparison can fail: a batch with one row more has another gradient."""
+    with pytest.raises(AssertionError):
+        assert_close(gradient(path, Batch(), Case()), plain_gradient(path, replace(Batch(), rows=6)), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_equal_plain_transformers(path: str, world: int) -> None:
+    with Ranks(world) as ranks:
+        for batch in (Batch(), Batch(rows=2, seed=3), Batch(rows=13, shared_prompts=4, seed=4, failed_rows=(1, 2, 3))):
+            expected = plain_gradient(path, batch)
+            cases = CASES + ([Case(fsdp_size=2, max_token_len=20)] if world == 4 else [])
+            for results in ranks.run(gradients_of, path, batch, cases):
+                for case, found in zip(cases, results, strict=True):
+                    assert_close(found, expected, (batch, case))
