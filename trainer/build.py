@@ -21,7 +21,7 @@ from trainer.samples import SampleWriter
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
-from verl_lite.device import cpu_count, get_device
+from verl_lite.device import cpu_count, device_type
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups, start_service
 from workers.actor_rollout import ActorRolloutWorker
@@ -97,15 +97,15 @@ def build_trainer(
         pool.call("start")
         slots = config.trainer.n_gpus_per_node
         assert slots is not None
-        device = get_device(config.trainer.device)
+        on_cpu = device_type(config.trainer.device) == "cpu"
         roles = {"actor_rollout": ClassWithInitArgs(ActorRolloutWorker, config, steps.total, pool)}
         if needs_reference(config):
             roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
         groups = create_worker_groups(
             backend,
-            ResourcePool([slots] * config.trainer.nnodes, use_gpu=device.type == "cuda"),
+            ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
             roles,
-            env=worker_environment(device.type == "cpu", max(1, cpu_count() // slots)),
+            env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
             log_dir=log_dir,
         )
         for group in groups.values():

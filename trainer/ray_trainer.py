@@ -155,9 +155,10 @@ class RayPPOTrainer:
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
         """Adds the log-probs that ratios are taken against; logs how far the rollout engine's are from them."""
         batch = batch | self.actor.compute_log_prob(batch)
-        self.metrics |= rollout_probs_diff(
-            batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
-        )
+        if self.config.rollout.calculate_log_probs:
+            self.metrics |= rollout_probs_diff(
+                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
+            )
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
@@ -171,7 +172,8 @@ class RayPPOTrainer:
 
     def validate(self, result: FitResult) -> dict[str, float]:
         """Answers and scores the whole validation set with its own sampling. Keeps samples to show in `result`."""
-        kwargs, metrics = self.config.rollout.val_kwargs, {}
+        kwargs = self.config.rollout.val_kwargs
+        metrics: dict[str, float] = {}
         for name, sampled in (("", True), ("greedy/", False)):
             if name and not kwargs.greedy_too:
                 continue

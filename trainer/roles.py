@@ -117,7 +117,10 @@ class ActorRole:
         )
         columns = [*TRAIN_COLUMNS, "advantages"]
         # strictly on-policy there are no old log-probs: the update itself is where trainer and rollout can be compared
-        columns += ["rollout_log_probs"] if self.on_policy else ["old_log_probs"]
+        if not self.on_policy:
+            columns.append("old_log_probs")
+        elif config.rollout.calculate_log_probs:
+            columns.append("rollout_log_probs")
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
         data = plan.apply(batch.select(batch_keys=columns, non_tensor_batch_keys=[], meta_info_keys=[]))
         data.meta_info["temperature"] = config.rollout.temperature

@@ -21,7 +21,7 @@ from trainer.steps import count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import help_config, load_config, print_config, save_config, validate
-from verl_lite.device import cpu_count, get_device, visible_devices
+from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
 
 MOST_DEFAULT_CPU_SLOTS = 2
@@ -50,6 +50,9 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
             recipe.prepare(config)
     validate(config, slots=slots, available=available_devices(config))
     data = load_data(config)
+    for part in (data.train, data.val):
+        if part is not None:
+            console.print(part.report)
     run_dir = make_run_dir(config)
     save_config(loaded, run_dir / "config.yaml")
     total_steps = count_steps(config, len(data.train))
@@ -66,8 +69,7 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
 
 def available_devices(config: PPOConfig) -> int:
     """GPUs that this process sees, or its CPU cores."""
-    device = get_device(config.trainer.device)
-    return visible_devices("cuda") if device.type == "cuda" else cpu_count()
+    return visible_devices(device_type(config.trainer.device))
 
 
 def resolve_slots(config: PPOConfig) -> int:
@@ -75,7 +77,7 @@ def resolve_slots(config: PPOConfig) -> int:
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
         available = available_devices(config)
-        on_cpu = get_device(trainer.device).type == "cpu"
+        on_cpu = device_type(trainer.device) == "cpu"
         trainer.n_gpus_per_node = min(MOST_DEFAULT_CPU_SLOTS, available) if on_cpu else available
         if trainer.backend == "inline":
             trainer.n_gpus_per_node = 1

@@ -42,7 +42,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
             uid=columns["uid"][row],
             data_source=columns["data_source"][row],
             input=columns["raw_prompt"][row][-1]["content"],
-            output=tokenizer.decode(tensors["responses"][row, : lengths[row]], skip_special_tokens=True),
+            output=str(tokenizer.decode(tensors["responses"][row, : lengths[row]], skip_special_tokens=True)),
             gts=str(columns["reward_model"][row].get("ground_truth", "")),
             score=None if columns["reward_failed"][row] else float(scores[row]),
             response_length=int(lengths[row]),

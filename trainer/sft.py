@@ -20,7 +20,7 @@ import torch
 from trainer.environment import worker_environment
 from trainer.sft_data import Example, collate, load_examples
 from verl_lite.config import SFTConfig
-from verl_lite.device import cpu_count, dist_backend, get_device
+from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
@@ -162,7 +162,7 @@ def draw_batches(rows: int, config: SFTConfig) -> Iterator[list[int]]:
 def worker_group(config: SFTConfig, total_steps: int, folder: Path) -> Iterator[WorkerGroup]:
     """The ranks, started, and ended with the context."""
     trainer = config.trainer
-    on_cpu = get_device(trainer.device).type == "cpu"
+    on_cpu = device_type(trainer.device) == "cpu"
     threads = max(1, cpu_count() // trainer.n_gpus_per_node)
     pool = ResourcePool([trainer.n_gpus_per_node], use_gpu=not on_cpu)
     roles = {"sft": ClassWithInitArgs(SFTWorker, config, total_steps)}

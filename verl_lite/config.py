@@ -162,7 +162,7 @@ class RolloutConfig:
     enable_prefix_caching: bool = opt(True, "vLLM: share the KV cache of equal prompts; reset at each weight update")
     free_cache_engine: bool = opt(True, "put the engine to sleep while training (CUDA)")
     update_weights_bucket_megabytes: int = opt(512, "full tensors gathered at one time in a weight update, MiB")
-    calculate_log_probs: bool = opt(True, "return the engine's log-probs and log their distance to the trainer's")
+    calculate_log_probs: bool = opt(True, "log how far the engine's log-probs are from the trainer's")
     log_prob_use_dynamic_bsz: bool | None = opt(None, "null = actor.use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int | None = opt(None, "null = actor.ppo_max_token_len_per_gpu")
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu")

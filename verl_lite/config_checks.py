@@ -401,9 +401,9 @@ def _slots(config: PPOConfig, slots: int | None, available: int | None) -> Probl
 
 def _runs_on_cpu(device: str) -> bool:
     if device == "auto":
-        from verl_lite.device import get_device
+        from verl_lite.device import device_type
 
-        return get_device("auto").type == "cpu"
+        return device_type() == "cpu"
     return device == "cpu"
 
 

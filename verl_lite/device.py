@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from verl_lite.errors import UserError
+
 GIB = 1 << 30
 DTYPES = {
     "fp32": torch.float32,
@@ -23,18 +25,27 @@ DTYPES = {
 }
 
 
-def get_device(name: str = "auto") -> torch.device:
-    """The device of this process: `auto` is CUDA where a device is visible, else the CPU.
+def device_type(name: str = "auto") -> str:
+    """cpu or cuda: what `trainer.device` stands for here. `auto` is CUDA where a device is visible, else the CPU.
 
-    A worker process sees the one CUDA device it was given (Ray sets CUDA_VISIBLE_DEVICES); with several visible the
-    launcher's LOCAL_RANK tells which. Raises ValueError for an unknown name or CUDA without a device.
+    Touches no device, so that a driver beside its workers takes none of their memory. Raises UserError for an unknown
+    name or CUDA without a device.
     """
     if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"trainer.device={name!r}: expected auto, cpu or cuda")
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        raise UserError(f"trainer.device={name!r}: expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("trainer.device='cuda': no CUDA device is visible here; set trainer.device=cpu or auto")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def get_device(name: str = "auto") -> torch.device:
+    """The device of this process, made current; see `device_type` for names and errors.
+
+    A worker process sees the one CUDA device it was given (Ray sets CUDA_VISIBLE_DEVICES); with several visible the
+    launcher's LOCAL_RANK tells which.
+    """
+    if device_type(name) == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("trainer.device='cuda': no CUDA device is visible here; set trainer.device=cpu or auto")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -40,9 +40,13 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """A batch of rows. `batch` has one batch dimension; arrays in `non_tensor_batch` have its length."""
+    """A batch of rows. `batch` has one batch dimension; arrays in `non_tensor_batch` have its length.
 
-    batch: TensorDict | None = None
+    `batch` is None where there are no tensors; it is declared as always there, because readers of a column know that
+    it is.
+    """
+
+    batch: TensorDict = None  # type: ignore[assignment]
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -78,7 +82,7 @@ class DataProto:
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
         batch = TensorDict(dict(tensors.items()), batch_size=[next(iter(sizes.values()))]) if tensors else None
         arrays = {name: as_column(value) for name, value in (non_tensors or {}).items()}
-        return cls(batch, arrays, copy_meta(meta_info or {}))
+        return cls(batch, arrays, copy_meta(meta_info or {}))  # type: ignore[arg-type]
 
     @classmethod
     def from_single_dict(cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
@@ -101,7 +105,7 @@ class DataProto:
             else:
                 tensors[name] = value
         batch = TensorDict(tensors, batch_size=[packed.rows]) if packed.meta["has_batch"] else None
-        return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))
+        return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))  # type: ignore[arg-type]
 
     @classmethod
     def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
@@ -229,7 +233,7 @@ class DataProto:
 
     def union(self, other: DataProto) -> DataProto:
         """Add the other's columns and meta_info, in place. What both have must be equal, else BatchError."""
-        self.batch = union_tensor_dict(self.batch, other.batch)
+        self.batch = union_tensor_dict(self.batch, other.batch)  # type: ignore[assignment]
         self.non_tensor_batch = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         self.meta_info = _union_meta([self.meta_info, other.meta_info])
         self.check_consistency()

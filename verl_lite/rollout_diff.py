@@ -1,7 +1,7 @@
 """How far the rollout engine's probabilities are from the trainer's, on the tokens that were sampled.
 
-The same weights should give the same probabilities in both; what is left is numerics (about 1e-6 in fp32, 1e-2 in bf16). A
-larger difference is an error: a stale cache, missed weights, another temperature.
+The same weights should give the same probabilities in both; what is left is numerics (about 1e-6 in fp32, 1e-2 in
+bf16). A larger difference is an error: a stale cache, missed weights, another temperature.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class ActorRolloutWorker(Worker):
         return RewardItem(
             key=columns["sample_id"][row],
             data_source=columns["data_source"][row],
-            solution_str=self.tokenizer.decode(done.token_ids, skip_special_tokens=True),
+            solution_str=str(self.tokenizer.decode(done.token_ids, skip_special_tokens=True)),
             ground_truth=columns["reward_model"][row]["ground_truth"],
             extra_info=columns["extra_info"][row],
         )

@@ -146,7 +146,7 @@ class HFEngine:
     def _decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One forward of the running sequences, all (n,). Returns logits (n, V)."""
         assert self._cache is not None
-        mask = self._cache.begin_decode(positions, max(row.length for row in self._running))
+        mask = self._cache.begin_decode(positions, int(positions.max()) + 1)
         return self._model(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],

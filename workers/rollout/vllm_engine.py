@@ -153,6 +153,8 @@ class VLLMEngine:
             "reload_weights", kwargs={"weights_iterator": recorded(), "is_checkpoint_format": True}
         )
         check_names(given, self._names)
+        if self._device.type == "cpu":
+            self._engine.collective_rpc(_repack_tied_head)
         self._version = version
         # the caller resets too; a stale prefix cache is silent, so an engine never relies on it
         self.reset_cache()
@@ -194,6 +196,17 @@ class VLLMEngine:
             _shut_down_within_process_group(core, last=_open_engines == 0)
         self._running.clear()
         del self._engine
+
+
+def _repack_tied_head(worker: Any) -> None:
+    """Runs in vLLM's worker after a reload on a CPU.
+
+    An output layer that is tied to the embedding gets no weights of its own, so the reload leaves the packed copy that
+    its matrix product uses as it was. Packs it anew from the shared weight.
+    """
+    head = getattr(worker.model_runner.get_model(), "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
 
 
 def _prepare_process(device: torch.device) -> None:
