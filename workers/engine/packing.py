@@ -1,11 +1,11 @@
-"""Batches without padding: a padded micro-batch becomes one long row of real tokens, and results come back to their
-rows.
+"""Batches without padding: a padded micro-batch becomes one row of the tokens that matter, and results find their way
+back.
 
-`pack` gives the packed tokens and the index of every position that predicts a response token; `pad` gives the same
-index for the plain padded forward (`model.use_remove_padding=false`). The attention function registered here with
-transformers keeps
-the packed sequences apart: runs of SDPA on a CPU (sequences of equal length together), variable-length flash
-attention on CUDA. Packed rows are sorted by length, so that runs are long.
+`pack` leaves out padding, repeated prompts (samples of one prompt in the same micro-batch share its tokens) and
+whatever follows the last predicting position. `pad` is the plain padded form (`model.use_remove_padding=false`) that
+it is tested against. The attention function registered here with transformers keeps the sequences apart: SDPA by runs
+of equal length, on CUDA variable-length flash attention. Only attention sees a shared prompt once per sample; all
+other layers see it once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "verl_lite_packed"
+HALF = (torch.float16, torch.bfloat16)
+LEAST_SHARED = 0.05  # share of tokens saved from which on shared prompts pay for the extra gathering in attention
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,19 @@ class PackedSequences:
     """Where the sequences lie in a packed row: what attention has to know, computed once per micro-batch.
 
     runs: (number of sequences, their common length) in packing order. cu_seqlens: (sequences + 1,) int32, on the
-    device.
+    device. Where prompts are shared, sequences overlap: `expand` (U,) then gives the token at each place of the row
+    with prompts repeated, which runs and cu_seqlens describe, and `collapse` (T,) a place of each token there.
     """
 
     runs: tuple[tuple[int, int], ...]
     cu_seqlens: torch.Tensor
     max_length: int
+    expand: torch.Tensor | None = None
+    collapse: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same on `device`."""
+        return _moved(self, device)
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,7 @@ class ModelInputs:
 
     def to(self, device: torch.device) -> ModelInputs:
         """The same on `device`."""
-        moved: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                moved[name] = value.to(device)
-        if self.sequences is not None:
-            moved["sequences"] = replace(self.sequences, cu_seqlens=self.sequences.cu_seqlens.to(device))
-        return replace(self, **moved)
+        return _moved(self, device)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(N,) values at predicted tokens -> (b, R), zero elsewhere; gradients flow back, as zeros from a stand-in."""
@@ -75,6 +78,12 @@ class ModelInputs:
         if self.num_active == 0:
             return matrix + 0.0 * values.sum()
         return matrix.index_put((self.rows, self.columns), values)
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    """A copy of a dataclass of tensors (and of such dataclasses) on `device`."""
+    tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor | PackedSequences)}
+    return replace(inputs, **{name: value.to(device) for name, value in tensors.items()})
 
 
 def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
@@ -87,24 +96,50 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
         return _stand_in(columns["input_ids"].device, tuple(mask.shape))
-    lengths = columns["attention_mask"].sum(dim=1)
-    order = active[torch.argsort(lengths[active], stable=True)]
-    real = columns["attention_mask"][order].bool()
-    flat_position = (real.flatten().cumsum(0) - 1).view(real.shape)
+    prompt_width = columns["input_ids"].shape[1] - mask.shape[1]
+    used = _used_tokens(columns["attention_mask"], mask)
+    order = active[torch.argsort(used[active].sum(dim=1), stable=True)]  # sorted, so that runs are long
+    used, input_ids = used[order], columns["input_ids"][order]
+    owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width])
+    own = used.clone()
+    own[:, :prompt_width] &= (owner == torch.arange(len(owner))).unsqueeze(1)
+    sequences = _packed_sequences(used.sum(dim=1))
+    if 1 - own.sum() / used.sum() < LEAST_SHARED:
+        own, owner = used, torch.arange(len(owner))
+    position = (own.flatten().cumsum(0) - 1).view(own.shape)  # of each token in the packed row
+    position[:, :prompt_width] = position[owner, :prompt_width]
+    if own is not used:
+        sequences = replace(sequences, expand=position[used], collapse=own[used].nonzero().squeeze(1))
     rows, response_columns = mask[order].nonzero(as_tuple=True)
-    prompt_width = real.shape[1] - mask.shape[1]
     return ModelInputs(
-        input_ids=columns["input_ids"][order][real].unsqueeze(0),
-        position_ids=columns["position_ids"][order][real].unsqueeze(0),
-        sequences=_packed_sequences(lengths[order]),
+        input_ids=input_ids[own].unsqueeze(0),
+        position_ids=columns["position_ids"][order][own].unsqueeze(0),
+        sequences=sequences,
         attention_mask=None,
-        predict_index=flat_position[rows, prompt_width + response_columns] - 1,
+        predict_index=position[rows, prompt_width + response_columns - 1],
         targets=columns["responses"][order[rows], response_columns],
         rows=order[rows],
         columns=response_columns,
         response_shape=(mask.shape[0], mask.shape[1]),
         num_active=len(rows),
     )
+
+
+def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """(b, P+R) bool: real tokens before the last one that is predicted; what follows influences nothing."""
+    width, response_width = attention_mask.shape[1], response_mask.shape[1]
+    after_last = (
+        torch.arange(1, response_width + 1).mul(response_mask).amax(dim=1, keepdim=True)
+    )  # of a column that counts
+    before_last = torch.arange(width) < width - response_width + after_last - 1
+    return attention_mask.bool() & before_last
+
+
+def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """(n,) for each row the first row with the same prompt. prompt_ids, real: (n, P)."""
+    first: dict[bytes, int] = {}
+    keys = prompt_ids.masked_fill(~real, -1).cpu().numpy()
+    return torch.tensor([first.setdefault(key.tobytes(), row) for row, key in enumerate(keys)])
 
 
 def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
@@ -188,9 +223,15 @@ def packed_attention(
     if softcap is not None or s_aux is not None:
         raise ValueError(f"the packed forward has no attention with soft-capping or sinks; {remedy}")
     window = sliding_window if sliding_window is not None and sliding_window < packed_sequences.max_length else None
-    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
-        return _varlen_attention(query, key, value, scaling, packed_sequences, window), None
-    return _sdpa_runs(query, key, value, scaling, packed_sequences, window), None
+    attend = _varlen_attention if query.device.type == "cuda" and query.dtype in HALF else _sdpa_runs
+    query, key, value = (_rows(tensor[0].transpose(0, 1), packed_sequences.expand) for tensor in (query, key, value))
+    output = attend(query, key, value, scaling, packed_sequences, window)
+    return _rows(output, packed_sequences.collapse).unsqueeze(0), None
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """Those rows of (T, heads, D), all if there is no index. Flat rows are gathered, and scattered back, faster."""
+    return tensor if index is None else tensor.flatten(1).index_select(0, index).unflatten(1, tensor.shape[1:])
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -204,12 +245,11 @@ def _sdpa_runs(
     sequences: PackedSequences,
     window: int | None,
 ) -> torch.Tensor:
-    """One SDPA call for each run of equally long sequences. Views only: nothing is copied before the last
-    concatenation."""
+    """One SDPA call for each run of equally long sequences. (U, heads, D) in and out; no copy before the last `cat`."""
     outputs = []
     gqa = query.shape[1] != key.shape[1]
     sizes = [count * length for count, length in sequences.runs]
-    pieces = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
+    pieces = (tensor.split(sizes) for tensor in (query, key, value))
     for (count, length), *heads in zip(sequences.runs, *pieces, strict=True):
         queries, keys, values = (part.unflatten(0, (count, length)).transpose(1, 2) for part in heads)
         band = _band(length, window, query.device) if window is not None and window < length else None
@@ -217,7 +257,7 @@ def _sdpa_runs(
             queries, keys, values, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=gqa
         )  # (count, heads, length, D)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -233,22 +273,15 @@ def _varlen_attention(
     sequences: PackedSequences,
     window: int | None,
 ) -> torch.Tensor:
-    """Flash attention over cu_seqlens: the flash-attn package where installed, else PyTorch's own, else runs of
-    SDPA."""
-    arguments = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, D)
+    """Flash attention over cu_seqlens, (U, heads, D): the flash-attn package, else PyTorch's own, else runs of SDPA."""
     bounds, longest = sequences.cu_seqlens, sequences.max_length
+    where = (bounds, bounds, longest, longest)
     left = -1 if window is None else window - 1
     if (flash := _flash_attn_varlen()) is not None:
-        result = flash(
-            *arguments, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True, window_size=(left, 0)
-        )
-        return result.unsqueeze(0)
+        return flash(query, key, value, *where, softmax_scale=scaling, causal=True, window_size=(left, 0))
     if (varlen := _torch_varlen()) is not None:
         gqa = query.shape[1] != key.shape[1]
-        result = varlen(
-            *arguments, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa
-        )
-        return result.unsqueeze(0)
+        return varlen(query, key, value, *where, scale=scaling, window_size=(left, 0), enable_gqa=gqa)
     return _sdpa_runs(query, key, value, scaling, sequences, window)
 
 
