@@ -1,0 +1,227 @@
+"""Supervised fine-tuning: which tokens are learnt, what the loss is, what is refused, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from tests.tiny_model import tiny_qwen2, tiny_tokenizer
+from trainer import main_sft
+from trainer.sft import draw_batches, run_sft, sft_loss
+from trainer.sft_data import Example, collate, encode_chat, load_examples
+from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def learnt_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The runs of learnt tokens as text."""
+    runs: list[list[int]] = []
+    before = 0
+    for token, mask in zip(example.response, example.mask, strict=True):
+        if mask and not before:
+            runs.append([])
+        if mask:
+            runs[-1].append(token)
+        before = mask
+    return [tokenizer.decode(run) for run in runs]
+
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_every_turn_of_the_assistant_is_learnt_with_its_end_and_nothing_else(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    chat = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
+    example = encode_chat(chat, tokenizer, "row 0")
+    assert tokenizer.decode(example.prompt) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    assert learnt_text(example, tokenizer) == ["2<|im_end|>", "4<|im_end|>"]  # not the newline behind it
+    assert tokenizer.decode(example.response).endswith("4<|im_end|>\n")
+
+
+def test_the_question_has_the_tokens_that_it_has_when_it_is_asked(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = [user("12 34"), assistant("5")]
+    asked = tokenizer.apply_chat_template(chat[:1], tokenize=True, add_generation_prompt=True)["input_ids"]
+    assert encode_chat(chat, tokenizer, "row 0").prompt == asked
+
+
+def test_a_template_without_an_end_of_turn_gets_one() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    example = encode_chat([user("12="), assistant("34")], tokenizer, "row 0")
+    assert tokenizer.decode(example.response) == "34<|im_end|>"
+    assert example.mask == [1, 1, 1]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + PLAIN
+    with pytest.raises(UserError, match="row 7: the chat template writes earlier turns differently"):
+        encode_chat([user("1"), assistant("2"), user("3"), assistant("4")], tokenizer, "row 7")
+
+
+def test_collate_pads_questions_left_and_answers_right() -> None:
+    batch = collate([Example([5, 6], [7], [1]), Example([8], [9, 10, 11], [1, 0, 1])], pad_token_id=0)
+    assert batch.batch["input_ids"].tolist() == [[5, 6, 7, 0, 0], [0, 8, 9, 10, 11]]
+    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]]
+    assert batch.batch["position_ids"].tolist() == [[0, 1, 2, 2, 2], [0, 0, 1, 2, 3]]
+    assert batch.batch["responses"].tolist() == [[7, 0, 0], [9, 10, 11]]
+    assert batch.batch["response_mask"].tolist() == [[1, 0, 0], [1, 0, 1]]
+
+
+def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
+    data = DataProto.from_dict({"response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, meta_info={"num_tokens": 8})
+    log_probs = torch.tensor([[-1.0, -2.0, -50.0], [-5.0, -50.0, -50.0]])
+    loss, metrics = sft_loss(data, {"log_probs": log_probs})
+    assert loss.item() == pytest.approx(8 / 8)  # (1 + 2 + 5) / 8: five more tokens are on other ranks
+    assert metrics["loss"].value == pytest.approx(8 / 3)
+
+
+def test_an_epoch_serves_each_row_once() -> None:
+    config = SFTConfig(data=SFTDataConfig(train_batch_size=4), trainer=SFTTrainerConfig(total_epochs=2))
+    batches = list(draw_batches(10, config))
+    assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2]
+    first, second = sum(batches[:3], []), sum(batches[3:], [])
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second and first != list(range(10))
+    assert list(draw_batches(10, config)) == batches
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "1", "answer": "2"}, "neither a column 'messages' .* nor 'prompt' .* found: question, answer"),
+        ({"prompt": "1", "answer": "2"}, r"nor 'response' \(data.response_key\); columns found: prompt, answer"),
+        ({"prompt": "1", "response": 2}, "column 'response': found 2, expected text"),
+        ({"messages": [user("1")]}, "no message is the assistant's"),
+        ({"messages": "1"}, "found text"),
+    ],
+)
+def test_a_wrong_row_is_named(
+    row: dict[str, Any], message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write(tmp_path / "rows.parquet", [row])
+    with pytest.raises(UserError, match=f"data.train_files: row 0 of {path}.*{message}"):
+        load_examples([path], tokenizer, SFTDataConfig(), option="data.train_files")
+
+
+def test_wrong_files_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "broken.parquet").write_text("no parquet")
+    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"')
+    write(tmp_path / "empty.parquet", [])
+    for name, message in {
+        "absent.parquet": "no such file",
+        "broken.parquet": "not a readable .parquet file",
+        "rows.csv": "expected a file named",
+        "rows.jsonl": "not a readable .jsonl file",
+        "empty.parquet": "no rows are left",
+    }.items():
+        with pytest.raises(UserError, match=f"data.val_files=.*{name}.*{message}"):
+            load_examples([str(tmp_path / name)], tokenizer, SFTDataConfig(), option="data.val_files")
+
+
+def test_a_long_sequence_is_refused_cut_or_dropped(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = PLAIN
+    path = write(tmp_path / "rows.parquet", [{"prompt": "12", "response": "345"}, {"prompt": "1", "response": "2"}])
+
+    def lengths(truncation: str) -> list[int]:
+        config = SFTDataConfig(max_length=4, truncation=truncation)
+        return [len(example) for example in load_examples([path], tokenizer, config, option="data.train_files")]
+
+    with pytest.raises(UserError, match="row 0 of .* has 6 tokens, more than data.max_length=4"):
+        lengths("error")
+    assert lengths("right") == [4, 3]
+    assert lengths("drop") == [3]
+
+
+def test_the_command_answers_wrong_input_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_sft.main(["model.path=x", "data.train_files=absent.parquet", "optim.lrr=1"]) == 2
+    assert "did you mean optim.lr" in capsys.readouterr().err
+    assert main_sft.main(["model.path=x"]) == 2
+    assert "data.train_files is empty" in capsys.readouterr().err
+    assert main_sft.main(["model.path=x", "data.train_files=a.parquet", "trainer.n_gpus_per_node=2"]) == 2
+    assert "set trainer.backend=ray" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- a run
+
+
+def config_of(model: str, folder: Path, **data: Any) -> SFTConfig:
+    rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(6) for b in range(6)]
+    train, val = write(folder / "train.parquet", rows[6:]), write(folder / "val.parquet", rows[:6])
+    return SFTConfig(
+        data=SFTDataConfig(train_files=[train], val_files=[val], train_batch_size=10, **data),
+        model=ModelConfig(path=model, enable_gradient_checkpointing=False),
+        optim=OptimConfig(lr=5e-3),
+        trainer=SFTTrainerConfig(total_epochs=4, default_local_dir=str(folder / "sft"), device="cpu"),
+    )
+
+
+def test_a_run_learns_and_leaves_a_hugging_face_folder(model: str, tmp_path: Path) -> None:
+    config = config_of(model, tmp_path)
+    lines: list[str] = []
+    result = run_sft(config, report=lines.append)
+    log = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
+    losses = [entry["data"]["train/loss"] for entry in log if "train/loss" in entry["data"]]
+    assert len(losses) == result.steps == 12
+    assert losses[-1] < 0.6 * losses[0]
+    assert any("validation loss" in line for line in lines)
+
+    network = AutoModelForCausalLM.from_pretrained(result.folder)
+    tokenizer = type(tiny_tokenizer()).from_pretrained(result.folder)
+    total = count = 0.0
+    for example in load_examples(config.data.val_files, tokenizer, config.data, option="data.val_files"):
+        with torch.no_grad():
+            logits = network(torch.tensor([example.prompt + example.response])).logits[0].log_softmax(-1)
+        for place, (token, mask) in enumerate(zip(example.response, example.mask, strict=True)):
+            total -= mask * logits[len(example.prompt) + place - 1, token].item()
+            count += mask
+    assert result.val_loss == pytest.approx(total / count, rel=1e-4)
+    assert log[-1]["data"]["val/loss"] == result.val_loss
+
+
+def test_losses_do_not_depend_on_micro_batches(model: str, tmp_path: Path) -> None:
+    losses = {}
+    for budget in (64, 16384):
+        folder = tmp_path / str(budget)
+        folder.mkdir()
+        losses[budget] = run_sft(config_of(model, folder, max_token_len_per_gpu=budget), report=lambda line: None).loss
+    assert losses[64] == pytest.approx(losses[16384], rel=1e-4)
