@@ -1,4 +1,5 @@
-"""Single-turn generation with a scripted engine: exact columns, seeds by row, rewards handed out while others decode."""
+"""Single-turn generation with a scripted engine: exact columns, seeds by row, rewards handed out while others decode.
+"""
 
 from __future__ import annotations
 
