@@ -18,6 +18,7 @@ from pathlib import Path
 RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, the driver's own children included
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
 _SHARED_MEMORY = "/dev/shm/"
+_LOOK_EVERY_S = 10.0  # for shared memory of processes that may be gone when the driver dies
 
 
 def marked_processes(mark: str, token: str) -> list[int]:
@@ -75,13 +76,16 @@ def end(mark: str, token: str, folder: str | None, *, patience_s: float = 0.0, s
 def watch(driver: int, token: str, folder: str) -> None:
     """Wait for a byte on standard input (the run ended and cleaned up itself) or for the driver's death."""
     shared: set[str] = set()
+    looked = 0.0
     while os.getppid() == driver:
         readable, _, _ = select.select([sys.stdin], [], [], 1.0)
         if readable:
             if os.read(sys.stdin.fileno(), 1):
                 return
             break
-        shared |= shared_memory_of(marked_processes(RUN_MARK, token))
+        if time.monotonic() - looked > _LOOK_EVERY_S:
+            shared |= shared_memory_of(marked_processes(RUN_MARK, token))
+            looked = time.monotonic()
     end(RUN_MARK, token, folder, shared=shared)
     end(CLUSTER_MARK, token, folder)
 

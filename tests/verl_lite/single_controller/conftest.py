@@ -1,4 +1,4 @@
-"""One private Ray cluster for all tests of this folder that want one."""
+"""One private Ray cluster for the tests of this folder, started by the first that wants one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from verl_lite.config import RayInitConfig
 def ray_cluster() -> Iterator[None]:
     from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
 
-    start_ray(RayInitConfig(num_cpus=4, object_store_memory_mb=128), run_id="test")
+    start_ray(RayInitConfig(num_cpus=2, object_store_memory_mb=128), run_id="test")
     yield
     stop_ray()
 
 
-@pytest.fixture(params=["inline", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")

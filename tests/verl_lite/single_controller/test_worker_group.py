@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tests.verl_lite.single_controller.workers import (
     Collective,
     Counter,
     Neighbour,
+    OddError,
     TensorParallel,
 )
 from verl_lite.protocol import DataProto, DataProtoFuture
@@ -27,21 +28,22 @@ from verl_lite.single_controller import (
     start_service,
 )
 
-Make = Callable[..., WorkerGroup]
+WORLD_SIZE = 4
+Groups = dict[str, WorkerGroup]
 
 
-@pytest.fixture
-def make(backend: str) -> Iterator[Make]:
-    groups = []
-
-    def make_one(cls: type, world_size: int, *args, **kwargs) -> WorkerGroup:
-        recipe = ClassWithInitArgs(cls, *args, **kwargs)
-        pool = ResourcePool([world_size], cpus_per_process=0.5)
-        groups.append(create_worker_groups(backend, pool, {"only": recipe})["only"])
-        return groups[-1]
-
-    yield make_one
-    for group in groups:
+@pytest.fixture(scope="module")
+def groups(backend: str) -> Iterator[Groups]:
+    """All roles in the same four slots."""
+    roles = {
+        "calculator": ClassWithInitArgs(Calculator, offset=5),
+        "neighbour": ClassWithInitArgs(Neighbour),
+        "mesh": ClassWithInitArgs(TensorParallel),
+        "collective": ClassWithInitArgs(Collective),
+    }
+    made = create_worker_groups(backend, ResourcePool([WORLD_SIZE], cpus_per_process=0.25), roles)
+    yield made
+    for group in made.values():
         group.shutdown()
 
 
@@ -51,21 +53,23 @@ def batch(rows: int) -> DataProto:
     return DataProto.from_dict({"x": x, "response_mask": mask}, {"name": [f"n{i}" for i in range(rows)]}, {"list": []})
 
 
-def test_every_mode(make: Make) -> None:
-    group = make(Calculator, 2, offset=5)
-    assert group.world_size == 2
+def test_every_mode(groups: Groups) -> None:
+    group = groups["calculator"]
+    assert group.world_size == WORLD_SIZE
     # a list of length world_size is one argument, not one entry per rank
-    assert group.whoami([1, 2], key=(3, 4)) == [(r, 2, "only", ([1, 2],), {"key": (3, 4)}) for r in range(2)]
-    assert group.echo([7, 8]) == [(0, [7, 8]), (1, [7, 8])]
-    assert group.echo(PerRank([7, 8])) == [(0, 7), (1, 8)]
+    numbers = [1, 2, 3, 4]
+    expected = [(r, 4, "calculator", (numbers,), {"key": (3, 4)}) for r in range(4)]
+    assert group.whoami(numbers, key=(3, 4)) == expected
+    assert group.echo(numbers) == [(r, numbers) for r in range(4)]
+    assert group.echo(PerRank(numbers)) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert group.only_zero("v") == (0, "v")
     assert group.executed_on_zero() == 0
-    assert group.from_lists([1, 2], b=[10, 20]) == [11, 22]
-    assert group.weighted([1, 10]) == 10 * 1 + 1 * 2
-    assert group.asynchronous() == [0, 1]
-    assert group.execute_all_sync("whoami")[1][:3] == (1, 2, "only")
+    assert group.from_lists(numbers, b=[10, 20, 30, 40]) == [11, 22, 33, 44]
+    assert group.weighted(numbers) == 4 * 1 + 3 * 2 + 2 * 3 + 1 * 4
+    assert group.asynchronous() == [0, 1, 2, 3]
+    assert group.execute_all_sync("whoami")[1][:3] == (1, 4, "calculator")
     assert group.execute_rank_zero_sync("echo", 4) == (0, 4)
-    assert group.object_of(batch(4)) == [6.0, 6.0]
+    assert group.object_of(batch(4)) == [6.0] * 4
     with pytest.raises(ValueError, match="one entry per rank"):
         group.from_lists([1, 2, 3], b=[1, 2])
     with pytest.raises(ValueError, match="PerRank has 3 entries"):
@@ -74,20 +78,19 @@ def test_every_mode(make: Make) -> None:
         group.no_such_method()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7])
-def test_batches_of_any_size(make: Make, rows: int) -> None:
-    world_size = 3
-    group = make(Calculator, world_size)
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+def test_batches_of_any_size(groups: Groups, rows: int) -> None:
+    group = groups["calculator"]
     data = batch(rows)
     before = copy.deepcopy(data)
     result = group.add(data, amount=100.0)
-    assert torch.equal(result.batch["y"], torch.arange(rows) + 100.0)
+    assert torch.equal(result.batch["y"], torch.arange(rows) + 105.0)
     assert list(result.batch.keys()) == ["y"]  # the column that only the dispatch needed is gone
-    per_rank = -(-rows // world_size)
-    assert result.meta_info["metrics"] == {"rows": [per_rank] * world_size, "rank": [0, 1, 2]}
+    per_rank = -(-rows // WORLD_SIZE)
+    assert result.meta_info["metrics"] == {"rows": [per_rank] * WORLD_SIZE, "rank": [0, 1, 2, 3]}
     counted = group.count(data)
     assert sum(c["tokens"] for c in counted) == rows * 9
-    assert sum(c["padding"] for c in counted) == world_size * per_rank - rows
+    assert sum(c["padding"] for c in counted) == WORLD_SIZE * per_rank - rows
     assert group.three_each(data).batch["x"].tolist() == [i for i in range(rows) for _ in range(3)]
     assert set(data.batch.keys()) == {"x", "response_mask"} and data.meta_info == {"list": []}
     assert torch.equal(data.batch["x"], before.batch["x"])
@@ -95,8 +98,8 @@ def test_batches_of_any_size(make: Make, rows: int) -> None:
     assert np.array_equal(data.non_tensor_batch["name"], before.non_tensor_batch["name"])
 
 
-def test_wrong_arguments(make: Make) -> None:
-    group = make(Calculator, 2)
+def test_wrong_arguments(groups: Groups) -> None:
+    group = groups["calculator"]
     with pytest.raises(TypeError, match="DataProto"):
         group.add(3)
     with pytest.raises(ValueError, match=r"same number of rows.*\[4, 6\]"):
@@ -105,14 +108,14 @@ def test_wrong_arguments(make: Make) -> None:
         group.not_a_batch(batch(4))
 
 
-@pytest.mark.parametrize("rows", [6, 5])
-def test_futures_as_results_and_arguments(make: Make, rows: int) -> None:
-    group = make(Calculator, 2)
+@pytest.mark.parametrize("rows", [8, 5])
+def test_futures_as_results_and_arguments(groups: Groups, rows: int) -> None:
+    group = groups["calculator"]
     future = group.later(batch(rows))
     assert isinstance(future, DataProtoFuture)
-    assert future.padded == (rows % 2 == 1)
+    assert future.padded == (rows % WORLD_SIZE > 0)
     result = group.add(batch(rows), other=future)
-    assert result.batch["y"].tolist() == [11.0 * i for i in range(rows)]
+    assert result.batch["y"].tolist() == [11.0 * i + 5 for i in range(rows)]
     assert future.get().batch["z"].tolist() == [10.0 * i for i in range(rows)]
     assert future.get() is future.get()
     assert group.whoami(blocking=False).get()[1][0] == 1
@@ -121,8 +124,8 @@ def test_futures_as_results_and_arguments(make: Make, rows: int) -> None:
         failing.get()
 
 
-def test_mesh(make: Make) -> None:
-    group = make(TensorParallel, 4)
+def test_mesh(groups: Groups) -> None:
+    group = groups["mesh"]
     data = batch(5)
     data.meta_info["step"] = 3
     result = group.mark(data)
@@ -133,66 +136,61 @@ def test_mesh(make: Make) -> None:
         group.unknown(data)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("value", ValueError), ("odd", None)])
-def test_exceptions_arrive_as_they_were_raised(make: Make, backend: str, kind: str, expected: type | None) -> None:
-    from tests.verl_lite.single_controller.workers import OddError
-
-    group = make(Calculator, 2)
-    expected = expected or (OddError if backend == "inline" else RuntimeError)
-    with pytest.raises(expected) as caught:
-        group.fail_on(1, kind)
-    assert type(caught.value) is expected
+def test_exceptions_arrive_as_they_were_raised(groups: Groups, backend: str) -> None:
+    group = groups["calculator"]
+    with pytest.raises(ValueError, match="bad luck on 1") as caught:
+        group.fail_on(1)
+    assert type(caught.value) is ValueError
     notes = "\n".join(caught.value.__notes__)
-    assert "raised in only, rank 1, fail_on" in notes
-    assert ("bad luck on 1" if kind == "value" else "odd (7)") in str(caught.value)
+    assert "raised in calculator, rank 1, fail_on" in notes
     if backend == "ray":
         assert "workers.py" in notes and "in fail_on" in notes
-    assert group.fail_on(-1) == ["fine", "fine"]  # the group lives on: every rank had come back
+    with pytest.raises(OddError if backend == "inline" else RuntimeError, match=r"odd \(7\)"):
+        group.fail_on(2, "odd")  # cannot be unpickled
+    assert group.fail_on(-1) == ["fine"] * 4  # the group lives on: every rank had come back
 
 
-def test_constructor_errors_surface_at_construction(make: Make) -> None:
+def test_colocated_roles_share_a_process(groups: Groups) -> None:
+    assert groups["calculator"].process() == groups["neighbour"].process()
+    assert groups["neighbour"].neighbours_offset() == [5] * 4
+    assert groups["neighbour"].neighbours_offset.__name__ == "neighbours_offset"
+
+
+def test_process_group(groups: Groups, backend: str) -> None:
+    if backend == "ray":
+        assert groups["collective"].sum_of_ranks() == [0 + 1 + 2 + 3] * 4
+        return
+    with pytest.raises(ValueError, match="n_gpus_per_node=1"):  # one process cannot be four ranks
+        groups["collective"].sum_of_ranks()
+    alone = create_worker_groups("inline", ResourcePool([1]), {"c": ClassWithInitArgs(Collective)})["c"]
+    assert alone.sum_of_ranks() == [0.0]
+    alone.shutdown()
+    assert not torch.distributed.is_initialized()
+
+
+def test_constructor_errors_surface_at_construction(backend: str) -> None:
     with pytest.raises(KeyError, match="no such thing on rank 1") as caught:
-        make(Calculator, 2, broken_rank=1)
+        recipe = ClassWithInitArgs(Calculator, broken_rank=1)
+        create_worker_groups(backend, ResourcePool([2], cpus_per_process=0.25), {"only": recipe})
     assert "raised in only, rank 1, its constructor" in caught.value.__notes__
 
 
-def test_colocated_roles_share_a_process(backend: str) -> None:
-    roles = {"calculator": ClassWithInitArgs(Calculator, 42), "neighbour": ClassWithInitArgs(Neighbour)}
-    groups = create_worker_groups(backend, ResourcePool([2], cpus_per_process=0.5), roles)
-    assert groups["calculator"].process() == groups["neighbour"].process()
-    assert groups["neighbour"].neighbours_offset() == [42, 42]
-    assert groups["calculator"].whoami()[0][2] == "calculator"
-    for group in groups.values():
-        group.shutdown()
-
-
-def test_process_group(make: Make, backend: str) -> None:
-    world_size = 1 if backend == "inline" else 2
-    assert make(Collective, world_size).sum_of_ranks() == [sum(range(world_size))] * world_size
-
-
-def test_inline_has_room_for_one_rank_of_torch_distributed() -> None:
-    group = create_worker_groups("inline", ResourcePool([2]), {"c": ClassWithInitArgs(Collective)})["c"]
-    with pytest.raises(ValueError, match="n_gpus_per_node=1"):
-        group.sum_of_ranks()
-    group.shutdown()
-
-
-def test_service(make: Make, backend: str) -> None:
+def test_service(backend: str) -> None:
     with pytest.raises(ValueError, match="not be negative, found -1"):
         start_service(backend, ClassWithInitArgs(Counter, -1))
     service = start_service(backend, ClassWithInitArgs(Counter, 100))
     service.send("add", 1)
     assert service.call("value") == 101
-    client = make(Client, 2, service)
-    client.add(10)
-    assert service.call("value") == 121
+    pool = ResourcePool([1], cpus_per_process=0.25)
+    client = create_worker_groups(backend, pool, {"client": ClassWithInitArgs(Client, service)})["client"]
+    assert client.add(10) == [111]
     service.send("fail", "lost one")
     with pytest.raises(LookupError, match="lost one"):
         service.call("value")
-    assert service.call("value") == 121
+    assert service.call("value") == 111
     with pytest.raises(LookupError, match="direct"):
         service.call("fail", "direct")
+    client.shutdown()
     service.stop()
 
 

@@ -1,0 +1,103 @@
+"""What happens with Ray when something dies: a rank, or the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.verl_lite.single_controller.workers import Calculator, Collective
+from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, WorkerDiedError, create_worker_groups
+from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[3]
+POOL = ResourcePool([2], cpus_per_process=0.25)
+
+DRIVER = """
+import json, os, sys, time
+from verl_lite.config import RayInitConfig
+from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
+from verl_lite.single_controller.ray_cluster import start_ray
+from tests.verl_lite.single_controller.workers import Calculator
+
+start_ray(RayInitConfig(num_cpus=1, object_store_memory_mb=100), run_id="r")
+import ray
+from verl_lite.single_controller import ray_cluster
+group = create_worker_groups("ray", ResourcePool([1]), {"c": ClassWithInitArgs(Calculator)})["c"]
+print(json.dumps({"token": ray_cluster._cluster.token, "folder": ray_cluster._cluster.folder,
+                  "address": ray.get_runtime_context().gcs_address, "workers": group.process()}), flush=True)
+how = sys.argv[1]
+if how == "wait":
+    time.sleep(600)
+if how == "raise":
+    raise RuntimeError("the driver fails")
+"""
+
+
+def start_driver(how: str, cwd: Path, **env: str) -> tuple[subprocess.Popen[str], dict]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, how],
+        cwd=cwd,  # workers must find the packages although they are not here
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(cwd)} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())
+
+
+def leftovers(facts: dict) -> list:
+    marked = marked_processes(RUN_MARK, facts["token"]) + marked_processes(CLUSTER_MARK, facts["token"])
+    return marked + [facts["folder"]] * Path(facts["folder"]).exists()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("how", "expected"), [("raise", LookupError), ("die", WorkerDiedError)])
+def test_driver_does_not_wait_for_ranks_that_wait(how: str, expected: type[Exception], tmp_path: Path) -> None:
+    recipe = {"c": ClassWithInitArgs(Collective), "d": ClassWithInitArgs(Calculator)}
+    groups = create_worker_groups("ray", POOL, recipe, log_dir=tmp_path, env={"FLAG": "up", "OMP_NUM_THREADS": "1"})
+    assert groups["d"].environment("FLAG") == ["up", "up"]
+    assert groups["d"].environment("OMP_NUM_THREADS") == ["1", "1"]
+    groups["d"].say("good morning")
+    log = (tmp_path / "c+d-1.log").read_text()
+    assert "good morning" in log and "child says good morning" in log
+    started = time.monotonic()
+    with pytest.raises(expected) as caught:
+        groups["c"].fail_before_collective(1, how)
+    assert time.monotonic() - started < 30  # the collective itself would wait for 60 s
+    assert type(caught.value) is expected
+    if how == "die":
+        assert "c rank 1 died in fail_before_collective" in str(caught.value)
+        assert "good morning" in "".join(caught.value.__notes__)  # the end of its log
+    with pytest.raises(WorkerDiedError, match="the workers were ended"):
+        groups["d"].process()
+
+
+def test_more_workers_than_room(ray_cluster: None) -> None:
+    with pytest.raises(RuntimeError, match="3 workers need 3 CPU, the cluster has 2: lower trainer.n_gpus_per_node"):
+        create_worker_groups("ray", ResourcePool([3]), {"c": ClassWithInitArgs(Calculator)})
+
+
+def test_private_clusters_and_their_end(tmp_path: Path) -> None:
+    killed, first = start_driver("wait", tmp_path)
+    raising, second = start_driver("raise", tmp_path, RAY_ADDRESS=first["address"])  # not joined: nobody asked to
+    assert first["address"] != second["address"] and first["folder"] != second["folder"]
+    assert raising.wait(60) == 1
+    assert not leftovers(second)
+    assert set(first["workers"]) <= set(leftovers(first))  # undisturbed by the end of the other
+    assert not (tmp_path / ".ray").exists()  # no token in the home folder
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    deadline = time.monotonic() + 30
+    while leftovers(first) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not leftovers(first)
