@@ -11,6 +11,7 @@ torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import uuid
@@ -214,7 +215,7 @@ def _prepare_process(device: torch.device) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     # its warnings at start are about defaults that this file chose (eager, in process, no tcmalloc)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
     if device.type == "cpu":
         import torch._dynamo
