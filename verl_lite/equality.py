@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 
 def same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
@@ -18,7 +17,7 @@ def same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool
     seen = seen | {(id(a), id(b))}
     if isinstance(a, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, TensorDict | dict):
+    if hasattr(a, "keys"):  # dict, TensorDict
         return set(a.keys()) == set(b.keys()) and all(same(a[name], b[name], seen) for name in a.keys())
     if isinstance(a, np.ndarray):
         if a.shape != b.shape or a.dtype != b.dtype:

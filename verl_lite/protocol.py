@@ -13,14 +13,16 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_lite import wire
 from verl_lite.equality import same
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Index = slice | list[int] | list[bool] | np.ndarray | torch.Tensor
 
@@ -80,7 +82,7 @@ class DataProto:
         sizes = {name: value.shape[0] if value.ndim else -1 for name, value in (tensors or {}).items()}
         if len(set(sizes.values())) > 1 or -1 in sizes.values():
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
-        batch = TensorDict(dict(tensors.items()), batch_size=[next(iter(sizes.values()))]) if tensors else None
+        batch = tensor_dict(dict(tensors.items()), next(iter(sizes.values()))) if tensors else None
         arrays = {name: as_column(value) for name, value in (non_tensors or {}).items()}
         return cls(batch, arrays, copy_meta(meta_info or {}))  # type: ignore[arg-type]
 
@@ -104,7 +106,7 @@ class DataProto:
                 arrays[name] = value.copy()
             else:
                 tensors[name] = value
-        batch = TensorDict(tensors, batch_size=[packed.rows]) if packed.meta["has_batch"] else None
+        batch = tensor_dict(tensors, packed.rows) if packed.meta["has_batch"] else None
         return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))  # type: ignore[arg-type]
 
     @classmethod
@@ -130,7 +132,7 @@ class DataProto:
         return wire.pack(tensors, objects, meta, len(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_packed, (type(self), self.pack())
+        return type(self).from_packed, (self.pack(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         batch = None if self.batch is None else self.batch.clone()
@@ -171,8 +173,9 @@ class DataProto:
         batch = self.batch
         if batch is not None:
             batch = batch.select(*batch_keys) if batch_keys is not None else batch.copy()
-        arrays = {k: v for k, v in self.non_tensor_batch.items() if _wanted(k, non_tensor_batch_keys)}
-        meta = {k: v for k, v in self.meta_info.items() if _wanted(k, meta_info_keys)}
+        wanted, facts = non_tensor_batch_keys, meta_info_keys
+        arrays = {k: v for k, v in self.non_tensor_batch.items() if wanted is None or k in wanted}
+        meta = {k: v for k, v in self.meta_info.items() if facts is None or k in facts}
         result = type(self)(batch, arrays, copy_meta(meta))
         return copy.deepcopy(result) if deepcopy else result
 
@@ -272,7 +275,7 @@ class DataProto:
             return self.select()
         padded = self.select_idxs(list(range(rows)) + [0] * missing)
         if padded.batch is None:
-            padded.batch = TensorDict({}, batch_size=[rows + missing])
+            padded.batch = tensor_dict({}, rows + missing)
         if "is_padding" not in padded.batch.keys():
             device = next((value.device for value in padded.batch.values()), None)
             padded.batch["is_padding"] = torch.zeros(rows + missing, dtype=torch.bool, device=device)
@@ -419,6 +422,13 @@ def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
+def tensor_dict(tensors: dict[str, Any], rows: int) -> TensorDict:
+    """Columns of `rows` rows. tensordict is imported here: it takes 4 s of CPU, which many processes never need."""
+    from tensordict import TensorDict
+
+    return TensorDict(tensors, batch_size=[rows])
+
+
 def as_column(values: Any) -> np.ndarray:
     """One array entry per row. Lists become object arrays: equal-length lists do not collapse into a matrix."""
     if isinstance(values, np.ndarray):
@@ -491,11 +501,3 @@ def copy_meta(value: Any) -> Any:
     if type(value) is list:
         return [copy_meta(entry) for entry in value]
     return value
-
-
-def _wanted(name: str, names: Sequence[str] | None) -> bool:
-    return names is None or name in names
-
-
-def _from_packed(cls: type[DataProto], packed: wire.Packed) -> DataProto:
-    return cls.from_packed(packed)

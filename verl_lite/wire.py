@@ -11,6 +11,7 @@ band), which Ray's object store hands over without a copy. Tensors arrive on the
 from __future__ import annotations
 
 import pickle
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ class Packed:
         """The part of the message that all slices of a batch share."""
         if self._schema is None:
             plain = ([tuple(layout) for layout in self.layouts], [tuple(column) for column in self.columns])
-            self._schema = pickle.dumps(plain, protocol=5)
+            self._schema = zlib.compress(pickle.dumps(plain, protocol=5))
         return self._schema
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -291,12 +292,12 @@ class _Packer:
         for number in candidates:
             fitting = self._fit(column._replace(layout=number), matrix)
             if fitting is not None:
-                return self._flatten(fitting, matrix)
+                return self._flatten(*fitting)
         if name not in ("attention_mask", "response_mask"):  # their own layout is among the candidates
             number = self._own_layout(_values(matrix, self.tensors[name].dtype))
             fitting = self._fit(column._replace(layout=number), matrix)
             if fitting is not None and self.spans[number].length.sum() <= _WORTH_PACKING * matrix.size:
-                return self._flatten(fitting, matrix)
+                return self._flatten(*fitting)
         self.values[name] = array
         return column
 
@@ -317,16 +318,16 @@ class _Packer:
                             return column._replace(kind=kind, layout=number)
         return None
 
-    def _fit(self, column: Column, matrix: np.ndarray) -> Column | None:
-        """The column with its fill, or signed, if its layout leaves out nothing else; None if it does."""
+    def _fit(self, column: Column, matrix: np.ndarray) -> tuple[Column, np.ndarray] | None:
+        """The column with its fill, or signed, and its values, if the layout leaves out nothing else; else None."""
         span, width = self.spans[column.layout], matrix.shape[1]
         outside = matrix.size - int(span.length.sum())
-        if outside == 0:
-            return column
         inside = self._gather(matrix, column.layout)
+        if outside == 0:
+            return column, inside
         others = np.count_nonzero(matrix) - np.count_nonzero(inside)  # outside the layout and not 0
         if others == 0:
-            return column
+            return column, inside
         row = int(np.argmax(span.length < width))
         fill = int(matrix[row, 0 if span.start[row] > 0 or span.length[row] == 0 else span.length[row]])
         negative_zero = -1 << (8 * matrix.itemsize - 1)
@@ -335,10 +336,10 @@ class _Packer:
         where = matrix == fill
         found = np.count_nonzero(where) - np.count_nonzero(inside == fill)
         if found == outside:
-            return column._replace(fill=fill)
+            return column._replace(fill=fill), inside
         if found == others and fill == negative_zero and self.tensors[column.name].is_floating_point():
             self.signs[column.name] = np.packbits(where, axis=1)
-            return column._replace(signed=True)
+            return column._replace(signed=True), inside
         return None
 
     def _gather(self, matrix: np.ndarray, number: int) -> np.ndarray:
@@ -346,9 +347,8 @@ class _Packer:
             self.indices[number] = self.spans[number].indices(matrix.shape[1])
         return matrix.reshape(-1).take(self.indices[number])
 
-    def _flatten(self, column: Column, matrix: np.ndarray) -> Column:
+    def _flatten(self, column: Column, inside: np.ndarray) -> Column:
         """The values inside the layout, in as few bytes as their type and range allow."""
-        inside = self._gather(matrix, column.layout)
         if column.dtype in ("int64", "bool") and inside.size:
             low, high = int(inside.min()), int(inside.max())
             if column.fill == 0 and low == high == 1:
@@ -365,7 +365,7 @@ class _Packer:
 
 def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any], meta: dict[str, Any]) -> Packed:
     """The inverse of `Packed.__reduce__`; arrays are views of `buffer`."""
-    plain_layouts, plain_columns = pickle.loads(schema)
+    plain_layouts, plain_columns = pickle.loads(zlib.decompress(schema))
     layouts = [Layout(*plain) for plain in plain_layouts]
     columns = [Column(*plain) for plain in plain_columns]
     end = 0
@@ -418,7 +418,7 @@ def _positions(span: Span, width: int, *, hold: bool) -> np.ndarray:
     counted = np.arange(width)[None, :] - span.start[:, None]
     last = np.maximum(span.length - 1, 0)[:, None]
     if hold:
-        return np.clip(counted, 0, last)
+        return np.minimum(np.maximum(counted, 0, out=counted), last, out=counted)
     return np.where((counted < 0) | (counted > last), 0, counted)
 
 

@@ -19,6 +19,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError
 
+from verl_lite.protocol import tensor_dict
 from verl_lite.single_controller.ray_cluster import worker_env
 from verl_lite.single_controller.ray_resource_pool import RayResourcePool
 from verl_lite.single_controller.resource_pool import ResourcePool
@@ -40,6 +41,7 @@ class SlotProcess:
     def __init__(self, log_file: str | None) -> None:
         if log_file is not None:
             redirect_output(log_file)
+        tensor_dict({}, 0)  # imports what the first batch would otherwise wait for
 
     def open_store(self) -> tuple[str, int]:
         """Address of the store that this process opened and holds."""

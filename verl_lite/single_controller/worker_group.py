@@ -89,6 +89,8 @@ class WorkerGroup:
         for name in dir(cls):
             registration = getattr(getattr(cls, name, None), REGISTRATION, None)
             if isinstance(registration, Registration):
+                if hasattr(WorkerGroup, name):
+                    raise ValueError(f"{cls.__name__}.{name} cannot be registered: worker groups use that name")
                 self.methods.append(name)
                 setattr(self, name, self._bind(name, registration))
 

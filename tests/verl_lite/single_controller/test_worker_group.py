@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,12 +23,18 @@ from tests.verl_lite.single_controller.workers import (
 from verl_lite.protocol import DataProto, DataProtoFuture
 from verl_lite.single_controller import (
     ClassWithInitArgs,
+    Dispatch,
+    Execute,
     PerRank,
     ResourcePool,
+    Worker,
     WorkerGroup,
     create_worker_groups,
+    register,
+    register_dispatch_mode,
     start_service,
 )
+from verl_lite.single_controller.local_worker_group import LocalTransport
 
 WORLD_SIZE = 4
 Groups = dict[str, WorkerGroup]
@@ -197,3 +205,47 @@ def test_service(backend: str) -> None:
 def test_unknown_backend() -> None:
     with pytest.raises(ValueError, match="trainer.backend='horovod'.*ray.*inline"):
         create_worker_groups("horovod", ResourcePool([1]), {"c": ClassWithInitArgs(Calculator)})
+
+
+def test_peers_share_one_copy_and_a_broadcast_is_stored_once() -> None:
+    class Counting(LocalTransport):
+        shared = 0
+
+        def share(self, value: object) -> object:
+            Counting.shared += 1
+            return super().share(value)
+
+    recipe = ClassWithInitArgs(TensorParallel)
+    group = WorkerGroup("mesh", TensorParallel, Counting(ResourcePool([4]), {"mesh": recipe}))
+    group.mark(batch(4))
+    assert Counting.shared == 2  # two parts for four ranks
+    Counting.shared = 0
+    group.execute_all_sync("mesh_info")
+    assert Counting.shared == 0
+    calculators = Counting(ResourcePool([3]), {"c": ClassWithInitArgs(Calculator)})
+    WorkerGroup("c", Calculator, calculators).object_of(batch(4))
+    assert Counting.shared == 1
+
+
+def test_names_that_groups_use_themselves_are_refused() -> None:
+    class Clash(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def shutdown(self) -> None: ...
+
+    with pytest.raises(ValueError, match="Clash.shutdown"):
+        create_worker_groups("inline", ResourcePool([1]), {"c": ClassWithInitArgs(Clash)})
+
+
+def test_register_checks_its_arguments() -> None:
+    with pytest.raises(ValueError, match="would lose all parts but the first"):
+        register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, execute_mode=Execute.RANK_ZERO)
+    with pytest.raises(TypeError, match="dispatch_mode must be"):
+        register(dispatch_mode="ONE_TO_ALL")
+    with pytest.raises(ValueError, match="'ONE_TO_ALL' exists"):
+        register_dispatch_mode("ONE_TO_ALL", lambda group: [], lambda group, answers: answers)
+
+
+def test_importing_needs_no_ray() -> None:
+    code = "import sys; sys.modules['ray'] = None; import verl_lite.single_controller as c; "
+    code += "assert c.create_worker_groups and 'tensordict' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
