@@ -6,6 +6,7 @@ project takes a `torch.device` and works on both.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import random
@@ -122,6 +123,20 @@ def empty_cache(device: torch.device) -> None:
     """Gives cached device memory back (CUDA only)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def keep_freed_memory(device: torch.device, mapped_bytes: int = 256 << 20, kept_bytes: int = 1 << 30) -> None:
+    """On a CPU: lets the C library keep freed memory for the next tensor instead of returning it to the system.
+
+    Otherwise each tensor above 128 KiB may be mapped anew and its pages cleared by the kernel on first touch, which
+    costs as much as the arithmetic on it (10% of an update of a 1M-parameter model). Allocations from mapped_bytes on
+    are mapped as before; up to kept_bytes stay with the process. Does nothing where the C library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
+    if mallopt is not None:
+        mmap_threshold, trim_threshold = -3, -1  # glibc's names for the two settings
+        mallopt(mmap_threshold, mapped_bytes)
+        mallopt(trim_threshold, kept_bytes)
 
 
 def seed_everything(seed: int) -> None:

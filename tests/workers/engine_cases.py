@@ -47,7 +47,8 @@ class Batch:
 
 
 def ragged_batch(batch: Batch) -> DataProto:
-    """Random prompts (left-padded) and responses (right-padded), with a hole in one response_mask and no-weight rows."""
+    """Random prompts (left-padded) and responses (right-padded), with a hole in one response_mask and no-weight
+    rows."""
     generator = np.random.default_rng(batch.seed)
     ids = torch.zeros(batch.rows, PROMPT + RESPONSE, dtype=torch.long)
     attention = torch.zeros_like(ids)

@@ -1,7 +1,8 @@
-"""A few processes that form a gloo group and run functions together: `Ranks(2).run(function, *args)` -> one result a rank.
+"""A few processes that form a gloo group and run functions together: `Ranks(2).run(function, *args)` -> one result a
+rank.
 
-The processes stay for many calls, because starting one (importing torch and transformers) takes seconds. Functions must be
-importable (module level), and what they return must pickle; tensors travel as numpy arrays.
+The processes stay for many calls, because starting one (importing torch and transformers) takes seconds. Functions
+must be importable (module level), and what they return must pickle; tensors travel as numpy arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(*args) on every rank at once. Raises RuntimeError with a rank's traceback, or if one does not answer."""
+        """function(*args) on every rank at once. Raises RuntimeError with a rank's traceback, or if one does not
+        answer."""
         for connection in self.connections:
             connection.send((function, args))
         results = []

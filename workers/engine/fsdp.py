@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
-from verl_lite.device import compute_dtype, dist_backend, empty_cache
+from verl_lite.device import compute_dtype, dist_backend, empty_cache, keep_freed_memory
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.engine import checkpoint
@@ -59,6 +59,7 @@ class FSDPEngine:
         self.device, self.total_training_steps = device, total_training_steps
         self.scheduler_step = 0
         self.param_dtype = compute_dtype(fsdp_config.mixed_precision.param_dtype, device)
+        keep_freed_memory(device)
         ensure_process_group(device)
         self.mesh = shard_mesh(device, fsdp_config.fsdp_size)
         torch.manual_seed(seed)
@@ -258,9 +259,7 @@ def shard_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     if fsdp_size == 0 or world % fsdp_size:
         divisors = [size for size in range(1, world + 1) if world % size == 0]
-        raise ValueError(
-            f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({world} ranks)"
-        )
+        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({world} ranks)")
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
