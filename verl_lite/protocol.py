@@ -342,10 +342,7 @@ class DataProto:
         if len(self) % mini_batch_size:
             raise BatchError(f"{len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}")
         generator = torch.Generator()
-        if seed is not None:
-            generator.manual_seed(seed)
-        else:
-            generator.seed()
+        generator.seed() if seed is None else generator.manual_seed(seed)
         shuffle = (dataloader_kwargs or {}).get("shuffle", False)
         for _ in range(epochs):
             order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))
@@ -486,11 +483,10 @@ def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    for meta in metas:
-        for name, value in meta.items():
-            if name in merged and merged[name] is not value and not same(merged[name], value):
-                raise BatchError(f"Conflicting values for meta_info key {name!r}: {merged[name]!r} and {value!r}")
-            merged[name] = value
+    for name, value in (item for meta in metas for item in meta.items()):
+        if name in merged and merged[name] is not value and not same(merged[name], value):
+            raise BatchError(f"Conflicting values for meta_info key {name!r}: {merged[name]!r} and {value!r}")
+        merged[name] = value
     return copy_meta(merged)
 
 
