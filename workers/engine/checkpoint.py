@@ -101,6 +101,8 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
     if missing.unexpected_keys:
         raise UserError(f"checkpoint {path!r}: tensors that its config has no place for: {missing.unexpected_keys[:5]}")
     network.tie_weights()
+    if (folder / "generation_config.json").is_file():  # else save_pretrained writes one made from the config
+        network.generation_config = GenerationConfig.from_pretrained(folder)
     network.save_pretrained(folder)
 
 

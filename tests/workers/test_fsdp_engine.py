@@ -1,0 +1,241 @@
+"""The training engine: log-probs equal those of transformers, ranks equal one process, checkpoints fit any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.tiny_model import tiny_qwen2
+from tests.workers.engine_cases import (
+    CPU,
+    PROMPT,
+    Batch,
+    Case,
+    build_engine,
+    log_probs,
+    loss_fn,
+    planned,
+    ragged_batch,
+    trained,
+)
+from tests.workers.ranks import Ranks
+from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
+from verl_lite.errors import UserError
+from verl_lite.metrics import combine
+from workers.engine.checkpoint import export
+from workers.engine.fsdp import FSDPEngine
+
+BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def tied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("tied"), hidden=32, heads=4, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def plain_log_probs(path: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_probs and entropys (B, R) by the padded forward of transformers, in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    data = ragged_batch(BATCH).batch
+    inputs = {name: data[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    with torch.no_grad():
+        distribution = (model(**inputs).logits[:, PROMPT - 1 : -1] / 0.7).log_softmax(-1)
+    log_p = distribution.gather(2, data["responses"].unsqueeze(2)).squeeze(2)
+    entropy = -(distribution.exp() * distribution).sum(2)
+    return log_p * data["response_mask"], entropy * data["response_mask"]
+
+
+@pytest.mark.parametrize("case", [Case(), Case(max_token_len=20), Case(packed=False), Case(chunk_tokens=3)])
+def test_infer_equals_transformers(path: str, case: Case) -> None:
+    expected = plain_log_probs(path)
+    _, plan = planned(ragged_batch(BATCH), case)
+    outputs = {name: torch.from_numpy(value) for name, value in log_probs(path, BATCH, case).items()}
+    for name, wanted in zip(("log_probs", "entropys"), expected, strict=True):
+        rows = torch.zeros_like(wanted, dtype=torch.float32)
+        rows[plan.order[~plan.is_padding]] = outputs[name][~plan.is_padding]
+        assert (rows - wanted).abs().max() < 1e-5
+
+
+def test_infer_on_two_ranks_equals_transformers(path: str, two_ranks: Ranks) -> None:
+    expected = plain_log_probs(path)
+    results = two_ranks.run(log_probs, path, BATCH, Case(max_token_len=25))
+    plan = two_ranks.run(plan_of_two, BATCH, Case(max_token_len=25))[0]
+    for name, wanted in zip(("log_probs", "entropys"), expected, strict=True):
+        found = np.concatenate([result[name] for result in results])
+        rows = np.zeros(wanted.shape, dtype=np.float32)
+        rows[plan.order[~plan.is_padding]] = found[~plan.is_padding]
+        assert np.abs(rows - wanted.numpy()).max() < 1e-5
+        assert not found[plan.is_padding].any()
+
+
+def plan_of_two(batch: Batch, case: Case) -> Any:
+    return planned(ragged_batch(batch), case)[1]
+
+
+def assert_equal_parameters(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= tolerance, name
+
+
+def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: Ranks) -> None:
+    """Six optimizer steps with lr 1e-3 move parameters by up to 6e-3; ranks agree within 2e-6."""
+    for model in (path, tied_path):
+        alone = trained(model, BATCH, Case(), steps=3)
+        start = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
+        moved = max(np.abs(value - start[name].detach().numpy()).max() for name, value in alone["parameters"].items())
+        assert moved > 1e-3
+        for case in (Case(), Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9)):
+            for result in two_ranks.run(trained, model, BATCH, case, 3):
+                assert_equal_parameters(result["parameters"], alone["parameters"], 2e-6)
+
+
+def test_metrics_of_a_training_call(path: str) -> None:
+    engine = build_engine(path, Case(), OptimConfig(lr=1e-3, lr_warmup_steps=2))
+    data, _ = planned(ragged_batch(BATCH), Case(max_token_len=20), mini_batch_size=4)
+    mask = ragged_batch(BATCH).batch["response_mask"]
+    for lr in (5e-4, 1e-3, 1e-3):
+        metrics = combine([engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1)])
+        assert metrics["lr"].value == lr
+        assert metrics["tokens"].value == mask.sum()
+        assert metrics["grad_norm"].count == 3 and metrics["grad_norm"].value > 0
+    with pytest.raises(ValueError, match="planned for 1 epochs"):
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=2)
+
+
+def test_full_params_are_those_of_the_folder(path: str, tied_path: str, two_ranks: Ranks) -> None:
+    for model in (path, tied_path):
+        expected = {
+            name: value.detach() for name, value in AutoModelForCausalLM.from_pretrained(model).named_parameters()
+        }
+        for bucket_bytes in (1, 5000, 1 << 30):
+            engine = build_engine(model, Case())
+            found = dict(engine.full_params(bucket_bytes))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert not any(tensor.requires_grad for tensor in found.values())
+        for result in two_ranks.run(trained, model, BATCH, Case(), 0):  # buckets of 40 kB
+            assert_equal_parameters(result["parameters"], {k: v.numpy() for k, v in expected.items()}, 0.0)
+
+
+def test_checkpoint_on_two_ranks_continues_on_one(path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    """Two steps, then two more after a load, equal four at once: parameters, moments and schedule all came back."""
+    without_stop = trained(path, BATCH, Case(), steps=4)
+    saved = two_ranks.run(trained, path, BATCH, Case(), 2, str(tmp_path / "two"))[0]
+    continued = trained(path, BATCH, Case(), steps=2, load=str(tmp_path / "two"))
+    assert_equal_parameters(continued["parameters"], without_stop["parameters"], 2e-6)
+    assert [m["lr"] for m in continued["metrics"]] == [m["lr"] for m in without_stop["metrics"][2:]]
+    trained(path, BATCH, Case(), steps=2, save=str(tmp_path / "one"))
+    for result in two_ranks.run(trained, path, BATCH, Case(fsdp_size=1), 2, "", str(tmp_path / "one")):
+        assert_equal_parameters(result["parameters"], without_stop["parameters"], 2e-6)
+    assert np.abs(saved["parameters"]["lm_head.weight"] - continued["parameters"]["lm_head.weight"]).max() > 1e-4
+
+
+def test_loading_on_the_same_number_of_ranks_is_exact(path: str, tmp_path: Path) -> None:
+    without_stop = trained(path, BATCH, Case(), steps=4)
+    trained(path, BATCH, Case(), steps=2, save=str(tmp_path / "one"))
+    continued = trained(path, BATCH, Case(), steps=2, load=str(tmp_path / "one"))
+    assert_equal_parameters(continued["parameters"], without_stop["parameters"], 0.0)
+
+
+def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    tokens = torch.tensor([[3, 9, 30, 11]])
+    for name, model in (("plain", path), ("tied", tied_path)):
+        result = two_ranks.run(trained, model, BATCH, Case(), 1, str(tmp_path / name))[0]
+        export(str(tmp_path / name), str(tmp_path / f"{name}_exported"))
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_exported")
+        reference = AutoModelForCausalLM.from_pretrained(model)
+        with torch.no_grad():
+            before = reference(tokens).logits
+            for parameter_name, parameter in reference.named_parameters():
+                parameter.copy_(torch.from_numpy(result["parameters"][parameter_name]))
+            assert torch.equal(exported(tokens).logits, reference(tokens).logits)
+            assert (before - reference(tokens).logits).abs().max() > 1e-4
+        assert AutoTokenizer.from_pretrained(tmp_path / f"{name}_exported").encode("12 a")
+        assert GenerationConfig.from_pretrained(tmp_path / f"{name}_exported").eos_token_id == [2, 0]
+    export(str(tmp_path / "plain"), str(tmp_path / "half"), dtype="bf16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_checkpoint_on_two_ranks_continues_on_four(path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    without_stop = trained(path, BATCH, Case(), steps=4)
+    two_ranks.run(trained, path, BATCH, Case(), 2, str(tmp_path))
+    with Ranks(4) as four_ranks:
+        for case in (Case(), Case(fsdp_size=2)):
+            for result in four_ranks.run(trained, path, BATCH, case, 2, "", str(tmp_path)):
+                assert_equal_parameters(result["parameters"], without_stop["parameters"], 2e-6)
+
+
+def test_offload_changes_nothing(path: str) -> None:
+    """On a CPU moving is a no-op; the calls must still leave a working engine (the GPU test moves for real)."""
+    expected = trained(path, BATCH, Case(), steps=2)["parameters"]
+    optim = OptimConfig(lr=1e-3, eps=1e-3, lr_warmup_steps=3, lr_scheduler_type="cosine")
+    engine = build_engine(path, Case(), optim, param_offload=True, optimizer_offload=True)
+    data, _ = planned(ragged_batch(BATCH), Case(), mini_batch_size=4)
+    for _ in range(2):
+        engine.move_out()
+        engine.move_in()
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1)
+        engine.move_out_optimizer()
+        engine.move_in_params()
+    assert_equal_parameters({name: tensor.numpy() for name, tensor in engine.full_params()}, expected, 0.0)
+
+
+def test_forward_only_engine(path: str) -> None:
+    engine = FSDPEngine(
+        ModelConfig(path=path),
+        FSDPConfig(),
+        None,
+        device=CPU,
+        total_training_steps=0,
+        log_prob_chunk_tokens=16,
+        seed=0,
+        forward_only=True,
+    )
+    data, plan = planned(ragged_batch(BATCH), Case())
+    outputs = engine.infer(data, temperature=0.7, calculate_entropy=False)
+    assert outputs.keys() == {"log_probs"}
+    rows = torch.zeros_like(outputs["log_probs"])
+    rows[plan.order] = outputs["log_probs"]
+    assert (rows - plain_log_probs(path)[0]).abs().max() < 1e-5
+    assert not any(parameter.requires_grad for parameter in engine.policy.parameters())
+    with pytest.raises(ValueError, match="without an optimizer"):
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=False, epochs=1)
+
+
+def test_wrong_input_is_one_sentence(path: str, tmp_path: Path) -> None:
+    engine = build_engine(path, Case())
+    with pytest.raises(UserError, match="checkpoint"):
+        engine.load(str(tmp_path))
+    with pytest.raises(UserError, match="checkpoint"):
+        export(str(tmp_path), str(tmp_path / "out"))
+    with pytest.raises(UserError, match="model.path"):
+        build_engine(str(tmp_path / "missing"), Case())
+    with pytest.raises(UserError, match="override_config.hiden_size"):
+        FSDPEngine(
+            ModelConfig(path=path, override_config={"hiden_size": 3}),
+            FSDPConfig(),
+            OptimConfig(),
+            device=CPU,
+            total_training_steps=1,
+            log_prob_chunk_tokens=8,
+            seed=0,
+        )

@@ -1,0 +1,152 @@
+"""Packing: which tokens are kept, that they find their way back, and that sequences do not see each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.workers.engine_cases import PROMPT, RESPONSE, Batch, ragged_batch
+from workers.engine.packing import ModelInputs, PackedSequences, pack, packed_attention, pad
+
+
+def rows_of(*rows: tuple[list[int], list[int]], prompt: int = 4, response: int = 3) -> dict[str, torch.Tensor]:
+    """Columns from (prompt, response) token lists."""
+    ids = torch.zeros(len(rows), prompt + response, dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    for row, (asked, answered) in enumerate(rows):
+        ids[row, prompt - len(asked) : prompt + len(answered)] = torch.tensor(asked + answered)
+        attention[row, prompt - len(asked) : prompt + len(answered)] = 1
+    return {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "responses": ids[:, prompt:],
+        "response_mask": attention[:, prompt:].clone(),
+    }
+
+
+def test_kept_tokens_by_hand() -> None:
+    """The last response token predicts nothing and is left out; rows are sorted by length."""
+    inputs = pack(rows_of(([1, 2, 3], [4, 5]), ([6], [7])))
+    assert inputs.input_ids.tolist() == [[6, 1, 2, 3, 4]]
+    assert inputs.position_ids.tolist() == [[0, 0, 1, 2, 3]]
+    assert inputs.sequences == PackedSequences(((1, 1), (1, 4)), inputs.sequences.cu_seqlens, 4)
+    assert inputs.sequences.cu_seqlens.tolist() == [0, 1, 5]
+    assert inputs.predict_index.tolist() == [0, 3, 4]  # after 6; after 3; after 4
+    assert inputs.targets.tolist() == [7, 4, 5]
+    assert inputs.scatter(torch.tensor([10.0, 20.0, 30.0])).tolist() == [[20, 30, 0], [10, 0, 0]]
+
+
+def test_a_shared_prompt_is_kept_once() -> None:
+    columns = rows_of(([1, 2], [4, 5, 6]), ([3, 2], [4, 5]), ([1, 2], [7, 8]), ([1, 2], [9]))
+    inputs = pack(columns)
+    assert inputs.input_ids.tolist() == [[1, 2, 3, 2, 4, 7, 4, 5]]
+    expanded = inputs.input_ids[0][inputs.sequences.expand]
+    assert expanded.tolist() == [1, 2, 3, 2, 4, 1, 2, 7, 1, 2, 4, 5]
+    assert inputs.sequences.runs == ((1, 2), (2, 3), (1, 4))
+    assert expanded[inputs.sequences.collapse].tolist() == inputs.input_ids[0].tolist()
+    assert dict(
+        zip(zip(inputs.rows.tolist(), inputs.columns.tolist(), strict=True), inputs.predict_index.tolist(), strict=True)
+    ) == {
+        (3, 0): 1,
+        (1, 0): 3,
+        (1, 1): 4,
+        (2, 0): 1,
+        (2, 1): 5,
+        (0, 0): 1,
+        (0, 1): 6,
+        (0, 2): 7,
+    }
+
+
+def test_equal_tokens_with_other_padding_are_other_prompts() -> None:
+    """A pad token may also be a real token: only real tokens are compared."""
+    inputs = pack(rows_of(([0, 5], [7, 8]), ([5], [7, 8])))
+    assert inputs.sequences.expand is None
+    assert sorted(inputs.input_ids[0].tolist()) == [0, 5, 5, 7, 7]
+
+
+def test_rows_without_weight_contribute_no_tokens() -> None:
+    columns = rows_of(([1, 2, 3], [4, 5]), ([6, 7], [8, 9, 3]), ([5], [6, 7]))
+    columns["response_mask"][1] = 0
+    columns["is_padding"] = torch.tensor([False, False, True])
+    inputs = pack(columns)
+    assert inputs.input_ids.tolist() == [[1, 2, 3, 4]]
+    assert inputs.rows.tolist() == [0, 0]
+
+
+def test_holes_in_the_response_mask() -> None:
+    """Observation tokens are input but not predicted; those at the end are not even input."""
+    columns = rows_of(([1], [4, 5, 6]))
+    columns["response_mask"] = torch.tensor([[1, 0, 1]])
+    inputs = pack(columns)
+    assert (inputs.input_ids.tolist(), inputs.targets.tolist()) == ([[1, 4, 5]], [4, 6])
+    columns["response_mask"] = torch.tensor([[1, 0, 0]])
+    assert pack(columns).input_ids.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("arrange", [pack, pad])
+def test_stand_in_for_a_micro_batch_of_padding(arrange: object) -> None:
+    for rows in (2, 0):
+        columns = {name: value[:rows] for name, value in rows_of(([1, 2], [3]), ([4], [5, 6])).items()}
+        columns["response_mask"] = torch.zeros_like(columns["response_mask"])
+        inputs: ModelInputs = arrange(columns)  # type: ignore[operator]
+        assert inputs.input_ids.shape == (1, 2)
+        values = torch.ones(1, requires_grad=True)
+        matrix = inputs.scatter(values)
+        assert matrix.shape == (rows, 3) and not matrix.any()
+        matrix.sum().backward()
+        assert values.grad.tolist() == [0.0]
+
+
+def test_packed_and_padded_predict_the_same_tokens() -> None:
+    columns = ragged_batch(Batch(rows=9, shared_prompts=3)).batch
+    packed, padded = pack(columns), pad(columns)
+    context = packed.input_ids[0][packed.predict_index], padded.input_ids.flatten()[padded.predict_index]
+    for inputs, last in zip((packed, padded), context, strict=True):
+        source = columns["input_ids"][inputs.rows, PROMPT + inputs.columns - 1]
+        assert torch.equal(last, source)
+        assert torch.equal(inputs.targets, columns["responses"][inputs.rows, inputs.columns])
+    grid = torch.zeros(9, RESPONSE)
+    grid[packed.rows, packed.columns] = 1
+    assert torch.equal(grid.long(), columns["response_mask"])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(4, 4, None), (4, 2, None), (4, 1, 3)])
+def test_attention_equals_each_sequence_alone(heads: int, kv_heads: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 3, 3, 3, 5, 8]
+    inputs = pack(rows_of(*[([7] * length, [9]) for length in lengths], prompt=8))
+    sequences = inputs.sequences
+    total = sum(lengths)
+    if sequences.expand is not None:
+        total = len(inputs.input_ids[0])
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(1, count, total, 16, generator=generator, requires_grad=True)
+
+    query, key, value = draw(heads), draw(kv_heads), draw(kv_heads)
+    output, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, 0.3, packed_sequences=sequences, sliding_window=window
+    )
+    places = torch.arange(total) if sequences.expand is None else sequences.expand
+    expected = torch.zeros(total, heads, 16)
+    for length, part in zip(lengths, places.split(lengths), strict=True):
+        mask = torch.ones(length, length).tril()
+        if window is not None:
+            mask = mask * torch.ones(length, length).triu(1 - window)
+        for head in range(heads):
+            source = head // (heads // kv_heads)
+            scores = 0.3 * query[0, head, part] @ key[0, source, part].T
+            expected[part, head] = F.softmax(scores.masked_fill(mask == 0, -torch.inf), -1) @ value[0, source, part]
+    assert torch.allclose(output[0], expected, atol=1e-5)
+
+
+def test_attention_refuses_what_it_does_not_compute() -> None:
+    tensor = torch.zeros(1, 2, 4, 8)
+    sequences = pack(rows_of(([1, 2, 3], [4, 5]))).sequences
+    with pytest.raises(ValueError, match="use_remove_padding=false"):
+        packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None)
+    with pytest.raises(ValueError, match="soft-capping"):
+        packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None, packed_sequences=sequences, softcap=50.0)
