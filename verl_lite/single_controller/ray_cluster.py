@@ -15,6 +15,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -86,7 +87,8 @@ def _start_private(ray_init: RayInit, run_id: str) -> None:
         }
     )
     _cluster = _Cluster(token, folder, _start_watcher(token, folder), previous)
-    try:
+    with ExitStack() as undo:
+        undo.callback(stop_ray)
         ray.init(
             address="local",
             num_cpus=ray_init.num_cpus or len(os.sched_getaffinity(0)),
@@ -97,9 +99,7 @@ def _start_private(ray_init: RayInit, run_id: str) -> None:
             namespace=run_id,
             _temp_dir=folder,
         )
-    except BaseException:
-        stop_ray()
-        raise
+        undo.pop_all()
     del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
 
 
