@@ -100,6 +100,10 @@ class RolloutEngine(Protocol):
     def unfinished(self) -> int:
         """Requests submitted and not handed out yet."""
 
+    @property
+    def has_weights(self) -> bool:
+        """False before the first `load_weights` and after a `sleep`, which loses them; `submit` then raises."""
+
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
         """Ends these requests now and gives what they have; ids that are unknown or finished are skipped."""
 

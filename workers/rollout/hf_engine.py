@@ -119,6 +119,10 @@ class HFEngine:
     def unfinished(self) -> int:
         return len(self._ids)
 
+    @property
+    def has_weights(self) -> bool:
+        return self._version is not None
+
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         if self._asleep:

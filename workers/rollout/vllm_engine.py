@@ -111,6 +111,10 @@ class VLLMEngine:
     def unfinished(self) -> int:
         return len(self._running)
 
+    @property
+    def has_weights(self) -> bool:
+        return self._version is not None
+
     def step(self) -> list[Completion]:
         if not self._running:
             return []
@@ -230,22 +234,32 @@ def _engine_arguments(
     config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Arguments of vllm.EngineArgs that follow from ours."""
-    on_cpu = device.type == "cpu"
-    memory: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
-    if on_cpu:
-        memory = {"kv_cache_memory_bytes": config.kv_cache_memory_mb << 20}
-    return memory | {
+    device_arguments: dict[str, Any] = {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enforce_eager": config.enforce_eager,
+        "enable_sleep_mode": config.free_cache_engine,
+    }
+    if device.type == "cpu":
+        device_arguments = {
+            "kv_cache_memory_bytes": config.kv_cache_memory_mb << 20,
+            # equal prompts share whole blocks: with vLLM's 128 tokens short prompts are encoded once for each sample
+            "block_size": 32,
+            # in vllm 0.32 a seeded request whose prompt is split over steps fails, as it rewinds its generator, which a
+            # CPU generator cannot do; unsplit, a prompt must fit one step
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, max_model_len),
+            "enforce_eager": True,
+        }
+    return device_arguments | {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "enforce_eager": config.enforce_eager or on_cpu,
-        "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "enable_sleep_mode": config.free_cache_engine and not on_cpu,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "disable_log_stats": True,
         # after the temperature; with top_p = 1 and top_k = -1 that is over the full vocabulary

@@ -139,7 +139,7 @@ def test_log_probs_of_greedy_and_sampled_rows_in_one_batch(engine: RolloutEngine
 
 
 def test_new_weights_answer_for_a_prompt_that_is_in_the_cache(engine: RolloutEngine, models: Any) -> None:
-    # longer than two blocks of vLLM's prefix cache (128 tokens on a CPU)
+    # longer than a block of vLLM's prefix cache, on any device
     request = Request("r", prompt(290), SamplingParams(max_tokens=8, seed=3, ignore_eos=True))
     old = run(engine, [request, Request("again", request.prompt_ids, request.sampling)])
     load(engine, models[1], 2)
@@ -278,6 +278,22 @@ def test_more_requests_than_slots(engine: RolloutEngine, models: Any) -> None:
     done = run(engine, requests)
     assert len(done) == 150
     for request in requests[::7]:
+        result = done[request.request_id]
+        expected = plain_log_probs(models[0], request.prompt_ids, result.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_prompts_that_do_not_fit_one_step(engine: RolloutEngine, models: Any) -> None:
+    # 24 x 250 tokens against max_num_batched_tokens=2048, while others decode
+    requests = [
+        Request(str(index), prompt(length, index), SamplingParams(max_tokens=10, seed=index, ignore_eos=True))
+        for index, length in enumerate([5, 6, 7] + [250] * 24)
+    ]
+    for request in requests[:3]:
+        engine.submit(request)
+    engine.step()
+    done = run(engine, requests[3:])
+    for request in requests:
         result = done[request.request_id]
         expected = plain_log_probs(models[0], request.prompt_ids, result.token_ids, 1.0)
         torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-4, rtol=0)
