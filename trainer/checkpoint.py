@@ -1,8 +1,8 @@
 """Checkpoints of a run: verl's folder layout, written under a temporary name and renamed, the marker last.
 
-    run folder / latest_checkpointed_iteration.txt
-               / global_step_N / actor/      sharded model, optimizer, schedule (torch DCP); huggingface/
-                               / data.pt     position in the data, step, KL coefficient
+run folder / latest_checkpointed_iteration.txt
+           / global_step_N / actor/      sharded model, optimizer, schedule (torch DCP); huggingface/
+                           / data.pt     position in the data, step, KL coefficient
 """
 
 from __future__ import annotations

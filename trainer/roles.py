@@ -171,4 +171,3 @@ class ReferenceRole:
         data = plan.apply(batch.select(batch_keys=list(TRAIN_COLUMNS), non_tensor_batch_keys=[], meta_info_keys=[]))
         data.meta_info["temperature"] = self.config.rollout.temperature
         return plan.restore(self.group.compute_ref_log_prob(data))
-

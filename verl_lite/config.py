@@ -192,7 +192,9 @@ class AlgorithmConfig:
 @dataclass
 class CustomRewardConfig:
     path: str | None = opt(None, "Python file, or pkg://module, that defines the reward function")
-    name: str = opt("compute_score", "the function: (data_source, solution_str, ground_truth, extra_info) -> number or dict")
+    name: str = opt(
+        "compute_score", "its name: f(data_source, solution_str, ground_truth, extra_info) -> number or dict"
+    )
 
 
 @dataclass

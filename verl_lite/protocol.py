@@ -123,7 +123,7 @@ class DataProto:
         """The wire format: real tokens only, sliceable by rows. The numbers are copies, the objects are not."""
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, Any] = dict(self.non_tensor_batch)
-        for name, value in (self.batch.items() if self.batch is not None else ()):
+        for name, value in self.batch.items() if self.batch is not None else ():
             if isinstance(value, torch.Tensor) and wire.can_pack(value):
                 tensors[name] = value
             else:

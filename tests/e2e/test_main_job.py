@@ -64,7 +64,7 @@ def test_another_seed_gives_another_curve(tmp_path: Path) -> None:
 
 
 def test_inline_and_ray_agree(tmp_path: Path) -> None:
-    """One slot in the driver's process against two slots under Ray: the same samples, gradients equal up to rounding."""
+    """One slot in the driver's process and two under Ray: the same samples, gradients equal up to rounding."""
     ray = trained(tmp_path, "ray", "rollout.name=hf")
     inline = trained(tmp_path, "inline", "rollout.name=hf", "trainer.backend=inline")
     steps = [row for row in zip(ray, inline, strict=True) if "actor/grad_norm" in row[0]]
@@ -75,7 +75,8 @@ def test_inline_and_ray_agree(tmp_path: Path) -> None:
 
 def test_off_policy_with_reference_and_kl(tmp_path: Path) -> None:
     rows = trained(
-        tmp_path, "off", "rollout.name=hf", "actor.ppo_mini_batch_size=8", "actor.ppo_epochs=2", "actor.use_kl_loss=true",
+        tmp_path, "off", "rollout.name=hf", "actor.ppo_mini_batch_size=8", "actor.ppo_epochs=2",
+        "actor.use_kl_loss=true",
         "algorithm.use_kl_in_reward=true", "actor.shuffle=true", "algorithm.kl_ctrl.type=adaptive",
     )  # fmt: skip
     step = next(row for row in rows if "actor/pg_loss" in row)

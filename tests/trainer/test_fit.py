@@ -211,7 +211,8 @@ def test_columns_of_the_update(tmp_path: Path) -> None:
     batch = parts.batches["update"]
     assert len(batch) == PROMPTS * 2
     for name in ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
-                 "rollout_log_probs", "token_level_scores", "token_level_rewards", "advantages", "returns"):  # fmt: skip
+                 "rollout_log_probs", "token_level_scores", "token_level_rewards", "advantages",
+                 "returns"):  # fmt: skip
         assert name in batch.batch.keys(), name
     lengths = batch.batch["response_mask"].sum(1)
     scores = batch.batch["token_level_scores"]

@@ -1,5 +1,4 @@
-"""Single-turn generation with a scripted engine: exact columns, seeds by row, rewards handed out while others decode.
-"""
+"""Single-turn generation with a scripted engine: columns, seeds by row, rewards handed out while others decode."""
 
 from __future__ import annotations
 
