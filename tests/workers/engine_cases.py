@@ -34,6 +34,8 @@ class Case:
     chunk_tokens: int = 1024
     row_order_seed: int | None = None
     balance: bool = True
+    epochs: int = 1
+    shuffle_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def planned(data: DataProto, case: Case, mini_batch_size: int | None = None) -> 
         max_token_len=case.max_token_len,
         micro_batch_size=case.micro_batch_size,
         balance=case.balance,
+        epochs=case.epochs,
+        shuffle_seed=case.shuffle_seed,
         num_tokens=data.batch["response_mask"].sum(1).numpy(),
     )
     return plan.apply(data).chunk(world)[rank], plan
@@ -161,7 +165,9 @@ def trained(path: str, batch: Batch, case: Case, steps: int, save: str = "", loa
     if load:
         engine.load(load)
     data, _ = planned(ragged_batch(batch), case, mini_batch_size=4)
-    metrics = [engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1) for _ in range(steps)]
+    metrics = [
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=case.epochs) for _ in range(steps)
+    ]
     if save:
         engine.save(save)
     result = {name: tensor.clone().numpy() for name, tensor in engine.full_params(bucket_bytes=40_000)}

@@ -107,6 +107,15 @@ def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: 
                 assert_equal_parameters(result["parameters"], alone["parameters"], 2e-6)
 
 
+def test_shuffled_epochs_on_two_ranks_equal_one(path: str, two_ranks: Ranks) -> None:
+    case = Case(epochs=3, shuffle_seed=5, max_token_len=20)
+    alone = trained(path, BATCH, case, steps=1)["parameters"]
+    for result in two_ranks.run(trained, path, BATCH, case, 1):
+        assert_equal_parameters(result["parameters"], alone, 2e-6)
+    with pytest.raises(AssertionError):
+        assert_equal_parameters(trained(path, BATCH, Case(epochs=3), steps=1)["parameters"], alone, 2e-6)
+
+
 def test_metrics_of_a_training_call(path: str) -> None:
     engine = build_engine(path, Case(), OptimConfig(lr=1e-3, lr_warmup_steps=2))
     data, _ = planned(ragged_batch(BATCH), Case(max_token_len=20), mini_batch_size=4)
