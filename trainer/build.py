@@ -93,7 +93,6 @@ def build_trainer(
             max_concurrency=REWARD_CALLS_AT_ONCE,
         )
         stack.callback(pool.stop)
-        stack.callback(pool.call, "close")
         pool.call("start")
         slots = config.trainer.n_gpus_per_node
         assert slots is not None
@@ -113,7 +112,6 @@ def build_trainer(
         if "ref" in groups:
             groups["ref"].init_model()
         groups["actor_rollout"].init_model()
-        stack.callback(groups["actor_rollout"].close)
         yield trainer_class(
             config,
             actor=ActorRole(groups["actor_rollout"], config),
@@ -127,3 +125,6 @@ def build_trainer(
             samples=SampleWriter(config.trainer.rollout_data_dir, config.trainer.validation_data_dir),
             run_dir=run_dir,
         )
+        # only after success: a process that died cannot be asked to close, and the first error must stay the first
+        groups["actor_rollout"].close()
+        pool.call("close")

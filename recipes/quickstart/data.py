@@ -1,11 +1,12 @@
 """The data of the quickstart: three small verifiable tasks, as parquet files in verl's row schema.
 
-    verl_lite/sort                   sort 52817        ->  12578
-    verl_lite/add                    4210+3562=        ->  7772      (no column carries)
-    reasoning_gym/spell_backward     reverse crane     ->  enarc     (words and scorer of reasoning-gym)
+    verl_lite/sort             sort 52817       ->  12578
+    verl_lite/add              421+356=         ->  777     (no column carries)
+    reasoning_gym/chain_sum    867 - 203 =      ->  664     (entries and scorer of reasoning-gym; no carry, no borrow)
 
-No question stands in two files: the test set and the questions of the reinforcement are new to a model that learnt
-from the demonstrations. Same seed, same bytes.
+The demonstrations, from which the model learns before it is reinforced, come from a careless teacher: of the characters
+of the answers WRONG_SHARE are replaced by random digits. No question stands
+in two files, so test set and reinforcement are new to the model. Same seed, same bytes.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-MIN_SORT_DIGITS, MAX_SORT_DIGITS = 5, 8
-ADD_DIGITS = 4
-WORD_LETTERS = 5
-WORD_TASK = "spell_backward"
+MIN_SORT_DIGITS, MAX_SORT_DIGITS = 4, 6
+NUMBER_DIGITS = 3
+WRONG_SHARE = 0.15
 
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 10240
+TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 15_360
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class Question:
 
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet (both in verl's row schema) and demonstrations.parquet (chat messages with
-    the answer) into `folder`."""
+    the teacher's answer) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    sources = [_unique(generate(rng)) for generate in (sort_questions, add_questions, word_questions)]
-    for split, rows in (("test", TEST_ROWS), ("train", TRAIN_ROWS)):
-        questions = draw(sources, rows, rng)
-        table = pa.Table.from_pylist([verl_row(question, split, index) for index, question in enumerate(questions)])
-        pq.write_table(table, folder / f"{split}.parquet")
-    demonstrations = [
-        {"messages": messages(question, with_answer=True)} for question in draw(sources, DEMONSTRATIONS, rng)
-    ]
-    pq.write_table(pa.Table.from_pylist(demonstrations), folder / "demonstrations.parquet")
+    seen: set[str] = set()
+    sources = [_new(generate(rng), seen) for generate in (sort_questions, add_questions, chain_sum_questions)]
+    for split, number in (("test", TEST_ROWS), ("train", TRAIN_ROWS)):
+        questions = draw(sources, number, rng)
+        rows = [verl_row(question, split, index) for index, question in enumerate(questions)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    taught = [careless(question, rng) for question in draw(sources, DEMONSTRATIONS, rng)]
+    rows = [{"messages": messages(question, with_answer=True)} for question in taught]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "demonstrations.parquet")
 
 
-def draw(sources: list[Iterator[Question]], rows: int, rng: random.Random) -> list[Question]:
-    """`rows` new questions, as many from each source (one more from the first ones), shuffled."""
-    questions = [next(sources[place % len(sources)]) for place in range(rows)]
+def draw(sources: list[Iterator[Question]], number: int, rng: random.Random) -> list[Question]:
+    """`number` new questions, as many from each source (one more from the first ones), shuffled."""
+    questions = [next(sources[place % len(sources)]) for place in range(number)]
     rng.shuffle(questions)
     return questions
 
@@ -69,31 +69,50 @@ def sort_questions(rng: random.Random) -> Iterator[Question]:
 
 
 def add_questions(rng: random.Random) -> Iterator[Question]:
-    """Sums of two numbers of equal length in which no column carries; each column's digit sum is uniform."""
+    """Sums of two numbers of NUMBER_DIGITS digits in which no column carries."""
     while True:
         left = right = 0
-        for column in range(ADD_DIGITS):
+        for column in range(NUMBER_DIGITS):
             least = 1 if column == 0 else 0
             first = rng.randint(least, 9 - least)
             left, right = 10 * left + first, 10 * right + rng.randint(least, 9 - first)
-        if rng.random() < 0.5:
+        if rng.random() < 0.5:  # either may be the one with the larger digits
             left, right = right, left
         yield Question("verl_lite/add", "arithmetic", f"{left}+{right}=", str(left + right))
 
 
-def word_questions(rng: random.Random) -> Iterator[Question]:
-    """reasoning-gym's words to be spelt backward, in a wording short enough for a tokenizer of characters."""
+def chain_sum_questions(rng: random.Random) -> Iterator[Question]:
+    """Sums and differences from reasoning-gym, those that go column by column, without the sentence before the formula.
+
+    A sentence of sixty characters would be sixty tokens here. The scorer reads the entry, not the prompt.
+    """
     from reasoning_gym import create_dataset  # imports a hundred generators: seconds, and needed only here
 
+    digits = {"min_digits": NUMBER_DIGITS, "max_digits": NUMBER_DIGITS}
     while True:
         dataset = create_dataset(
-            WORD_TASK, min_word_len=WORD_LETTERS, max_word_len=WORD_LETTERS, seed=rng.randrange(2**31), size=4096
+            "chain_sum", min_terms=2, max_terms=2, seed=rng.randrange(2**31), size=10_000, **digits
         )
         for entry in dataset:
-            word = entry["metadata"]["word"]
-            if word.isascii() and word.isalpha() and word.islower():
-                source = f"reasoning_gym/{WORD_TASK}"
-                yield Question(source, "spelling", f"reverse {word}", entry["answer"], json.dumps(entry))
+            left, sign, right = entry["metadata"]["expression"].split()
+            if goes_by_columns(left, sign, right):
+                formula = entry["question"].rpartition(": ")[2]
+                source = "reasoning_gym/chain_sum"
+                yield Question(source, "arithmetic", formula, entry["answer"], json.dumps(entry))
+
+
+def goes_by_columns(left: str, sign: str, right: str) -> bool:
+    """Whether a sum or difference of numbers of equal length has no carry, no borrow and as many digits as they have."""
+    columns = [(int(a), int(b)) for a, b in zip(left, right, strict=True)]
+    if sign == "+":
+        return all(a + b <= 9 for a, b in columns)
+    return all(a >= b for a, b in columns) and left[0] > right[0]
+
+
+def careless(question: Question, rng: random.Random) -> Question:
+    """The question with an answer of which each character is, with probability WRONG_SHARE, a random digit."""
+    answer = [rng.choice("0123456789") if rng.random() < WRONG_SHARE else right for right in question.answer]
+    return replace(question, answer="".join(answer))
 
 
 def verl_row(question: Question, split: str, index: int) -> dict[str, object]:
@@ -113,10 +132,10 @@ def messages(question: Question, *, with_answer: bool) -> list[dict[str, str]]:
     return [*chat, {"role": "assistant", "content": question.answer}] if with_answer else chat
 
 
-def _unique(questions: Iterator[Question]) -> Iterator[Question]:
-    """Each prompt once."""
-    seen: set[str] = set()
+def _new(questions: Iterator[Question], seen: set[str]) -> Iterator[Question]:
+    """Those that were not seen before, whatever their spaces."""
     for question in questions:
-        if question.prompt not in seen:
-            seen.add(question.prompt)
+        text = question.prompt.replace(" ", "")
+        if text not in seen:
+            seen.add(text)
             yield question
