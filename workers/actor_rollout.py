@@ -41,6 +41,7 @@ class ActorRolloutWorker(Worker):
         self.total_training_steps = total_training_steps
         self.rewards = rewards
         self.phases = process_phases()
+        self.version = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -90,6 +91,8 @@ class ActorRolloutWorker(Worker):
         meta_info: sampling (`SamplingParams`), step, seed and `purpose`, which keys the rewards of this call.
         """
         self.phases.enter(Phase.ROLLOUT, self.rollout)
+        if not self.rollout.has_weights:  # a save or a critic's warm-up took the device since the last update
+            self.update_weights(self.version)
         meta, started = prompts.meta_info, time.perf_counter()
         sampling: SamplingParams = meta["sampling"]
 
@@ -169,6 +172,7 @@ class ActorRolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
         """Gives the trained weights to the rollout engine, which generates with them from now on."""
+        self.version = version
         self.engine.move_out_optimizer()
         self.phases.enter(Phase.ROLLOUT, self.rollout)
         self.engine.move_in_params()

@@ -116,6 +116,26 @@ def mixed_requests(count: int, **sampling: Any) -> list[Request]:
     ]
 
 
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, vllm_missing])])
+def test_each_update_reaches_a_tied_output_layer(name: str, tmp_path: Path) -> None:
+    """Found in the main job: with tied embeddings vLLM on a CPU kept the output layer it had packed at start."""
+    shape = {"tie_word_embeddings": True, "heads": 4, "hidden": 128, "kv_heads": 2}
+    folders = [tiny_qwen2(tmp_path / str(seed), seed=seed, **shape) for seed in (0, 1)]  # type: ignore[arg-type]
+    engine = make_engine(name, folders[0])
+    try:
+        for version, folder in enumerate(folders):
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            load(engine, model, version)
+            requests = mixed_requests(6, temperature=1.0, max_tokens=8)
+            answers = run(engine, requests)
+            for request in requests:
+                done = answers[request.request_id]
+                expected = plain_log_probs(model, request.prompt_ids, done.token_ids, 1.0)
+                torch.testing.assert_close(torch.tensor(done.log_probs), expected, atol=1e-4, rtol=0)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3, 0.0])
 def test_log_probs_equal_a_plain_forward(engine: RolloutEngine, models: Any, temperature: float) -> None:
     requests = mixed_requests(40, temperature=temperature, max_tokens=24)
