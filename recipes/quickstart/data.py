@@ -1,12 +1,12 @@
 """The data of the quickstart: three small verifiable tasks, as parquet files in verl's row schema.
 
     verl_lite/sort             sort 52817       ->  12578
-    verl_lite/add              421+356=         ->  777     (no column carries)
+    verl_lite/add              421 + 356 =      ->  777     (no column carries)
     reasoning_gym/chain_sum    867 - 203 =      ->  664     (entries and scorer of reasoning-gym; no carry, no borrow)
 
-The demonstrations, from which the model learns before it is reinforced, come from a careless teacher: of the characters
-of the answers WRONG_SHARE are replaced by random digits. No question stands
-in two files, so test set and reinforcement are new to the model. Same seed, same bytes.
+The demonstrations, from which the model learns before it is reinforced, come from a careless teacher: each character of
+an answer is with probability WRONG_SHARE replaced by a random digit. No question stands in two files, so neither the
+test nor the questions of the reinforcement are known from them. Same seed, same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ MIN_SORT_DIGITS, MAX_SORT_DIGITS = 4, 6
 NUMBER_DIGITS = 3
 WRONG_SHARE = 0.15
 
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 15_360
+TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 17_920
+
+EQUAL_PARTS, DEMONSTRATED_PARTS = (1, 1, 1), (3, 3, 4)
+"""Of sort, add and chain_sum; differences are learnt last, so the teacher shows more of chain_sum."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,18 @@ def write_data(folder: Path, seed: int) -> None:
     seen: set[str] = set()
     sources = [_new(generate(rng), seen) for generate in (sort_questions, add_questions, chain_sum_questions)]
     for split, number in (("test", TEST_ROWS), ("train", TRAIN_ROWS)):
-        questions = draw(sources, number, rng)
+        questions = draw(sources, number, rng, EQUAL_PARTS)
         rows = [verl_row(question, split, index) for index, question in enumerate(questions)]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
-    taught = [careless(question, rng) for question in draw(sources, DEMONSTRATIONS, rng)]
+    taught = [careless(question, rng) for question in draw(sources, DEMONSTRATIONS, rng, DEMONSTRATED_PARTS)]
     rows = [{"messages": messages(question, with_answer=True)} for question in taught]
     pq.write_table(pa.Table.from_pylist(rows), folder / "demonstrations.parquet")
 
 
-def draw(sources: list[Iterator[Question]], number: int, rng: random.Random) -> list[Question]:
-    """`number` new questions, as many from each source (one more from the first ones), shuffled."""
-    questions = [next(sources[place % len(sources)]) for place in range(number)]
+def draw(sources: list[Iterator[Question]], number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
+    """`number` new questions, shuffled; `parts` says how many come from each source, by proportion."""
+    turns = [source for source, part in zip(sources, parts, strict=True) for _ in range(part)]
+    questions = [next(turns[place % len(turns)]) for place in range(number)]
     rng.shuffle(questions)
     return questions
 
@@ -78,7 +82,7 @@ def add_questions(rng: random.Random) -> Iterator[Question]:
             left, right = 10 * left + first, 10 * right + rng.randint(least, 9 - first)
         if rng.random() < 0.5:  # either may be the one with the larger digits
             left, right = right, left
-        yield Question("verl_lite/add", "arithmetic", f"{left}+{right}=", str(left + right))
+        yield Question("verl_lite/add", "arithmetic", f"{left} + {right} =", str(left + right))
 
 
 def chain_sum_questions(rng: random.Random) -> Iterator[Question]:
@@ -102,7 +106,7 @@ def chain_sum_questions(rng: random.Random) -> Iterator[Question]:
 
 
 def goes_by_columns(left: str, sign: str, right: str) -> bool:
-    """Whether a sum or difference of numbers of equal length has no carry, no borrow and as many digits as they have."""
+    """Whether a sum or difference of numbers of equal length has no carry or borrow, and as many digits as these."""
     columns = [(int(a), int(b)) for a, b in zip(left, right, strict=True)]
     if sign == "+":
         return all(a + b <= 9 for a, b in columns)

@@ -1,6 +1,6 @@
 """The embedded default: what `python -m trainer.main_ppo` does when it is given neither model nor data.
 
-A model of 1.1 million parameters learns to sort digits, to add and to spell words backward. `overrides` gives the
+A model of 1.2 million parameters learns to sort digits, to add and to subtract. `overrides` gives the
 settings; `prepare` makes the model, the data and the supervised warm start where the cache does not hold them yet. They
 are kept under VERL_LITE_CACHE (or ~/.cache/verl_lite), in a folder named after the content of this recipe: a changed
 recipe makes a new one.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from verl_lite.config import PPOConfig, SFTConfig
 
 MODEL_SEED = DATA_SEED = 1
-WARM_START_STEPS = 200
+WARM_START_STEPS = 280
 RL_STEPS = 140
 
 
@@ -35,7 +35,7 @@ def overrides() -> dict[str, object]:
         "data.val_files": [str(folder / "data" / "test.parquet")],
         "data.train_batch_size": 64,
         "data.max_prompt_length": 16,
-        "data.max_response_length": 12,
+        "data.max_response_length": 8,
         "rollout.n": 8,
         "rollout.kv_cache_memory_mb": 64,
         "rollout.val_kwargs.do_sample": True,
