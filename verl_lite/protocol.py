@@ -19,16 +19,21 @@ import numpy as np
 import torch
 
 from verl_lite import wire
-from verl_lite.equality import same
+from verl_lite.columns import (
+    BatchError,
+    as_column,
+    concat_meta,
+    copy_meta,
+    tensor_dict,
+    union_meta,
+    union_numpy_dict,
+    union_tensor_dict,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Index = slice | list[int] | list[bool] | np.ndarray | torch.Tensor
-
-
-class BatchError(AssertionError, ValueError):
-    """Batches that do not fit together. Both a ValueError and, as in verl, an AssertionError."""
 
 
 @dataclass
@@ -238,7 +243,7 @@ class DataProto:
         """Add the other's columns and meta_info, in place. What both have must be equal, else BatchError."""
         self.batch = union_tensor_dict(self.batch, other.batch)  # type: ignore[assignment]
         self.non_tensor_batch = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        self.meta_info = _union_meta([self.meta_info, other.meta_info])
+        self.meta_info = union_meta([self.meta_info, other.meta_info])
         self.check_consistency()
         return self
 
@@ -419,81 +424,9 @@ def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def tensor_dict(tensors: dict[str, Any], rows: int) -> TensorDict:
-    """Columns of `rows` rows. tensordict is imported here: it takes 4 s of CPU, which many processes never need."""
-    from tensordict import TensorDict
-
-    return TensorDict(tensors, batch_size=[rows])
-
-
-def as_column(values: Any) -> np.ndarray:
-    """One array entry per row. Lists become object arrays: equal-length lists do not collapse into a matrix."""
-    if isinstance(values, np.ndarray):
-        return values
-    column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        column[row] = value
-    return column
-
-
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """Rows back to a batch."""
     batches: list[Any] = [item.batch for item in items]
     batch: Any = None if items[0].batch is None else torch.stack(batches)
     arrays = {name: as_column([item.non_tensor_batch[name] for item in items]) for name in items[0].non_tensor_batch}
     return DataProto(batch, arrays, copy_meta(items[0].meta_info))
-
-
-def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
-    """`first` with the columns of `second` added, in place; equal names need equal tensors (NaN equals NaN)."""
-    if first is None or second is None:
-        return second.copy() if second is not None else first
-    if first.batch_size != second.batch_size:
-        raise BatchError(f"cannot unite batches of {tuple(first.batch_size)} and {tuple(second.batch_size)} rows")
-    for name, value in second.items():
-        if name not in first.keys():
-            first[name] = value
-        elif not same(first[name], value):
-            raise BatchError(f"column {name!r} is in both batches with different values")
-    return first
-
-
-def union_numpy_dict(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`first` with the columns of `second` added, in place; equal names need equal arrays (NaN equals NaN)."""
-    for name, value in second.items():
-        if name in first and not same(first[name], value):
-            raise BatchError(f"non-tensor column {name!r} is in both batches with different values")
-        first[name] = value
-    return first
-
-
-def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The parts' meta_info as one: "metrics" (a dict, or a list of them) to a dict of lists, others must be equal."""
-    metrics: dict[str, list[Any]] = {}
-    found = False
-    for meta in metas:
-        value = meta.get("metrics")
-        found = found or value is not None
-        for one in value if isinstance(value, list | tuple) else [value or {}]:
-            for name, entry in one.items():
-                metrics.setdefault(name, []).append(entry)
-    merged = _union_meta([{k: v for k, v in meta.items() if k != "metrics"} for meta in metas])
-    return merged | {"metrics": metrics} if found else merged
-
-
-def _union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for name, value in (item for meta in metas for item in meta.items()):
-        if name in merged and merged[name] is not value and not same(merged[name], value):
-            raise BatchError(f"Conflicting values for meta_info key {name!r}: {merged[name]!r} and {value!r}")
-        merged[name] = value
-    return copy_meta(merged)
-
-
-def copy_meta(value: Any) -> Any:
-    """Containers are new, what is in them is shared."""
-    if type(value) is dict:
-        return {name: copy_meta(entry) for name, entry in value.items()}
-    if type(value) is list:
-        return [copy_meta(entry) for entry in value]
-    return value
