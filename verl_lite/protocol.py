@@ -4,6 +4,7 @@ A batch is tensors with a common first dimension (`batch`), numpy arrays of the 
 (`non_tensor_batch`), and facts about the whole (`meta_info`). Results never share `meta_info` with their source; the
 methods that change a batch in place are those that verl's users rely on: `union`, `pop`, `rename`, `reorder`,
 `padding` and `to`. `a | b` is the union that leaves both as they were. Pickled, a batch carries no padding (`wire.py`).
+Functions of verl's module of this name are importable from here, wherever they are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import numpy as np
 import torch
 
 from verl_lite import wire
+from verl_lite.all_gather import all_gather_data_proto as all_gather_data_proto
+from verl_lite.batch_dims import fold_batch_dim as fold_batch_dim
+from verl_lite.batch_dims import unfold_batch_dim as unfold_batch_dim
 from verl_lite.columns import (
     BatchError,
     as_column,
@@ -29,6 +33,7 @@ from verl_lite.columns import (
     union_numpy_dict,
     union_tensor_dict,
 )
+from verl_lite.data_info import get_data_info, size_in_words
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -51,6 +56,10 @@ class DataProto:
 
     `batch` is None where there are no tensors; it is declared as always there, because readers of a column know that
     it is.
+
+    verl's auto-padding switch (`is_padding_enabled`, `auto_padding=`, VERL_AUTO_PADDING) is absent: there is nothing to
+    enable. `chunk` takes any number of rows, and a dispatch that needs a multiple of the ranks adds rows of weight zero
+    to a copy (`pad`) and drops them from the result.
     """
 
     batch: TensorDict = None  # type: ignore[assignment]
@@ -100,6 +109,23 @@ class DataProto:
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {name: value for name, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict(tensors, arrays, meta_info)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """What `to_tensordict` made, or alike. NonTensorStack: a column of objects; NonTensorData: in meta_info."""
+        from verl_lite.tensordict_view import separate_parts
+
+        if num_batch_dims != 1:
+            raise BatchError(f"num_batch_dims must be 1, found {num_batch_dims}")
+        return cls(*separate_parts(tensor_dict, meta_info))  # type: ignore[arg-type]
+
+    def to_tensordict(self) -> TensorDict:
+        """All of it as one TensorDict of batch_size [rows]; tensors are shared. A name used twice is a BatchError."""
+        from verl_lite.tensordict_view import BatchParts, join_parts
+
+        return join_parts(BatchParts(self.batch, self.non_tensor_batch, self.meta_info), len(self))
 
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
@@ -356,6 +382,14 @@ class DataProto:
 
     # -- other forms -----------------------------------------------------------------------------------------------
 
+    def get_data_info(self) -> str:
+        """One line per column and fact: name, shape, type, device."""
+        return get_data_info(self)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Print the number of rows and the bytes of tensors and arrays."""
+        print(f"{prefix}, {size_in_words(self)}" if prefix else size_in_words(self))
+
     def save_to_disk(self, filepath: str | Path) -> None:
         with open(filepath, "wb") as file:
             pickle.dump(self, file, protocol=5)
@@ -374,7 +408,7 @@ class DataProtoFuture:
     fit that method's ranks one to one; otherwise here.
 
     Args:
-        futures: one handle per part, in row order.
+        futures: one handle per part, in row order. None of its own where it is made of other futures.
         resolve: waits for handles and gives their values; raises what a worker raised.
         collect: makes the batch out of the values.
         padded: whether the parts hold rows that `collect` trims.
@@ -400,6 +434,29 @@ class DataProtoFuture:
             self._value = self._collect(self._resolve(self.futures))
             self._ready = True
         return self._value
+
+    @staticmethod
+    def concat(refs: Sequence[DataProtoFuture]) -> DataProtoFuture:
+        """The batches of these futures one after another, without waiting for them (see `DataProto.concat`)."""
+        wrong = sorted({type(ref).__name__ for ref in refs if not isinstance(ref, DataProtoFuture)})
+        if wrong or not refs:
+            raise TypeError(
+                f"DataProtoFuture.concat takes at least one DataProtoFuture and nothing else, found {wrong}"
+            )
+        # No handles: workers cut their other arguments evenly, which the parts of several batches need not be.
+        return DataProtoFuture([], lambda _: [ref.get() for ref in refs], DataProto.concat)
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """Futures of the parts that `DataProto.chunk` gives, without waiting; the batch is fetched once for all."""
+        chunk_bounds(0, chunks)  # refuses chunks < 1 now rather than in `get`
+
+        def rows_of(whole: DataProto, number: int) -> DataProto:
+            return whole.slice(*chunk_bounds(len(whole), chunks)[number])
+
+        def part(number: int) -> DataProtoFuture:
+            return DataProtoFuture([], lambda _: [self.get()], lambda values: rows_of(values[0], number))
+
+        return [part(number) for number in range(chunks)]
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
