@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from verl_lite.config import AlgorithmConfig
@@ -34,8 +36,13 @@ def token_rewards(batch: DataProto, config: AlgorithmConfig, controller: FixedKL
 def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     """advantages and returns (B, R) by `algorithm.adv_estimator`.
 
-    Reads token_level_rewards, response_mask (B, R) and uid (B,), which tells the groups.
+    Reads token_level_rewards, response_mask (B, R) and uid (B,), which tells the groups; with
+    `algorithm.gdpo_reward_keys` also reward/<key> (B,), which the estimator finds as non_tensor_batch[key].
     """
+    columns: dict[str, Any] = {}
+    if config.gdpo_reward_keys:
+        rewards = {name.removeprefix("reward/"): column for name, column in batch.non_tensor_batch.items()}
+        columns["non_tensor_batch"] = rewards
     with torch.no_grad():
         advantages, returns = get_adv_estimator_fn(config.adv_estimator)(
             token_level_rewards=batch.batch["token_level_rewards"],
@@ -45,5 +52,6 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> DataProto:
             lam=config.lam,
             norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
             config=config,
+            **columns,
         )
     return DataProto.from_dict(tensors={"advantages": advantages, "returns": returns})

@@ -184,6 +184,8 @@ class AlgorithmConfig:
     gamma: float = opt(1.0, "discount")
     lam: float = opt(1.0, "GAE lambda")
     norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; false = Dr.GRPO")
+    gdpo_reward_keys: list[str] = opt([], "gdpo: values of the reward function's dict, each normalised by itself")
+    gdpo_reward_weights: list[float] = opt([], "gdpo: a weight for each of these; empty = 1 each")
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference model from the rewards")
     kl_penalty: str = opt("kl", "its estimator: k1 (= kl) | abs | k2 | k3")
     kl_ctrl: KLControlConfig = section(KLControlConfig, "its coefficient")

@@ -22,9 +22,19 @@ Problems = Iterator[str]
 
 ROLLOUT_ENGINES = ("auto", "vllm", "hf")
 TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
-GROUP_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "gpg"})
+GROUP_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"})
 """Advantage estimators that compare the samples of one prompt with each other."""
 CRITIC_ESTIMATORS = frozenset({"gae"})
+_EPISODES = "the step columns of episodes (traj_id, step, state_hash), which the trainer does not have"
+NOT_PROVIDED = {
+    "gae": "the values of a critic, which the trainer does not have yet",
+    "remax": "the scores of greedy answers, which the trainer does not generate yet",
+    "optimal_token_baseline": "sum_pi_squared, which the actor does not compute yet",
+    "tir_optimal_token_baseline": "sum_pi_squared, which the actor does not compute yet",
+    "step_reinforce": _EPISODES,
+    "gigpo": _EPISODES,
+}
+"""What estimators need that no part of the trainer provides: they can be called, but not trained with."""
 FOREIGN_ENGINES = ("sglang", "trtllm")
 """Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
 
@@ -264,6 +274,22 @@ def _estimator(config: PPOConfig) -> Problems:
     estimator, warmup = config.algorithm.adv_estimator, config.trainer.critic_warmup
     if ":" not in estimator and estimator not in ADV_ESTIMATOR_REGISTRY:
         yield _unknown("algorithm.adv_estimator", estimator, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
+    if estimator in NOT_PROVIDED:
+        usable = ", ".join(sorted(set(ADV_ESTIMATOR_REGISTRY) - set(NOT_PROVIDED)))
+        yield f"algorithm.adv_estimator={estimator} needs {NOT_PROVIDED[estimator]}; use one of {usable}"
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if estimator == "gdpo" and not keys:
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, which is empty: name the values of the "
+            "reward function's dict that it normalises, such as [correct,format]"
+        )
+    if estimator != "gdpo" and (keys or weights):
+        yield f"algorithm.gdpo_reward_keys={keys} has no effect with algorithm.adv_estimator={estimator}: leave it out"
+    if estimator == "gdpo" and weights and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights={weights}: one weight for each of algorithm.gdpo_reward_keys={keys} is "
+            "expected, or none for equal weights"
+        )
     if estimator in GROUP_ESTIMATORS and config.rollout.n == 1 and not config.trainer.val_only:
         yield (
             f"rollout.n=1: {estimator} compares the samples of one prompt with each other, and one sample teaches "

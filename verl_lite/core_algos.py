@@ -1,5 +1,8 @@
 """The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
 
+The names that verl's users import are all found here; the estimators themselves stand in `advantages` (verl's) and
+`agentic_algos` (ROLL's), sums over masks and groups and `agg_loss` in `masked`.
+
 Pure functions of tensors in, tensors out; shapes are (B, T) with T response tokens, `response_mask` is 1 where the
 policy acted. Three rules hold throughout. A value under mask 0 never matters, not even NaN. A row whose mask is all 0
 (padding, a failed reward) has weight zero in every loss, count and group statistic. Losses own no normalisation: the
@@ -15,14 +18,62 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
+from verl_lite.advantages import (
+    compute_gae_advantage_return,
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_opo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
+    outcome_scores,
+)
+from verl_lite.agentic_algos import (
+    compute_agentic_reinforce_advantage,
+    compute_agentic_reinforce_return,
+    compute_gigpo_advantage,
+    compute_reinforce_advantage,
+    compute_reinforce_return,
+    compute_step_reinforce_advantage,
+)
+from verl_lite.masked import (
+    LOSS_AGG_MODES,
+    Count,
+    RunningMoments,
+    agg_loss,
+    compute_segment_masked_mean,
+    group_ids,
+    group_mean_std,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+)
 from verl_lite.metrics import Metric
 from verl_lite.registry import Registry, add_entry, find_entry
 
+__all__ = [
+    "LOSS_AGG_MODES",
+    "RunningMoments",
+    "compute_agentic_reinforce_return",
+    "compute_reinforce_return",
+    "compute_segment_masked_mean",
+    "group_ids",
+    "group_mean_std",
+    "masked_var",
+    "masked_whiten",
+    "outcome_scores",
+]
+
 AdvantageEstimatorFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-Count = int | float | torch.Tensor
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
 
 # ---------------------------------------------------------------------------------------------------- registries
@@ -74,177 +125,29 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
     return find_entry(POLICY_LOSS_REGISTRY, "policy loss", name)
 
 
-# ---------------------------------------------------------------------------------------------------- masked arithmetic
-
-
-def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Sum of values where the mask is not 0. Values elsewhere may be NaN: they reach neither result nor gradient."""
-    kept = torch.where(mask != 0, values, 0)
-    return kept.sum() if axis is None else kept.sum(dim=axis)
-
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Mean of values where the mask is not 0; 0 where nothing is left (denominator + 1e-8, as verl)."""
-    count = (mask != 0).sum() if axis is None else (mask != 0).sum(dim=axis)
-    return masked_sum(values, mask, axis) / (count + 1e-8)
-
-
-def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of values where the mask is not 0, with Bessel's correction unless `unbiased` is false.
-
-    Raises ValueError if fewer than two values (one, if not unbiased) are left.
-    """
-    count = int((mask != 0).sum())
-    if count < 1 + unbiased:
-        raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + unbiased}.")
-    centred = values - masked_mean(values, mask)
-    return masked_sum(centred**2, mask) / (count - unbiased)
-
-
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """Values scaled to variance 1 over the mask and, if `shift_mean`, moved to mean 0. Mask before further use.
-
-    Raises ValueError if the mask keeps fewer than two values.
-    """
-    mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
-    return whitened if shift_mean else whitened + mean
-
-
-# ---------------------------------------------------------------------------------------------------- groups of rows
-
-
-def group_ids(index: np.ndarray | torch.Tensor | list[Any], device: torch.device) -> tuple[torch.Tensor, int]:
-    """Dense group numbers (B,) int64 in 0..G-1 for group labels of any hashable kind (uids), and G."""
-    labels = index.tolist() if isinstance(index, np.ndarray | torch.Tensor) else index
-    numbers: dict[Any, int] = {}
-    ids = [numbers.setdefault(label, len(numbers)) for label in labels]
-    return torch.tensor(ids, dtype=torch.int64, device=device), len(numbers)
-
-
-def group_mean_std(
-    scores: torch.Tensor, groups: torch.Tensor, num_groups: int, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, standard deviation (Bessel) and row count of each group.
-
-    scores, groups, weights: (B,); weight 0 leaves a row out, 1 counts it. Returns three (G,) tensors in fp64, by two
-    passes: rewards that differ in their seventh digit keep their variance. A group of fewer than two rows has mean 0,
-    std 1.
-    """
-    scores, weights = scores.double(), weights.double()
-    zeros = torch.zeros(num_groups, dtype=torch.float64, device=scores.device)
-    counts = zeros.index_add(0, groups, weights)
-    single = counts < 2
-    means = zeros.index_add(0, groups, scores * weights) / counts.clamp(min=1)
-    squares = zeros.index_add(0, groups, (scores - means[groups]) ** 2 * weights)
-    stds = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return means.masked_fill(single, 0.0), stds.masked_fill(single, 1.0), counts
-
-
-def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Score of each response (B,): the sum of its token rewards; 0 for a row without a valid token.
-
-    A finite reward under mask 0 counts: an answer may end in a token that the environment wrote, and its score sits
-    there. NaN and infinities under mask 0 do not.
-    """
-    readable = (response_mask != 0) | torch.isfinite(token_level_rewards)
-    scores = torch.where(readable, token_level_rewards, 0).sum(dim=-1)
-    return torch.where((response_mask != 0).any(dim=-1), scores, 0)
-
-
-# ---------------------------------------------------------------------------------------------------- advantages
-
-
-@register_adv_est("grpo")
-@register_adv_est("grpo_vectorized")
-def compute_grpo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray | torch.Tensor | list[Any],
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GRPO: each response's score against the other responses to the same prompt.
-
-    A_i = (R_i - mean_g) / (std_g + epsilon), std with Bessel's correction (arXiv:2402.03300, section 4.1.2); not
-    divided if `norm_adv_by_std_in_grpo` is false (Dr.GRPO, arXiv:2503.20783). A group of one response has mean 0 and
-    std 1. Rows without a valid token take no part in mean and std and get 0. `config` is not read.
-
-    token_level_rewards, response_mask: (B, T). index: (B,) the group of each row. Returns (advantages, returns), one
-    and the same (B, T) tensor, zero under mask 0. Raises ValueError if index has another number of rows.
-    """
-    with torch.no_grad():
-        valid = (response_mask != 0).any(dim=-1)
-        scores = outcome_scores(token_level_rewards, response_mask)
-        groups, num_groups = group_ids(index, scores.device)
-        if len(groups) != len(scores):
-            raise ValueError(f"grpo: index has {len(groups)} rows, token_level_rewards has {len(scores)}.")
-        means, stds, _counts = group_mean_std(scores, groups, num_groups, valid)
-        advantages = scores.double() - means[groups]
-        if norm_adv_by_std_in_grpo:
-            advantages = advantages / (stds[groups] + epsilon)
-        advantages = torch.where(valid, advantages, 0).to(scores.dtype)
-        advantages = advantages.unsqueeze(-1) * (response_mask != 0)
-    return advantages, advantages
-
-
-# ---------------------------------------------------------------------------------------------------- aggregation
-
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-
-def agg_loss(
-    loss_mat: torch.Tensor,
-    loss_mask: torch.Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: Count | None = None,
-    global_batch_size: Count | None = None,
-    loss_scale_factor: float | None = None,
-) -> torch.Tensor:
-    """The one place where token losses become a scalar.
-
-    With l the loss, m the mask, N = batch_num_tokens, S = global_batch_size, sums over the rows given here:
-      token-mean                sum(l m) / N
-      token-sum                 sum(l m)
-      seq-mean-token-sum        sum over rows of sum_t(l m) / S
-      seq-mean-token-mean       sum over rows of (sum_t(l m) / sum_t m) / S
-      seq-mean-token-sum-norm   as seq-mean-token-sum, divided by loss_scale_factor (default: the width of the mask)
-    times dp_size, which undoes a mean of gradients over data-parallel ranks; 1 where gradients are summed.
-
-    loss_mat, loss_mask: (B, T). N: valid tokens, S: sequences with at least one, of the whole mini-batch on all ranks.
-    Left out, they are counted here, which is right only for a mini-batch given whole: with dp_size > 1 this raises
-    ValueError. An empty mini-batch gives 0.
-    """
-    if loss_agg_mode not in LOSS_AGG_MODES:
-        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode!r}. Expected one of {', '.join(LOSS_AGG_MODES)}.")
-    if loss_agg_mode == "token-sum":
-        return masked_sum(loss_mat, loss_mask) * dp_size
-    lengths = (loss_mask != 0).sum(dim=-1)
-    if loss_agg_mode == "token-mean":
-        tokens = _denominator("batch_num_tokens", batch_num_tokens, lengths.sum(), dp_size, loss_agg_mode)
-        return masked_sum(loss_mat, loss_mask) / tokens * dp_size
-    sequences = _denominator("global_batch_size", global_batch_size, (lengths > 0).sum(), dp_size, loss_agg_mode)
-    rows = masked_sum(loss_mat, loss_mask, axis=-1)
-    if loss_agg_mode == "seq-mean-token-mean":
-        rows = rows / lengths.clamp(min=1)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        rows = rows / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    return rows.sum() / sequences * dp_size
-
-
-def _denominator(name: str, given: Count | None, counted: torch.Tensor, dp_size: int, mode: str) -> Count:
-    if given is None:
-        if dp_size > 1:
-            raise ValueError(
-                f"agg_loss: loss_agg_mode={mode!r} with dp_size={dp_size} needs {name}, counted over the whole "
-                "mini-batch on all ranks before it is split; this rank's own count would weigh its tokens wrongly."
-            )
-        return counted.clamp(min=1)
-    return given.clamp(min=1) if isinstance(given, torch.Tensor) else max(given, 1)
-
+# What `algorithm.adv_estimator` knows. Formulas, papers and differences from verl and ROLL stand with each function.
+_ESTIMATORS: dict[str, AdvantageEstimatorFn] = {
+    "gae": compute_gae_advantage_return,
+    "grpo": compute_grpo_outcome_advantage,
+    "grpo_vectorized": compute_grpo_outcome_advantage,
+    "grpo_passk": compute_grpo_passk_outcome_advantage,
+    "gdpo": compute_gdpo_outcome_advantage,
+    "rloo": compute_rloo_outcome_advantage,
+    "rloo_vectorized": compute_rloo_vectorized_outcome_advantage,
+    "opo": compute_opo_outcome_advantage,
+    "gpg": compute_gpg_outcome_advantage,
+    "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
+    "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
+    "remax": compute_remax_outcome_advantage,
+    "optimal_token_baseline": compute_optimal_token_baseline_advantage,
+    "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
+    "reinforce": compute_reinforce_advantage,
+    "agentic_reinforce": compute_agentic_reinforce_advantage,
+    "step_reinforce": compute_step_reinforce_advantage,
+    "gigpo": compute_gigpo_advantage,
+}
+for _name, _estimator in _ESTIMATORS.items():
+    register_adv_est(_name)(_estimator)
 
 # ---------------------------------------------------------------------------------------------------- policy losses
 

@@ -1,0 +1,228 @@
+"""Advantage estimators of ROLL: REINFORCE with and without turns, and those for episodes of several steps.
+
+Plain functions; `core_algos` registers them. A row is one answer, which is an episode (agentic_reinforce: its runs of
+valid tokens are the turns) or one step of an episode (step_reinforce, gigpo: rows of one `traj_id`, ordered by `step`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_lite.advantages import Index, Pair, check_shapes, option, outcome_scores
+from verl_lite.masked import backward_scan, discounted_returns, group_ids, group_mean_std, group_sum
+
+NORM_TYPES = ("batch", "group", None)
+
+
+def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, lambd: float = 1.0) -> Pair:
+    """G_t = r_t + gamma G_(t+1) over all columns, as advantages and returns. `lambd` is not read (ROLL's signature)."""
+    returns = backward_scan(torch.full_like(token_level_rewards, gamma), token_level_rewards)
+    return returns, returns
+
+
+@torch.no_grad()
+def compute_reinforce_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """REINFORCE: A_t = G_t = r_t + gamma G_(t+1), where every column is a step, an environment's tokens too.
+
+    Rewards under mask 0 are not read. gamma: argument, else config.gamma, else 1. No baseline, no whitening: for
+    rewards that were normalised before (ROLL's `reinforce` and, with normalised rewards, its `grpo`). ROLL leaves
+    returns under mask 0 as they come; here they are 0.
+    """
+    check_shapes("reinforce", token_level_rewards=token_level_rewards, response_mask=response_mask)
+    discount = option("gamma", gamma, config, 1.0)
+    returns = discounted_returns(token_level_rewards, response_mask, discount, count_gaps=True)
+    return returns, returns
+
+
+@torch.no_grad()
+def compute_agentic_reinforce_return(
+    token_level_rewards: torch.Tensor, gamma: float, lambd: float, mask: torch.Tensor
+) -> Pair:
+    """REINFORCE by turns: all tokens of a turn get C = (reward at its last token) + gamma C of the next turn.
+
+    A turn is a run of valid tokens. Rewards on other tokens, a token-level KL penalty among them, are not read, as in
+    ROLL. `lambd` is not read either. token_level_rewards, mask: (B, T).
+    """
+    check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
+    is_valid = mask != 0
+    is_end = is_valid & ~torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
+    ones = torch.ones_like(token_level_rewards)
+    scanned = backward_scan(torch.where(is_end, gamma, ones), torch.where(is_end, token_level_rewards, 0))
+    returns = torch.where(is_valid, scanned, 0)
+    return returns, returns
+
+
+def compute_agentic_reinforce_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """`compute_agentic_reinforce_return` as a registered estimator; gamma: argument, else config.gamma, else 1."""
+    return compute_agentic_reinforce_return(
+        token_level_rewards, option("gamma", gamma, config, 1.0), 1.0, response_mask
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- episodes of steps
+
+
+@torch.no_grad()
+def compute_discounted_returns(
+    scores: torch.Tensor, traj_id: Index, step: Index, gamma: float, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return of each step of its episode: G = score + gamma G of the episode's next step, (B,) -> (B,), any row order.
+
+    traj_id: (B,) the episode of each row, step: (B,) numbers whose order is that of the steps; valid: (B,) bool, rows
+    that are steps, null = all: others get 0 and take no time.
+    """
+    if valid is not None:
+        kept = valid.nonzero().squeeze(-1)
+        trajectories, steps = ([column[row] for row in kept.tolist()] for column in (traj_id, step))
+        part = compute_discounted_returns(scores[kept], trajectories, steps, gamma)
+        return torch.zeros_like(scores).index_copy(0, kept, part)
+    episodes, number = group_ids(traj_id, scores.device)
+    by_step = torch.argsort(torch.as_tensor(np.asarray(step, dtype=np.float64), device=scores.device), stable=True)
+    order = by_step[torch.argsort(episodes[by_step], stable=True)]
+    sizes = torch.bincount(episodes, minlength=number)
+    places = torch.arange(len(scores), device=scores.device) - (sizes.cumsum(0) - sizes)[episodes[order]]
+    table = torch.zeros(number, int(sizes.max()) if number else 0, dtype=scores.dtype, device=scores.device)
+    table[episodes[order], places] = scores[order]
+    returns = backward_scan(torch.full_like(table, gamma), table)
+    return torch.zeros_like(scores).index_copy(0, order, returns[episodes[order], places])
+
+
+@torch.no_grad()
+def agentic_reward_norm(
+    scores: torch.Tensor,
+    groups: Index,
+    norm_mean_type: str | None = None,
+    norm_std_type: str | None = None,
+    valid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scores (B,) less the mean and divided by the std + 1e-6, each of the "batch", of the "group", or None (not).
+
+    Where a std is asked for and there is none (one row, or std <= 1e-6) the result is 0, as in ROLL. groups: (B,)
+    labels; valid: (B,) rows that count, null = all; others get 0. Raises ValueError for another type.
+    """
+    for name, kind in (("norm_mean_type", norm_mean_type), ("norm_std_type", norm_std_type)):
+        if kind not in NORM_TYPES:
+            raise ValueError(f"{name}={kind!r}: expected batch, group or None.")
+    counted = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
+    ids, number = group_ids(groups, scores.device)
+    whole = torch.zeros_like(ids)
+    values = torch.where(counted, scores.double(), 0)
+    result = values
+    if norm_mean_type is not None:
+        rows, size = (ids, number) if norm_mean_type == "group" else (whole, 1)
+        counts = group_sum(counted.double(), rows, size).clamp(min=1)
+        result = result - (group_sum(values, rows, size) / counts)[rows]
+    if norm_std_type is not None:
+        rows, size = (ids, number) if norm_std_type == "group" else (whole, 1)
+        _means, stds, counts = group_mean_std(values, rows, size, counted)
+        usable = (counts > 1) & (stds > 1e-6)
+        result = torch.where(usable[rows], result / (stds[rows] + 1e-6), 0)
+    return torch.where(counted, result, 0).to(scores.dtype)
+
+
+def build_state_groups(traj_group_id: Index, state_hash: Index) -> list[tuple[Any, Any]]:
+    """Label of each row's group of equal states within one task: (traj_group_id, state_hash).
+
+    ROLL's label is the hash alone, which puts equal states of different tasks into one group; here they stay apart.
+    """
+    return list(zip(np.asarray(traj_group_id).tolist(), np.asarray(state_hash).tolist(), strict=True))
+
+
+@torch.no_grad()
+def compute_step_reinforce_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    traj_id: Index | None = None,
+    step: Index | None = None,
+    step_reward_gamma: float = 0.95,
+    norm_mean_type: str | None = None,
+    norm_std_type: str | None = None,
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """Step REINFORCE: the discounted return of each step of an episode, normalised, at the last token of its row.
+
+    Then REINFORCE along the tokens with `gamma`. index: (B,) groups of the normalisation (tasks); traj_id, step: see
+    `compute_discounted_returns`; norm types: see `agentic_reward_norm`. Raises ValueError if one is missing.
+    """
+    name = "step_reinforce"
+    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
+    require(name, index=index, traj_id=traj_id, step=step)
+    valid = (response_mask != 0).any(dim=-1)
+    scores = outcome_scores(token_level_rewards, response_mask)
+    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
+    rewards = agentic_reward_norm(returns, index, norm_mean_type, norm_std_type, valid)  # type: ignore[arg-type]
+    return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
+
+
+@torch.no_grad()
+def compute_gigpo_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    traj_id: Index | None = None,
+    step: Index | None = None,
+    state_hash: Index | None = None,
+    step_reward_gamma: float = 0.95,
+    episode_reward_weight: float = 1.0,
+    step_reward_weight: float = 1.0,
+    norm_mean_type: str | None = "group",
+    norm_std_type: str | None = "group",
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """GiGPO: R = episode_reward_weight E + step_reward_weight S at the last token of each row (arXiv:2505.10978).
+
+    E: the score of the whole episode, normalised over the task's rows (index). S: the discounted return of the step,
+    normalised over the rows of the task that start from the same state (state_hash). Then REINFORCE along the tokens
+    with `gamma`. Raises ValueError if an argument is missing.
+    """
+    name = "gigpo"
+    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
+    require(name, index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    valid = (response_mask != 0).any(dim=-1)
+    scores = outcome_scores(token_level_rewards, response_mask)
+    trajectories, number = group_ids(traj_id, scores.device)  # type: ignore[arg-type]
+    episodes = group_sum(scores, trajectories, number)[trajectories]
+    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
+    states = build_state_groups(index, state_hash)  # type: ignore[arg-type]
+    types = (norm_mean_type, norm_std_type, valid)
+    by_episode = agentic_reward_norm(episodes, index, *types)  # type: ignore[arg-type]
+    rewards = episode_reward_weight * by_episode + step_reward_weight * agentic_reward_norm(returns, states, *types)
+    return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
+
+
+def at_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Scores (B,) at the last valid token of each row, 0 elsewhere: (B, T)."""
+    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * (response_mask != 0)
+    is_last = (positions == positions.amax(dim=-1, keepdim=True)) & (response_mask != 0)
+    return torch.where(is_last, scores.unsqueeze(-1), 0)
+
+
+def require(name: str, **arguments: Index | None) -> None:
+    """Raises ValueError naming the first argument that is missing or has another number of rows than the first."""
+    rows: int | None = None
+    for argument, value in arguments.items():
+        if value is None:
+            raise ValueError(f"{name}: {argument} is missing; (B,) labels, one for each row, are expected.")
+        if rows is not None and len(value) != rows:
+            raise ValueError(f"{name}: {argument} has {len(value)} rows, expected {rows}.")
+        rows = len(value)

@@ -1,0 +1,253 @@
+"""Sums, means and scans over masked tokens, over runs of tokens and over groups of rows.
+
+Shapes are (B, T) unless said otherwise; `mask` is not 0 where a value counts. A value under mask 0, NaN included,
+reaches neither result nor gradient. Groups are dense numbers (B,) from `group_ids`; statistics of groups are in fp64
+and weigh rows, so that a row without a valid token can be left out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+Count = int | float | torch.Tensor
+
+# ---------------------------------------------------------------------------------------------------- whole batch
+
+
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Sum of values where the mask is not 0. Values elsewhere may be NaN: they reach neither result nor gradient."""
+    kept = torch.where(mask != 0, values, 0)
+    return kept.sum() if axis is None else kept.sum(dim=axis)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Mean of values where the mask is not 0; 0 where nothing is left (denominator + 1e-8, as verl)."""
+    count = (mask != 0).sum() if axis is None else (mask != 0).sum(dim=axis)
+    return masked_sum(values, mask, axis) / (count + 1e-8)
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+    """Variance of values where the mask is not 0, with Bessel's correction unless `unbiased` is false.
+
+    Raises ValueError if fewer than two values (one, if not unbiased) are left.
+    """
+    count = int((mask != 0).sum())
+    if count < 1 + unbiased:
+        raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + unbiased}.")
+    centred = values - masked_mean(values, mask)
+    return masked_sum(centred**2, mask) / (count - unbiased)
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+    """Values scaled to variance 1 over the mask and, if `shift_mean`, moved to mean 0. Mask before further use.
+
+    Raises ValueError if the mask keeps fewer than two values.
+    """
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`masked_whiten`, then 0 under mask 0; values stay as they are where fewer than two are left (as ROLL).
+
+    A step in which nearly every reward failed goes on; verl stops it with an error.
+    """
+    if int((mask != 0).sum()) > 1:
+        values = masked_whiten(values, mask)
+    return torch.where(mask != 0, values, 0)
+
+
+# ---------------------------------------------------------------------------------------------------- along a row
+
+
+def backward_scan(factors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """x_t = values_t + factors_t x_(t+1), from the last column to the first, x = 0 after it. Not differentiable.
+
+    Both (B, T). Columns lie one after the other in memory while the scan runs: one multiply-add over all rows per step.
+    """
+    columns = values.detach().t().clone(memory_format=torch.contiguous_format)
+    steps = factors.detach().t().contiguous()
+    for t in range(len(columns) - 2, -1, -1):
+        columns[t].addcmul_(steps[t], columns[t + 1])
+    return columns.t().contiguous()
+
+
+def discounted_returns(
+    rewards: torch.Tensor, mask: torch.Tensor, gamma: float, *, count_gaps: bool = False
+) -> torch.Tensor:
+    """G_t = r_t + gamma G_next, 0 under mask 0, all (B, T). Rewards under mask 0 are not read.
+
+    next is the next valid token: tokens of an environment between two turns take no time and G passes them unchanged
+    (verl). With `count_gaps` each column is a step, discounted as any other (ROLL).
+    """
+    is_valid = mask != 0
+    discount = torch.full_like(rewards, gamma)
+    factors = discount if count_gaps else torch.where(is_valid, discount, 1)
+    return torch.where(is_valid, backward_scan(factors, torch.where(is_valid, rewards, 0)), 0)
+
+
+def compute_segment_masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean over each run of consecutive valid tokens, at every token of the run; 0 elsewhere. Differentiable.
+
+    values, mask: (B, T) -> (B, T). One assistant turn is one run: with log-ratios as values this is GSPO's
+    length-normalised ratio per turn (ROLL's name and semantics).
+    """
+    is_valid = mask != 0
+    starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
+    runs = starts.cumsum(dim=-1)  # 0 before the first run; tokens between runs have number of the run before, value 0
+    zeros = values.new_zeros(len(values), values.shape[-1] + 1)
+    totals = zeros.scatter_add(1, runs, torch.where(is_valid, values, 0))
+    counts = zeros.scatter_add(1, runs, is_valid.to(values.dtype))
+    return torch.where(is_valid, (totals / counts.clamp(min=1)).gather(1, runs), 0)
+
+
+# ---------------------------------------------------------------------------------------------------- groups of rows
+
+
+def group_ids(index: np.ndarray | torch.Tensor | list[Any], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Dense group numbers (B,) int64 in 0..G-1 for group labels of any hashable kind (uids), and G."""
+    labels = index.tolist() if isinstance(index, np.ndarray | torch.Tensor) else index
+    numbers: dict[Any, int] = {}
+    ids = [numbers.setdefault(label, len(numbers)) for label in labels]
+    return torch.tensor(ids, dtype=torch.int64, device=device), len(numbers)
+
+
+def group_sum(values: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Sum of the rows of each group: (B, ...) -> (G, ...)."""
+    return values.new_zeros(num_groups, *values.shape[1:]).index_add(0, groups, values)
+
+
+def group_mean_std(
+    scores: torch.Tensor, groups: torch.Tensor, num_groups: int, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean, standard deviation (Bessel) and row count of each group.
+
+    scores, groups, weights: (B,); weight 0 leaves a row out, 1 counts it. Returns three (G,) tensors in fp64, by two
+    passes: rewards that differ in their seventh digit keep their variance. A group of fewer than two rows has mean 0,
+    std 1.
+    """
+    scores, weights = scores.double(), weights.double()
+    counts = group_sum(weights, groups, num_groups)
+    single = counts < 2
+    means = group_sum(scores * weights, groups, num_groups) / counts.clamp(min=1)
+    squares = group_sum((scores - means[groups]) ** 2 * weights, groups, num_groups)
+    stds = (squares / (counts - 1).clamp(min=1)).sqrt()
+    return means.masked_fill(single, 0.0), stds.masked_fill(single, 1.0), counts
+
+
+def group_top_two(
+    scores: torch.Tensor, groups: torch.Tensor, num_groups: int, valid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Best row, best score and second-best score of each group, by two sorts.
+
+    scores, groups (B,), valid (B,) bool. Returns (rows (G,) int64, first (G,), second (G,)); -inf where a group has no
+    valid row, or no second one. Of equal scores the earlier row is the best.
+    """
+    ranked = torch.where(valid, scores.double(), -math.inf)
+    by_score = torch.argsort(ranked, descending=True, stable=True)
+    order = by_score[torch.argsort(groups[by_score], stable=True)]
+    counts = torch.bincount(groups, minlength=num_groups)
+    starts = counts.cumsum(0) - counts
+    first, following = order[starts], order[(starts + 1).clamp(max=len(order) - 1)]
+    second = torch.where(counts > 1, ranked[following], -math.inf)
+    return first, ranked[first], second
+
+
+class RunningMoments:
+    """Mean and standard deviation of everything seen so far, merged batch by batch (Chan et al. 1979; ROLL, trlx).
+
+    Attributes: mean 0, std 1, var 1 (biased) and count 0 before the first update.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.std = 1.0
+        self.var = 1.0
+        self.count = 0.0
+
+    def update(self, xs: torch.Tensor) -> tuple[float, float]:
+        """Takes the values of a batch, of any shape, in; returns the batch's own (mean, unbiased std).
+
+        A batch of one value has std 1, and so have all values together while they are one (ROLL: NaN). An empty batch
+        changes nothing. Computed in fp64.
+        """
+        values = xs.detach().double().flatten()
+        number = values.numel()
+        if number == 0:
+            return self.mean, self.std
+        batch_mean = float(values.mean())
+        batch_var = float(((values - batch_mean) ** 2).mean())
+        total = self.count + number
+        delta = batch_mean - self.mean
+        squares = self.var * self.count + delta**2 * self.count * number / total + batch_var * number
+        self.mean += delta * number / total
+        self.var, self.count = squares / total, total
+        self.std = math.sqrt(squares / (total - 1)) if total > 1 else 1.0
+        return batch_mean, math.sqrt(batch_var * number / (number - 1)) if number > 1 else 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"mean": self.mean, "std": self.std, "var": self.var, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.mean, self.std, self.var, self.count = (state[name] for name in ("mean", "std", "var", "count"))
+
+
+# ---------------------------------------------------------------------------------------------------- aggregation
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def agg_loss(
+    loss_mat: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    loss_scale_factor: float | None = None,
+) -> torch.Tensor:
+    """The one place where token losses become a scalar.
+
+    With l the loss, m the mask, N = batch_num_tokens, S = global_batch_size, sums over the rows given here:
+      token-mean                sum(l m) / N
+      token-sum                 sum(l m)
+      seq-mean-token-sum        sum over rows of sum_t(l m) / S
+      seq-mean-token-mean       sum over rows of (sum_t(l m) / sum_t m) / S
+      seq-mean-token-sum-norm   as seq-mean-token-sum, divided by loss_scale_factor (default: the width of the mask)
+    times dp_size, which undoes a mean of gradients over data-parallel ranks; 1 where gradients are summed.
+
+    loss_mat, loss_mask: (B, T). N: valid tokens, S: sequences with at least one, of the whole mini-batch on all ranks.
+    Left out, they are counted here, which is right only for a mini-batch given whole: with dp_size > 1 this raises
+    ValueError. An empty mini-batch gives 0.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode!r}. Expected one of {', '.join(LOSS_AGG_MODES)}.")
+    if loss_agg_mode == "token-sum":
+        return masked_sum(loss_mat, loss_mask) * dp_size
+    lengths = (loss_mask != 0).sum(dim=-1)
+    if loss_agg_mode == "token-mean":
+        tokens = _denominator("batch_num_tokens", batch_num_tokens, lengths.sum(), dp_size, loss_agg_mode)
+        return masked_sum(loss_mat, loss_mask) / tokens * dp_size
+    sequences = _denominator("global_batch_size", global_batch_size, (lengths > 0).sum(), dp_size, loss_agg_mode)
+    rows = masked_sum(loss_mat, loss_mask, axis=-1)
+    if loss_agg_mode == "seq-mean-token-mean":
+        rows = rows / lengths.clamp(min=1)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        rows = rows / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    return rows.sum() / sequences * dp_size
+
+
+def _denominator(name: str, given: Count | None, counted: torch.Tensor, dp_size: int, mode: str) -> Count:
+    if given is None:
+        if dp_size > 1:
+            raise ValueError(
+                f"agg_loss: loss_agg_mode={mode!r} with dp_size={dp_size} needs {name}, counted over the whole "
+                "mini-batch on all ranks before it is split; this rank's own count would weigh its tokens wrongly."
+            )
+        return counted.clamp(min=1)
+    return given.clamp(min=1) if isinstance(given, torch.Tensor) else max(given, 1)
