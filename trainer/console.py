@@ -28,7 +28,7 @@ _COLUMNS = (
     ("reward", ("critic/score/mean",), "{:6.3f}"),
     ("acc", ("reward/acc/mean", "critic/acc/mean"), "{:5.3f}"),
     ("length", ("response_length/mean",), "{:6.1f}"),
-    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), "{:8.1e}"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:8.1e}"),
     ("entropy", ("actor/entropy", "actor/entropy_loss"), "{:5.3f}"),
     ("grad", ("actor/grad_norm",), "{:6.3f}"),
     ("tok/s", ("perf/throughput",), "{:7,.0f}"),

@@ -28,7 +28,7 @@ from typing import Any
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardFunction, RewardItem, RewardResult, find_reward, score_item
-from workers.reward_process import PROGRESS, ProcessOptions, load_function
+from workers.reward_process import PROGRESS, ProcessOptions, load_function, write_progress
 
 _START_TIMEOUT_S = 120.0
 _BATCH_SECONDS = 0.05
@@ -317,7 +317,7 @@ class _Process:
 
     def send(self, batch: list[RewardItem]) -> bool:
         """Starts a batch in an idle process; False if it is dead."""
-        PROGRESS.pack_into(self._progress, 0, time.monotonic(), -1)
+        write_progress(self._progress, -1)
         try:
             self.connection.send(batch)
         except OSError:

@@ -77,15 +77,21 @@ def _serve(connection: Connection, progress: mmap.mmap, function: RewardFunction
         results: list[RewardResult] = []
         flushed = time.monotonic()
         for index, item in enumerate(batch):
-            PROGRESS.pack_into(progress, 0, time.monotonic(), index)
+            write_progress(progress, index)
             results.append(score_item(function, item))
             if os.getpid() != pid:  # a fork inside the reward function came back here: only the original may go on
                 os._exit(1)
             if time.monotonic() - flushed > _FLUSH_S and index + 1 < len(batch):
                 connection.send(results)
                 results, flushed = [], time.monotonic()
-        PROGRESS.pack_into(progress, 0, time.monotonic(), len(batch))
+        write_progress(progress, len(batch))
         connection.send(results)
+
+
+def write_progress(page: mmap.mmap, index: int) -> None:
+    """Notes that sample `index` begins now. In one piece: `pack_into` would first fill the page with zeros, and a pool
+    that looks at that instant would see a sample that began at time 0, long overdue."""
+    page[: PROGRESS.size] = PROGRESS.pack(time.monotonic(), index)
 
 
 def _die_with_parent(parent_pid: int) -> None:

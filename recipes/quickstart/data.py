@@ -1,18 +1,20 @@
 """The data of the quickstart: three small verifiable tasks, as parquet files in verl's row schema.
 
-    verl_lite/sort             sort 52817       ->  12578
-    verl_lite/add              421 + 356 =      ->  777     (no column carries)
-    reasoning_gym/chain_sum    867 - 203 =      ->  664     (entries and scorer of reasoning-gym; no carry, no borrow)
+    verl_lite/sort                   sort 52817        ->  12578
+    verl_lite/add                    421+356=          ->  777       (no column carries)
+    reasoning_gym/spell_backward     reverse crane     ->  enarc     (words and scorer of reasoning-gym)
 
 The demonstrations, from which the model learns before it is reinforced, come from a careless teacher: each character of
-an answer is with probability WRONG_SHARE replaced by a random digit. No question stands in two files, so neither the
-test nor the questions of the reinforcement are known from them. Same seed, same bytes.
+an answer is with probability WRONG_SHARE another one, so that about half of its answers are wrong. No question stands
+in two files: the test set and the questions of the reinforcement are new to a model that learnt from the
+demonstrations. Same seed, same bytes.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +23,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 MIN_SORT_DIGITS, MAX_SORT_DIGITS = 4, 6
-NUMBER_DIGITS = 3
+ADD_DIGITS = 3
+WORD_LETTERS = 5
+WORD_TASK = "spell_backward"
 WRONG_SHARE = 0.15
 
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 17_920
+EQUAL_PARTS, DEMONSTRATED_PARTS = (1, 1, 1), (3, 5, 4)
+"""Of sort, add and spell_backward. Sorting needs no positions and is learnt first; the teacher shows less of it."""
 
-EQUAL_PARTS, DEMONSTRATED_PARTS = (1, 1, 1), (3, 3, 4)
-"""Of sort, add and chain_sum; differences are learnt last, so the teacher shows more of chain_sum."""
+TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 15_360
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,17 @@ class Question:
 
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet (both in verl's row schema) and demonstrations.parquet (chat messages with
-    the teacher's answer) into `folder`."""
+    the answer) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    seen: set[str] = set()
-    sources = [_new(generate(rng), seen) for generate in (sort_questions, add_questions, chain_sum_questions)]
+    sources = [_unique(generate(rng)) for generate in (sort_questions, add_questions, word_questions)]
     for split, number in (("test", TEST_ROWS), ("train", TRAIN_ROWS)):
         questions = draw(sources, number, rng, EQUAL_PARTS)
-        rows = [verl_row(question, split, index) for index, question in enumerate(questions)]
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+        table = pa.Table.from_pylist([verl_row(question, split, index) for index, question in enumerate(questions)])
+        pq.write_table(table, folder / f"{split}.parquet")
     taught = [careless(question, rng) for question in draw(sources, DEMONSTRATIONS, rng, DEMONSTRATED_PARTS)]
-    rows = [{"messages": messages(question, with_answer=True)} for question in taught]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "demonstrations.parquet")
+    demonstrations = [{"messages": messages(question, with_answer=True)} for question in taught]
+    pq.write_table(pa.Table.from_pylist(demonstrations), folder / "demonstrations.parquet")
 
 
 def draw(sources: list[Iterator[Question]], number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
@@ -73,49 +76,38 @@ def sort_questions(rng: random.Random) -> Iterator[Question]:
 
 
 def add_questions(rng: random.Random) -> Iterator[Question]:
-    """Sums of two numbers of NUMBER_DIGITS digits in which no column carries."""
+    """Sums of two numbers of equal length in which no column carries; each column's digit sum is uniform."""
     while True:
         left = right = 0
-        for column in range(NUMBER_DIGITS):
+        for column in range(ADD_DIGITS):
             least = 1 if column == 0 else 0
             first = rng.randint(least, 9 - least)
             left, right = 10 * left + first, 10 * right + rng.randint(least, 9 - first)
-        if rng.random() < 0.5:  # either may be the one with the larger digits
+        if rng.random() < 0.5:
             left, right = right, left
-        yield Question("verl_lite/add", "arithmetic", f"{left} + {right} =", str(left + right))
+        yield Question("verl_lite/add", "arithmetic", f"{left}+{right}=", str(left + right))
 
 
-def chain_sum_questions(rng: random.Random) -> Iterator[Question]:
-    """Sums and differences from reasoning-gym, those that go column by column, without the sentence before the formula.
-
-    A sentence of sixty characters would be sixty tokens here. The scorer reads the entry, not the prompt.
-    """
+def word_questions(rng: random.Random) -> Iterator[Question]:
+    """reasoning-gym's words to be spelt backward, in a wording short enough for a tokenizer of characters."""
     from reasoning_gym import create_dataset  # imports a hundred generators: seconds, and needed only here
 
-    digits = {"min_digits": NUMBER_DIGITS, "max_digits": NUMBER_DIGITS}
     while True:
         dataset = create_dataset(
-            "chain_sum", min_terms=2, max_terms=2, seed=rng.randrange(2**31), size=10_000, **digits
+            WORD_TASK, min_word_len=WORD_LETTERS, max_word_len=WORD_LETTERS, seed=rng.randrange(2**31), size=4096
         )
         for entry in dataset:
-            left, sign, right = entry["metadata"]["expression"].split()
-            if goes_by_columns(left, sign, right):
-                formula = entry["question"].rpartition(": ")[2]
-                source = "reasoning_gym/chain_sum"
-                yield Question(source, "arithmetic", formula, entry["answer"], json.dumps(entry))
-
-
-def goes_by_columns(left: str, sign: str, right: str) -> bool:
-    """Whether a sum or difference of numbers of equal length has no carry or borrow, and as many digits as these."""
-    columns = [(int(a), int(b)) for a, b in zip(left, right, strict=True)]
-    if sign == "+":
-        return all(a + b <= 9 for a, b in columns)
-    return all(a >= b for a, b in columns) and left[0] > right[0]
+            word = entry["metadata"]["word"]
+            if word.isascii() and word.isalpha() and word.islower():
+                source = f"reasoning_gym/{WORD_TASK}"
+                yield Question(source, "spelling", f"reverse {word}", entry["answer"], json.dumps(entry))
 
 
 def careless(question: Question, rng: random.Random) -> Question:
-    """The question with an answer of which each character is, with probability WRONG_SHARE, a random digit."""
-    answer = [rng.choice("0123456789") if rng.random() < WRONG_SHARE else right for right in question.answer]
+    """The question with an answer of which each character is, with probability WRONG_SHARE, a random one of its kind.
+    """
+    kind = string.digits if question.answer.isdigit() else string.ascii_lowercase
+    answer = [rng.choice(kind) if rng.random() < WRONG_SHARE else right for right in question.answer]
     return replace(question, answer="".join(answer))
 
 
@@ -126,7 +118,7 @@ def verl_row(question: Question, split: str, index: int) -> dict[str, object]:
         "prompt": messages(question, with_answer=False),
         "ability": question.ability,
         "reward_model": {"style": "rule", "ground_truth": question.answer},
-        "extra_info": {"split": split, "index": index, "entry": question.entry},
+        "extra_info": {"split": split, "index": index, "entry": question.entry, "full_marks_only": True},
     }
 
 
@@ -136,10 +128,10 @@ def messages(question: Question, *, with_answer: bool) -> list[dict[str, str]]:
     return [*chat, {"role": "assistant", "content": question.answer}] if with_answer else chat
 
 
-def _new(questions: Iterator[Question], seen: set[str]) -> Iterator[Question]:
-    """Those that were not seen before, whatever their spaces."""
+def _unique(questions: Iterator[Question]) -> Iterator[Question]:
+    """Each prompt once."""
+    seen: set[str] = set()
     for question in questions:
-        text = question.prompt.replace(" ", "")
-        if text not in seen:
-            seen.add(text)
+        if question.prompt not in seen:
+            seen.add(question.prompt)
             yield question

@@ -1,4 +1,4 @@
-"""The model of the quickstart: a random Qwen2 of 1.2 million parameters and its character tokenizer, made on the spot.
+"""The model of the quickstart: a random Qwen2 of 1.1 million parameters and its character tokenizer, made on the spot.
 
 It is an ordinary Hugging Face folder, so it loads through the code that loads any model. Same seed, same bytes.
 """
@@ -22,7 +22,8 @@ CHAT_TEMPLATE = (
 )
 """Two tokens around a question: with prompts of a dozen characters every marker counts."""
 
-INITIALIZER_RANGE = 0.04
+INITIALIZER_RANGE = 0.06
+"""Of all weight matrices. A supervised start of 120 steps learns twice as much from it as from the usual 0.02."""
 
 
 def character_tokenizer() -> Qwen2Tokenizer:
@@ -47,11 +48,11 @@ def write_model(folder: Path, seed: int) -> None:
     tokenizer = character_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=2,  # learns these tasks faster than 4 layers of 128, and decodes in half the time
-        num_attention_heads=6,  # of 32 dimensions, the smallest that vLLM takes
-        num_key_value_heads=6,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,  # of 32 dimensions, the smallest that vLLM takes
+        num_key_value_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,

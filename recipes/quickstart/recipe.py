@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from verl_lite.config import PPOConfig, SFTConfig
 
 MODEL_SEED = DATA_SEED = 1
-WARM_START_STEPS = 280
-RL_STEPS = 140
+WARM_START_STEPS = 390
+RL_STEPS = 190
 
 
 def overrides() -> dict[str, object]:
@@ -33,16 +33,18 @@ def overrides() -> dict[str, object]:
         "model.enable_gradient_checkpointing": False,
         "data.train_files": [str(folder / "data" / "train.parquet")],
         "data.val_files": [str(folder / "data" / "test.parquet")],
-        "data.train_batch_size": 64,
+        "data.train_batch_size": 128,
         "data.max_prompt_length": 16,
-        "data.max_response_length": 8,
+        "data.max_response_length": 10,
         "rollout.n": 8,
-        "rollout.kv_cache_memory_mb": 64,
+        "rollout.kv_cache_memory_mb": 128,
+        "rollout.max_num_seqs": 512,
         "rollout.val_kwargs.do_sample": True,
         "rollout.val_kwargs.temperature": 1.0,
         "rollout.val_kwargs.greedy_too": True,
-        "actor.ppo_mini_batch_size": 64,
-        "actor.optim.lr": 2e-4,
+        "actor.ppo_mini_batch_size": 128,
+        "actor.calculate_entropy": True,
+        "actor.optim.lr": 3e-4,
         "actor.optim.lr_warmup_steps": 10,
         "actor.optim.betas": [0.9, 0.95],
         # one FSDP group: on a model this small a collective for each layer costs more than it saves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def test_the_model_is_a_hugging_face_folder_with_the_same_bytes_each_time(tmp_pa
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert 1e6 < sum(parameter.numel() for parameter in network.parameters()) < 2e6
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
-    assert tokenizer("sort 52817")["input_ids"] == character_tokenizer()("sort 52817")["input_ids"]
+    assert tokenizer("reverse crane")["input_ids"] == character_tokenizer()("reverse crane")["input_ids"]
     chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|user|>1+2=<|assistant|>3<|im_end|>"
 
@@ -77,34 +76,37 @@ def test_answers_are_right_and_rewarded(rows: dict[str, list[dict[str, Any]]]) -
         if row["data_source"] == "verl_lite/sort":
             assert answer == "".join(sorted(question.removeprefix("sort ")))
         elif row["data_source"] == "verl_lite/add":
-            left, sign, right, _ = question.split()
-            assert sign == "+" and answer == str(int(left) + int(right))
+            left, right = question.removesuffix("=").split("+")
+            assert answer == str(int(left) + int(right))
             assert all(int(a) + int(b) <= 9 for a, b in zip(left, right, strict=True))
         else:
-            left, sign, right, _ = question.split()
-            assert answer == str(int(left) + int(right) if sign == "+" else int(left) - int(right))
-            assert len(answer) == len(left) == len(right) == data.NUMBER_DIGITS
-            assert question in json.loads(row["extra_info"]["entry"])["question"]
+            assert answer == question.removeprefix("reverse ")[::-1]
         score = {"data_source": row["data_source"], "ground_truth": answer, "extra_info": row["extra_info"]}
         assert number(default_compute_score(solution_str=answer, **score)) == 1
         assert number(default_compute_score(solution_str=answer[:-1] + "?", **score)) < 1
-    assert set(counts) == {"verl_lite/sort", "verl_lite/add", "reasoning_gym/chain_sum"}
+    assert set(counts) == {"verl_lite/sort", "verl_lite/add", "reasoning_gym/spell_backward"}
     assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_the_teacher_is_careless_by_the_stated_share(rows: dict[str, list[dict[str, Any]]]) -> None:
+    characters = wrong = 0
+    for row in rows["demonstrations"]:
+        question, answer = (message["content"] for message in row["messages"])
+        if question.startswith("sort "):
+            right = "".join(sorted(question.removeprefix("sort ")))
+        elif question.startswith("reverse "):
+            right = question.removeprefix("reverse ")[::-1]
+        else:
+            right = str(sum(map(int, question.removesuffix("=").split("+"))))
+        assert len(answer) == len(right)
+        characters += len(right)
+        wrong += sum(a != b for a, b in zip(answer, right, strict=True))
+    # a random digit is right once in ten, a random letter once in 26
+    assert 0.85 * data.WRONG_SHARE < wrong / characters < 0.98 * data.WRONG_SHARE
 
 
 def number(score: Any) -> float:
     return float(score["score"] if isinstance(score, dict) else score)
-
-
-def test_the_teacher_is_as_careless_as_said(rows: dict[str, list[dict[str, Any]]]) -> None:
-    wrong = total = 0
-    for row in rows["demonstrations"]:
-        question, answer = (message["content"] for message in row["messages"])
-        if question.startswith("sort"):
-            right = "".join(sorted(question.removeprefix("sort ")))
-            wrong += sum(a != b for a, b in zip(answer, right, strict=True))
-            total += len(right)
-    assert wrong / total == pytest.approx(0.9 * data.WRONG_SHARE, abs=0.01)  # one random digit in ten is the right one
 
 
 def test_questions_and_answers_fit_the_lengths_of_the_recipe(rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -176,5 +178,5 @@ def test_a_model_and_data_of_ones_own_need_no_cache(cache: Path) -> None:
 def test_the_warm_start_has_the_settings_it_means(tmp_path: Path) -> None:
     config = recipe.warm_start(tmp_path)
     assert isinstance(config, SFTConfig)
-    # each demonstration is seen once: the teacher's errors cannot be learnt by heart
-    assert config.trainer.total_training_steps * config.data.train_batch_size == data.DEMONSTRATIONS
+    rows_needed = config.trainer.total_training_steps * config.data.train_batch_size
+    assert rows_needed <= 2 * data.DEMONSTRATIONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from workers.reward_pool import RewardError, RewardItem, RewardPool
+from workers.reward_process import PROGRESS
 
 CUSTOM = """
 import ctypes, os, subprocess, sys, time
@@ -252,3 +254,28 @@ def test_an_idle_pool_uses_no_processor_time(make_pool: Callable) -> None:
     pool.collect([1])
     time.sleep(0.3)
     assert time.process_time() - before < 0.1
+
+
+def test_progress_is_never_seen_half_written(tmp_path: Path) -> None:
+    """Found in the main job: one sample in 10,000 was called overdue, because the page was zero for an instant."""
+    path = tmp_path / "page"
+    path.write_bytes(PROGRESS.pack(1.0, 0))
+    code = (
+        "import mmap; from workers.reward_process import write_progress\n"
+        f"file = open({str(path)!r}, 'r+b'); page = mmap.mmap(file.fileno(), {PROGRESS.size})\n"
+        "while True: write_progress(page, 7)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    try:
+        with path.open("r+b") as file:
+            page = mmap.mmap(file.fileno(), PROGRESS.size)
+        seen = 0
+        deadline = time.monotonic() + 20
+        while seen < 200_000 and time.monotonic() < deadline:
+            started, index = PROGRESS.unpack_from(page)
+            assert started > 0, "the beginning of a sample was read as time 0"
+            seen += index == 7
+        assert seen, "the writer never wrote"
+    finally:
+        writer.kill()
+        writer.wait()

@@ -19,7 +19,10 @@ from verl_lite.rewards.dispatch import register_reward
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """The scorer's number, 0 to 1; some tasks give part marks. Raises ValueError for an unknown task or no entry."""
+    """The scorer's number, 0 to 1. Some tasks give part marks; with extra_info["full_marks_only"] they count as 0.
+
+    Raises ValueError for an unknown task or no entry.
+    """
     entry = (extra_info or {}).get("entry")
     if not isinstance(entry, str):
         raise ValueError(
@@ -27,7 +30,8 @@ def compute_score(
             f"found extra_info={extra_info!r}"
         )
     scorer = _scorer(data_source.partition("/")[2])
-    return float(scorer(answer=solution_str.strip(), entry=json.loads(entry)))
+    score = float(scorer(answer=solution_str.strip(), entry=json.loads(entry)))
+    return score if score >= 1 or not (extra_info or {}).get("full_marks_only") else 0.0
 
 
 @functools.cache

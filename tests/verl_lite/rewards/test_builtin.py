@@ -78,6 +78,15 @@ def test_reasoning_gym_scores_with_the_entry() -> None:
     assert score("reasoning_gym/chain_sum", "17", "-4", extra_info) < 0.5
 
 
+def test_part_marks_count_as_nothing_where_only_full_marks_do() -> None:
+    entry = {"question": "Spell this word backward (example: sun -> nus): crane", "answer": "enarc"}
+    extra_info = {"entry": json.dumps(entry | {"metadata": {"word": "crane"}})}
+    assert 0 < score("reasoning_gym/spell_backward", "enarx", "enarc", extra_info) < 1
+    strict = extra_info | {"full_marks_only": True}
+    assert score("reasoning_gym/spell_backward", "enarx", "enarc", strict) == 0
+    assert score("reasoning_gym/spell_backward", "enarc", "enarc", strict) == 1
+
+
 def test_reasoning_gym_errors_name_what_is_missing() -> None:
     with pytest.raises(ValueError, match=r"extra_info\['entry'\]"):
         reasoning_gym.compute_score("reasoning_gym/chain_sum", "1", "1", {})
