@@ -94,6 +94,17 @@ class FSDPConfig:
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = opt("vanilla", "registered policy loss, or pkg.module:function")
+    clip_cov_ratio: float = opt(0.0002, "clip_cov: share of the tokens whose loss is dropped")
+    clip_cov_lb: float = opt(1.0, "clip_cov: they are drawn from covariances above this")
+    clip_cov_ub: float = opt(5.0, "clip_cov: and below this")
+    kl_cov_ratio: float = opt(0.0002, "kl_cov: share of the tokens, of largest covariance, that is penalised")
+    ppo_kl_coef: float = opt(0.1, "kl_cov: weight of their penalty")
+    dro_beta: float | None = opt(None, "dro: weight of the squared log-ratio; must be given")
+    tis_lower_bound: float = opt(0.0, "tis: the ratio is truncated to at least this")
+    tis_upper_bound: float = opt(1.0, "tis: and at most this")
+    topr_positive_weight: float = opt(1.0, "topr: weight of good answers")
+    topr_negative_weight: float = opt(1.0, "topr: weight of bad answers")
+    kimi15_tau: float = opt(0.1, "kimi15: weight of the squared log-ratio")
 
 
 @dataclass
@@ -108,6 +119,11 @@ class ActorConfig:
     clip_ratio_low: float | None = opt(None, "lower clip range; null = clip_ratio")
     clip_ratio_high: float | None = opt(None, "upper clip range; null = clip_ratio")
     clip_ratio_c: float = opt(3.0, "dual clip: bound of the ratio where the advantage is negative, > 1")
+    ratio_type: str = opt(
+        "token", "ratio of vanilla, cispo, tis, topr: token | segment (one per run of the policy's tokens)"
+    )
+    tau_pos: float = opt(1.0, "sapo: steepness of the gate where the advantage is positive")
+    tau_neg: float = opt(1.05, "sapo: and where it is not")
     loss_agg_mode: str = opt(
         "token-mean",
         "token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm",

@@ -16,25 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import ConfigError, did_you_mean
+from verl_lite.config_keys import ConfigError, unknown_value
 
 Problems = Iterator[str]
 
 ROLLOUT_ENGINES = ("auto", "vllm", "hf")
 TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
-GROUP_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"})
-"""Advantage estimators that compare the samples of one prompt with each other."""
-CRITIC_ESTIMATORS = frozenset({"gae"})
-_EPISODES = "the step columns of episodes (traj_id, step, state_hash), which the trainer does not have"
-NOT_PROVIDED = {
-    "gae": "the values of a critic, which the trainer does not have yet",
-    "remax": "the scores of greedy answers, which the trainer does not generate yet",
-    "optimal_token_baseline": "sum_pi_squared, which the actor does not compute yet",
-    "tir_optimal_token_baseline": "sum_pi_squared, which the actor does not compute yet",
-    "step_reinforce": _EPISODES,
-    "gigpo": _EPISODES,
-}
-"""What estimators need that no part of the trainer provides: they can be called, but not trained with."""
 FOREIGN_ENGINES = ("sglang", "trtllm")
 """Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
 
@@ -51,6 +38,11 @@ AT_LEAST: dict[str, float] = {
     "actor.ppo_micro_batch_size_per_gpu": 1,
     "actor.log_prob_chunk_tokens": 1,
     "actor.kl_loss_coef": 0,
+    "actor.policy_loss.ppo_kl_coef": 0,
+    "actor.policy_loss.kimi15_tau": 0,
+    "actor.policy_loss.tis_lower_bound": 0,
+    "actor.policy_loss.topr_positive_weight": 0,
+    "actor.policy_loss.topr_negative_weight": 0,
     "actor.optim.lr": 0,
     "actor.optim.weight_decay": 0,
     "actor.optim.lr_warmup_steps": -1,
@@ -91,6 +83,12 @@ POSITIVE = (
     "actor.clip_ratio_low",
     "actor.clip_ratio_high",
     "actor.loss_scale_factor",
+    "actor.tau_pos",
+    "actor.tau_neg",
+    "actor.policy_loss.clip_cov_ratio",
+    "actor.policy_loss.kl_cov_ratio",
+    "actor.policy_loss.dro_beta",
+    "actor.policy_loss.tis_upper_bound",
     "actor.optim.eps",
     "actor.optim.clip_grad",
     "actor.optim.num_cycles",
@@ -102,6 +100,8 @@ POSITIVE = (
 )
 
 AT_MOST_ONE = (
+    "actor.policy_loss.clip_cov_ratio",
+    "actor.policy_loss.kl_cov_ratio",
     "actor.optim.lr_warmup_steps_ratio",
     "actor.optim.min_lr_ratio",
     "rollout.gpu_memory_utilization",
@@ -122,6 +122,7 @@ ALL_OR_AT_LEAST_ONE = (
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
+    "actor.ratio_type": ("token", "segment"),
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "actor.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
     "actor.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
@@ -152,6 +153,8 @@ def validate(
     Raises:
         ConfigError: all problems together.
     """
+    from verl_lite.algorithm_checks import estimator, losses  # imports torch, which printing the options does not need
+
     trainer = config.trainer
     if slots is None and trainer.n_gpus_per_node is not None:
         slots = trainer.n_gpus_per_node * trainer.nnodes
@@ -159,8 +162,8 @@ def validate(
         *_ranges(config),
         *_batch_sizes(config),
         *_micro_batches(config),
-        *_losses(config),
-        *_estimator(config),
+        *losses(config),
+        *estimator(config),
         *_sampling(config),
         *_engine(config, rollout_engines),
         *_run(config, trackers),
@@ -196,14 +199,10 @@ def _ranges(config: PPOConfig) -> Problems:
     for name, choices in CHOICES.items():
         value = value_of(config, name)
         if value not in choices:
-            yield _unknown(name, value, choices)
+            yield unknown_value(name, value, choices)
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"actor.optim.betas={betas}: two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]"
-
-
-def _unknown(name: str, value: Any, known: Collection[str]) -> str:
-    return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"
 
 
 def _batch_sizes(config: PPOConfig) -> Problems:
@@ -244,64 +243,6 @@ def _micro_batches(config: PPOConfig) -> Problems:
             )
 
 
-def _losses(config: PPOConfig) -> Problems:
-    from verl_lite.core_algos import KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-
-    actor = config.actor
-    if not actor.clip_ratio_c > 1:
-        yield (
-            f"actor.clip_ratio_c={actor.clip_ratio_c}: it bounds the ratio from above where the advantage is "
-            "negative, so a number above 1 is expected, such as 3.0"
-        )
-    if actor.loss_agg_mode not in LOSS_AGG_MODES:
-        yield _unknown("actor.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES)
-    elif actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield (
-            f"actor.loss_scale_factor={actor.loss_scale_factor} has no effect with "
-            f"actor.loss_agg_mode={actor.loss_agg_mode}: leave it out, or use seq-mean-token-sum-norm"
-        )
-    loss_mode = actor.policy_loss.loss_mode
-    if ":" not in loss_mode and loss_mode not in POLICY_LOSS_REGISTRY:
-        yield _unknown("actor.policy_loss.loss_mode", loss_mode, POLICY_LOSS_REGISTRY) + "; or pkg.module:function"
-    for name in ("actor.kl_loss_type", "algorithm.kl_penalty"):
-        if value_of(config, name).removesuffix("+") not in KL_ALIASES:
-            yield _unknown(name, value_of(config, name), KL_ALIASES)
-
-
-def _estimator(config: PPOConfig) -> Problems:
-    from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
-
-    estimator, warmup = config.algorithm.adv_estimator, config.trainer.critic_warmup
-    if ":" not in estimator and estimator not in ADV_ESTIMATOR_REGISTRY:
-        yield _unknown("algorithm.adv_estimator", estimator, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
-    if estimator in NOT_PROVIDED:
-        usable = ", ".join(sorted(set(ADV_ESTIMATOR_REGISTRY) - set(NOT_PROVIDED)))
-        yield f"algorithm.adv_estimator={estimator} needs {NOT_PROVIDED[estimator]}; use one of {usable}"
-    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
-    if estimator == "gdpo" and not keys:
-        yield (
-            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, which is empty: name the values of the "
-            "reward function's dict that it normalises, such as [correct,format]"
-        )
-    if estimator != "gdpo" and (keys or weights):
-        yield f"algorithm.gdpo_reward_keys={keys} has no effect with algorithm.adv_estimator={estimator}: leave it out"
-    if estimator == "gdpo" and weights and len(weights) != len(keys):
-        yield (
-            f"algorithm.gdpo_reward_weights={weights}: one weight for each of algorithm.gdpo_reward_keys={keys} is "
-            "expected, or none for equal weights"
-        )
-    if estimator in GROUP_ESTIMATORS and config.rollout.n == 1 and not config.trainer.val_only:
-        yield (
-            f"rollout.n=1: {estimator} compares the samples of one prompt with each other, and one sample teaches "
-            "nothing: set rollout.n to at least 2, such as 8"
-        )
-    if warmup > 0 and estimator not in CRITIC_ESTIMATORS:
-        yield (
-            f"trainer.critic_warmup={warmup}: {estimator} has no critic, so nothing would learn in these steps: "
-            "set it to 0"
-        )
-
-
 def _sampling(config: PPOConfig) -> Problems:
     rollout, val = config.rollout, config.rollout.val_kwargs
     if not rollout.temperature > 0:
@@ -340,7 +281,7 @@ def _sampling(config: PPOConfig) -> Problems:
 def _engine(config: PPOConfig, engines: Collection[str]) -> Problems:
     rollout, data = config.rollout, config.data
     if ":" not in rollout.name and rollout.name not in engines:
-        yield _unknown("rollout.name", rollout.name, engines) + "; or pkg.module:Class"
+        yield unknown_value("rollout.name", rollout.name, engines) + "; or pkg.module:Class"
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
         yield (
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the hf engine runs on one "
@@ -370,7 +311,7 @@ def _run(config: PPOConfig, trackers: Collection[str]) -> Problems:
     trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
     for tracker in trainer.logger:
         if ":" not in tracker and tracker not in trackers:
-            yield _unknown("trainer.logger", tracker, trackers)
+            yield unknown_value("trainer.logger", tracker, trackers)
     source = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and source is None:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder, which is null"

@@ -67,7 +67,7 @@ _GLOBAL_MICRO = NoEffect(
 _ULYSSES = Only((1,), "no sequence parallelism is used", "sequence parallelism (Ulysses) is not here; leave it at 1")
 _STRATEGY = Only(("fsdp", "fsdp2"), "FSDP2 is always used", "the only training engine here is FSDP2")
 _MEGATRON = Only((), "", "Megatron is not here; the training engine is FSDP2 (actor.fsdp_config.*)")
-_OTHER_LOSS = NoEffect("it belongs to a policy loss other than the ones here; see actor.policy_loss.loss_mode")
+_OTHER_LOSS = NoEffect("it belongs to a policy loss (bypass_mode) that is not here; see actor.policy_loss.loss_mode")
 _MULTI_TURN = "multi-turn rollout is not here yet"
 _LORA = "LoRA is not here yet; all parameters are trained"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
@@ -173,13 +173,6 @@ _ACTOR: dict[str, Rule] = {
     "actor.rollout_n": NoEffect("rollout.n is the only place"),
     "actor.load_weight": NoEffect("weights are always loaded"),
     "actor.freeze_vision_tower": _TEXT_ONLY,
-    "actor.tau_pos": _OTHER_LOSS,
-    "actor.tau_neg": _OTHER_LOSS,
-    "actor.policy_loss.clip_cov_ratio": _OTHER_LOSS,
-    "actor.policy_loss.clip_cov_lb": _OTHER_LOSS,
-    "actor.policy_loss.clip_cov_ub": _OTHER_LOSS,
-    "actor.policy_loss.kl_cov_ratio": _OTHER_LOSS,
-    "actor.policy_loss.ppo_kl_coef": _OTHER_LOSS,
     "actor.policy_loss.rollout_correction": _OTHER_LOSS,
     "actor.router_replay.mode": Only(("disabled",), "no router replay is used", "router replay is not here"),
     "actor.router_replay": NoEffect("no router replay is used"),

@@ -223,6 +223,11 @@ def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def unknown_value(name: str, value: Any, known: typing.Collection[str]) -> str:
+    """The problem of a key whose value is none of the known ones."""
+    return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"
+
+
 def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 

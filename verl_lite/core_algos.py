@@ -1,7 +1,8 @@
 """The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
 
 The names that verl's users import are all found here; the estimators themselves stand in `advantages` (verl's) and
-`agentic_algos` (ROLL's), sums over masks and groups and `agg_loss` in `masked`.
+`agentic_algos` (ROLL's), losses in `policy_losses` and `covariance_losses`, sums over masks and groups and `agg_loss`
+in `masked`.
 
 Pure functions of tensors in, tensors out; shapes are (B, T) with T response tokens, `response_mask` is 1 where the
 policy acted. Three rules hold throughout. A value under mask 0 never matters, not even NaN. A row whose mask is all 0
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from verl_lite.advantages import (
+    check_shapes,
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -44,6 +46,7 @@ from verl_lite.agentic_algos import (
     compute_reinforce_return,
     compute_step_reinforce_advantage,
 )
+from verl_lite.covariance_losses import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
 from verl_lite.masked import (
     LOSS_AGG_MODES,
     Count,
@@ -57,44 +60,52 @@ from verl_lite.masked import (
     masked_var,
     masked_whiten,
 )
-from verl_lite.metrics import Metric
+from verl_lite.policy_losses import (
+    LOG_RATIO_BOUND,
+    PolicyLossFn,
+    clip_range,
+    clipped_surrogate,
+    compute_policy_loss,
+    compute_policy_loss_cispo,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_kimi15,
+    compute_policy_loss_sapo,
+    compute_policy_loss_tis,
+    compute_policy_loss_topr,
+    compute_policy_loss_vanilla,
+    masked_log_ratio,
+    token_means,
+)
 from verl_lite.registry import Registry, add_entry, find_entry
 
 __all__ = [
+    "masked_sum",
     "LOSS_AGG_MODES",
     "RunningMoments",
+    "agg_loss",
+    "clip_range",
+    "clipped_surrogate",
     "compute_agentic_reinforce_return",
+    "compute_policy_loss",
     "compute_reinforce_return",
     "compute_segment_masked_mean",
     "group_ids",
     "group_mean_std",
+    "masked_log_ratio",
     "masked_var",
     "masked_whiten",
     "outcome_scores",
+    "token_means",
 ]
 
 AdvantageEstimatorFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
 
 # ---------------------------------------------------------------------------------------------------- registries
-
-
-class PolicyLossFn(Protocol):
-    """What a policy loss is: see `compute_policy_loss_vanilla` for the meaning of each argument."""
-
-    def __call__(
-        self,
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
-        loss_agg_mode: str,
-        config: Any,
-        rollout_is_weights: torch.Tensor | None = None,
-        *,
-        batch_num_tokens: Count | None = None,
-        global_batch_size: Count | None = None,
-    ) -> tuple[torch.Tensor, dict[str, Metric]]: ...
 
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageEstimatorFn] = Registry("advantage estimator")
@@ -149,118 +160,63 @@ _ESTIMATORS: dict[str, AdvantageEstimatorFn] = {
 for _name, _estimator in _ESTIMATORS.items():
     register_adv_est(_name)(_estimator)
 
-# ---------------------------------------------------------------------------------------------------- policy losses
+# What `actor.policy_loss.loss_mode` knows.
+_POLICY_LOSSES: dict[str, PolicyLossFn] = {
+    "vanilla": compute_policy_loss_vanilla,
+    "gspo": compute_policy_loss_gspo,
+    "sapo": compute_policy_loss_sapo,
+    "geo_mean": compute_policy_loss_geo_mean,
+    "gpg": compute_policy_loss_gpg,
+    "cispo": compute_policy_loss_cispo,
+    "tis": compute_policy_loss_tis,
+    "topr": compute_policy_loss_topr,
+    "kimi15": compute_policy_loss_kimi15,
+    "dro": compute_policy_loss_dro,
+    "dppo_tv": compute_policy_loss_dppo_tv,
+    "dppo_kl": compute_policy_loss_dppo_kl,
+    "clip_cov": compute_policy_loss_clip_cov,
+    "kl_cov": compute_policy_loss_kl_cov,
+}
+for _name, _loss in _POLICY_LOSSES.items():
+    register_policy_loss(_name)(_loss)
+
+# ---------------------------------------------------------------------------------------------------- value loss
 
 
-def clipped_surrogate(
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate with asymmetric and dual clip, per token.
-
-    With r = exp(log_ratio): max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7), and where A < 0 at most
-    -A c (dual clip, arXiv:1912.09729, eq. 5): a bad action made very likely no longer dominates the batch.
-    All tensors (B, T). Returns (loss, whether the clip was active, whether the dual clip was active).
-    Raises ValueError unless clip_ratio_c > 1.
-    """
-    if clip_ratio_c <= 1.0:
-        raise ValueError(f"actor.clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    pessimistic = torch.maximum(plain, clipped)
-    bound = -advantages * clip_ratio_c
-    is_bounded = (advantages < 0) & (pessimistic > bound)
-    loss = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
-    return loss, clipped > plain, is_bounded
-
-
-def clip_range(config: Any) -> tuple[float, float]:
-    """(low, high) clip ranges of an actor's config: each falls back to clip_ratio where it is null."""
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
-
-
-def masked_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """log_prob - old_log_prob within +-20; 0 under mask 0 before it is exponentiated: a NaN there has no gradient."""
-    log_ratio = torch.where(response_mask != 0, log_prob - old_log_prob, 0)
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str, Metric]:
-    """Metrics that are means over valid tokens, moved to the host in one transfer. Each value: (B, T)."""
-    totals = torch.stack([masked_sum(value.detach().float(), response_mask) for value in values.values()])
-    host = torch.cat([totals, (response_mask != 0).sum()[None].to(totals.dtype)]).tolist()
-    return {name: Metric.mean(total, host[-1]) for name, total in zip(values, host[:-1], strict=True)}
-
-
-@register_policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
+def compute_value_loss(
+    vpreds: torch.Tensor,
+    returns: torch.Tensor,
+    values: torch.Tensor,
     response_mask: torch.Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: torch.Tensor | None = None,
-    *,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
     batch_num_tokens: Count | None = None,
     global_batch_size: Count | None = None,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """PPO with asymmetric and dual clip: see `clipped_surrogate`.
+    loss_scale_factor: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped value loss: 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), aggregated as any other loss.
 
-    old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: (B, T); the weights, if given, multiply the
-    token losses. config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_scale_factor.
-    batch_num_tokens, global_batch_size: of the whole mini-batch, see `agg_loss`.
-    Returns (scalar loss, metrics): pg_clipfrac, pg_clipfrac_lower (shares of tokens), ppo_kl (mean of old - new).
+    vpreds v, returns G, values v_old, response_mask: (B, T); c = cliprange_value. Denominators, dp_size and mode: see
+    `agg_loss`; ROLL averages over each micro-batch, here the gradient does not depend on the cut. Returns (loss, share
+    of the tokens given here whose clip was active). Raises ValueError for c <= 0 or shapes that differ.
     """
-    low, high = clip_range(config)
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, config.clip_ratio_c)
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
-    loss = agg_loss(
-        losses,
+    if cliprange_value <= 0:
+        raise ValueError(f"compute_value_loss: cliprange_value={cliprange_value}: a number above 0 is expected.")
+    check_shapes("compute_value_loss", vpreds=vpreds, returns=returns, values=values, response_mask=response_mask)
+    new, target, old = (torch.where(response_mask != 0, tensor, 0) for tensor in (vpreds, returns, values))
+    plain = (new - target).square()
+    clipped = (torch.clamp(new, old - cliprange_value, old + cliprange_value) - target).square()
+    loss = 0.5 * agg_loss(
+        torch.maximum(plain, clipped),
         response_mask,
         loss_agg_mode,
-        batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size,
-        loss_scale_factor=config.loss_scale_factor,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
     )
-    return loss, token_means(response_mask, pg_clipfrac=is_clipped, ppo_kl=-log_ratio, pg_clipfrac_lower=is_bounded)
-
-
-def compute_policy_loss(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    cliprange: float | None = None,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
-    loss_agg_mode: str = "token-mean",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of `compute_policy_loss_vanilla` for a mini-batch given whole, with verl's older signature.
-
-    All tensors (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
-    Raises ValueError if a clip range is neither given nor falls back to `cliprange`.
-    """
-    low = cliprange if cliprange_low is None else cliprange_low
-    high = cliprange if cliprange_high is None else cliprange_high
-    if low is None or high is None:
-        raise ValueError("compute_policy_loss: give cliprange, or both cliprange_low and cliprange_high.")
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c)
-    return (
-        agg_loss(losses, response_mask, loss_agg_mode),
-        masked_mean(is_clipped.float(), response_mask),
-        masked_mean(-log_ratio, response_mask),
-        masked_mean(is_bounded.float(), response_mask),
-    )
+    return loss, masked_mean((clipped > plain).to(loss.dtype), response_mask)
 
 
 # ---------------------------------------------------------------------------------------------------- KL and entropy

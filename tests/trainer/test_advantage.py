@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.advantage import compute_advantage
+from verl_lite.algorithm_checks import NOT_PROVIDED
 from verl_lite.config import AlgorithmConfig
-from verl_lite.config_checks import NOT_PROVIDED
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.protocol import DataProto
 

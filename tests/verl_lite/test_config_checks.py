@@ -258,6 +258,9 @@ def test_problems_come_together(good: PPOConfig) -> None:
         {"data.val_files": []},
         {"algorithm.adv_estimator": "my.module:estimate", "actor.policy_loss.loss_mode": "my.module:loss"},
         {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["correct", "format"]},
+        {"actor.policy_loss.loss_mode": "gspo", "actor.loss_agg_mode": "seq-mean-token-mean"},
+        {"actor.policy_loss.loss_mode": "dro", "actor.policy_loss.dro_beta": 0.1},
+        {"actor.policy_loss.loss_mode": "topr", "actor.ratio_type": "segment"},
         {"algorithm.adv_estimator": "reinforce_plus_plus", "rollout.n": 1},
         {"actor.kl_loss_type": "k3+", "rollout.name": "my.module:Engine"},
         {"reward.custom_reward_function.path": "pkg://my.reward"},
@@ -324,7 +327,9 @@ def test_every_number_has_a_range_or_a_reason_to_have_none() -> None:
         "rollout.temperature",  # judged by _sampling
         "rollout.top_p",
         "rollout.top_k",
-        "actor.clip_ratio_c",  # judged by _losses
+        "actor.clip_ratio_c",  # judged by algorithm_checks
+        "actor.policy_loss.clip_cov_lb",
+        "actor.policy_loss.clip_cov_ub",
         "rollout.max_model_len",  # judged by _engine
     }
     ranged = {*AT_LEAST, *POSITIVE, *AT_MOST_ONE, *ALL_OR_AT_LEAST_ONE}

@@ -4,21 +4,23 @@ In fp64, for every policy loss and aggregation mode, over ranks, token budgets a
 normalises by what it is given must fail the same check, or the check would be worth nothing.
 """
 
-from types import SimpleNamespace
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, agg_loss, masked_mean
+from verl_lite.config import ActorConfig, PolicyLossConfig
+from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, agg_loss, compute_value_loss, masked_mean
+from verl_lite.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.policy_losses import RATIO_LOSSES
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 
 ROWS, WIDTH, FEATURES = 23, 9, 5
-CONFIG = SimpleNamespace(
-    clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.28, clip_ratio_c=3.0, loss_scale_factor=None
-)
+CONFIG = ActorConfig(clip_ratio_high=0.28, policy_loss=PolicyLossConfig(dro_beta=0.5, kl_cov_ratio=0.2))
+CONFIG.policy_loss.clip_cov_ratio, CONFIG.policy_loss.clip_cov_lb = 0.2, 0.1
 SPLITS = [
     {"world_size": 1, "micro_batch_size": 1},
     {"world_size": 1, "micro_batch_size": 7},
@@ -41,9 +43,14 @@ def ragged_batch() -> DataProto:
         name: torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
         for name in ("old_log_probs", "advantages", "rollout_is_weights")
     }
+    values["old_log_probs"] = -values["old_log_probs"].abs() - 2
     values["advantages"][17] = float("nan")
     features = torch.randn(ROWS, WIDTH, FEATURES, generator=generator, dtype=torch.float64)
-    return DataProto.from_dict({**values, "features": features, "response_mask": mask})
+    chosen = {
+        f"selected_{name}": choose(values["old_log_probs"], values["advantages"], mask, CONFIG)
+        for name, choose in TOKEN_SELECTIONS.items()
+    }
+    return DataProto.from_dict({**values, **chosen, "features": features, "response_mask": mask})
 
 
 def gradient(data: DataProto, loss_fn, mode: str, num_tokens: int, num_sequences: int) -> torch.Tensor:
@@ -51,6 +58,8 @@ def gradient(data: DataProto, loss_fn, mode: str, num_tokens: int, num_sequences
     torch.manual_seed(0)
     policy = nn.Linear(FEATURES, 1, dtype=torch.float64)
     log_prob = policy(data.batch["features"]).squeeze(-1) + data.batch["old_log_probs"]
+    choosing = next((name for name in TOKEN_SELECTIONS if POLICY_LOSS_REGISTRY[name] is loss_fn), None)
+    extras = {} if choosing is None else {"selected": data.batch[f"selected_{choosing}"]}
     loss, _ = loss_fn(
         data.batch["old_log_probs"],
         log_prob,
@@ -61,6 +70,7 @@ def gradient(data: DataProto, loss_fn, mode: str, num_tokens: int, num_sequences
         data.batch["rollout_is_weights"].exp(),
         batch_num_tokens=num_tokens,
         global_batch_size=num_sequences,
+        **extras,
     )
     loss.backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
@@ -94,6 +104,42 @@ def largest_difference(loss_fn, mode: str, split: dict) -> float:
 @pytest.mark.parametrize("name", sorted(POLICY_LOSS_REGISTRY))
 def test_gradient_is_the_same_for_every_split(name, mode, split):
     assert largest_difference(POLICY_LOSS_REGISTRY[name], mode, split) < 1e-10
+
+
+def by_segment(name: str):
+    """The loss with one ratio per run of response tokens."""
+
+    def loss_fn(old, new, advantages, mask, mode, config, weights=None, **counts):
+        config = dataclasses.replace(config, ratio_type="segment")
+        return POLICY_LOSS_REGISTRY[name](old, new, advantages, mask, mode, config, weights, **counts)
+
+    return loss_fn
+
+
+def value_loss(old, new, advantages, mask, mode, config, weights=None, **counts):
+    return compute_value_loss(new, advantages, old, mask, 0.3, mode, **counts)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_fn", [*map(by_segment, sorted(RATIO_LOSSES)), value_loss])
+def test_segment_ratios_and_the_value_loss_too(loss_fn, mode, split):
+    assert largest_difference(loss_fn, mode, split) < 1e-10
+
+
+@pytest.mark.parametrize("name", sorted(TOKEN_SELECTIONS))
+def test_tokens_are_never_chosen_within_a_part(name):
+    data = ragged_batch()
+    tokens = int(data.batch["response_mask"].sum())
+    columns = ("old_log_probs", "old_log_probs", "advantages", "response_mask")
+    whole = POLICY_LOSS_REGISTRY[name](
+        *(data.batch[c] for c in columns), "token-mean", CONFIG, batch_num_tokens=tokens, global_batch_size=21
+    )
+    assert torch.isfinite(whole[0])
+    with pytest.raises(ValueError, match=rf"{name}: \d+ of the mini-batch's {tokens} tokens are here"):
+        POLICY_LOSS_REGISTRY[name](
+            *(data.batch[c][:9] for c in columns), "token-mean", CONFIG, batch_num_tokens=tokens, global_batch_size=21
+        )
 
 
 def token_losses(old_log_prob, log_prob, advantages, response_mask):
