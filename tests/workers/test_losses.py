@@ -23,7 +23,7 @@ def test_the_loss_of_half_a_mini_batch(name: str, on_policy: bool, ratio_type: s
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
     columns = {"response_mask": mask, "advantages": torch.randn(3, 4, generator=generator)}
     if not on_policy:
-        columns["old_log_probs"] = -torch.randn(3, 4, generator=generator).abs() - 0.5
+        columns["old_log_probs"] = log_probs.detach() + 0.05 * torch.randn(3, 4, generator=generator)
     data = DataProto.from_dict(tensors=columns, meta_info={"num_tokens": 8, "num_sequences": 4})
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name, dro_beta=0.1), ratio_type=ratio_type)
     loss, metrics = actor_loss(data, {"log_probs": log_probs}, config)
