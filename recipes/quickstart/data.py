@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import random
 import string
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,9 @@ def add_questions(rng: random.Random) -> Iterator[Question]:
 
 def word_questions(rng: random.Random) -> Iterator[Question]:
     """reasoning-gym's words to be spelt backward, in a wording short enough for a tokenizer of characters."""
-    from reasoning_gym import create_dataset  # imports a hundred generators: seconds, and needed only here
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
+        from reasoning_gym import create_dataset  # imports a hundred generators: seconds, and needed only here
 
     while True:
         dataset = create_dataset(

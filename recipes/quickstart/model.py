@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 PAD, END, USER, ASSISTANT = SPECIAL = ("<|endoftext|>", "<|im_end|>", "<|user|>", "<|assistant|>")
 
@@ -65,6 +66,7 @@ def write_model(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen2ForCausalLM(config)
+    disable_progress_bar()
     network.save_pretrained(folder)
     GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
