@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from verl_lite.masked import (
-    backward_scan,
     discounted_returns,
     group_ids,
     group_mean_std,
@@ -118,15 +117,21 @@ def compute_gae_advantage_return(
         response_mask = torch.ones_like(token_level_rewards)
     check_shapes("gae", token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     assert values is not None
-    is_valid = response_mask != 0
-    rewards, kept_values = (torch.where(is_valid, x, 0) for x in (token_level_rewards.to(values.dtype), values))
-    ones = torch.ones_like(kept_values)
-    carried = backward_scan(torch.where(is_valid, 0, ones), kept_values)  # V at t, or at the next valid token
-    next_values = torch.nn.functional.pad(carried[:, 1:], (0, 1))
-    deltas = torch.where(is_valid, rewards + gamma * next_values - kept_values, 0)
     decay = gamma * (lam if lambd is None else lambd)
-    advantages = torch.where(is_valid, backward_scan(torch.where(is_valid, decay, ones), deltas), 0)
-    return whiten_or_keep(advantages, response_mask), advantages + kept_values
+    is_valid = response_mask != 0
+    # columns one after the other in memory: a step of the scan is a few operations on (B,) vectors
+    rewards_at, values_at, valid_at = (
+        x.t().contiguous() for x in (token_level_rewards.to(values.dtype), values, is_valid)
+    )
+    advantages_at = torch.empty_like(values_at)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    for t in range(len(values_at) - 1, -1, -1):
+        step = torch.add(rewards_at[t], next_value, alpha=gamma).sub_(values_at[t]).add_(next_advantage, alpha=decay)
+        next_advantage = torch.where(valid_at[t], step, next_advantage, out=advantages_at[t])
+        next_value = torch.where(valid_at[t], values_at[t], next_value)
+    advantages = torch.where(is_valid, advantages_at.t(), 0)
+    returns = torch.where(is_valid, advantages + values, 0)
+    return whiten_or_keep(advantages, response_mask), returns
 
 
 # ---------------------------------------------------------------------------------------------------- GRPO and kin

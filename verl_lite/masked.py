@@ -57,9 +57,12 @@ def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     A step in which nearly every reward failed goes on; verl stops it with an error.
     """
-    if int((mask != 0).sum()) > 1:
-        values = masked_whiten(values, mask)
-    return torch.where(mask != 0, values, 0)
+    is_valid = mask != 0
+    kept = values[is_valid]
+    if len(kept) > 1:
+        variance, mean = torch.var_mean(kept)
+        values = (values - mean).mul_(torch.rsqrt(variance + 1e-8))
+    return torch.where(is_valid, values, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- along a row

@@ -152,9 +152,19 @@ def importance_log_ratio(
 
 
 def clip_range(config: Any) -> tuple[float, float]:
-    """(low, high) clip ranges of an actor's config: each falls back to clip_ratio where it is null."""
+    """(low, high) clip ranges of an actor's config: each falls back to clip_ratio where it is null.
+
+    Raises ValueError for a negative one, with which the range would not hold the ratio 1.
+    """
     low, high = config.clip_ratio_low, config.clip_ratio_high
-    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+    low, high = config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+    _check_range(low, high)
+    return low, high
+
+
+def _check_range(low: float, high: float) -> None:
+    if low < 0 or high < 0:
+        raise ValueError(f"clip range [1 - {low}, 1 + {high}]: clip_ratio_low and clip_ratio_high are at least 0.")
 
 
 def clipped_surrogate(
@@ -227,6 +237,7 @@ def compute_policy_loss(
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ValueError("compute_policy_loss: give cliprange, or both cliprange_low and cliprange_high.")
+    _check_range(low, high)
     log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
     losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c)
     return (

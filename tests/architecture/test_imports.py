@@ -24,6 +24,11 @@ LAYERS = ("verl_lite", "workers", "trainer", "recipes")
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "verl_lite/core_algos.py": ("verl_lite.protocol", "verl_lite.config", "transformers", "tensordict", "omegaconf"),
+    "verl_lite/advantages.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/agentic_algos.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/policy_losses.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/covariance_losses.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/masked.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
     "verl_lite/protocol.py": ("verl_lite.config", "transformers", "omegaconf"),
     "verl_lite/single_controller/*.py": ("vllm", "transformers", "verl_lite.config_loader"),
     "workers/rollout/vllm_engine.py": ("workers.rollout.hf_engine",),

@@ -321,6 +321,12 @@ def test_topr_by_scores() -> None:
     assert good.item() == pytest.approx(-(1 + math.log(2)))
 
 
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov"])
+def test_a_negative_clip_range_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=r"clip range \[1 - 0.2, 1 \+ -0.1\]"):
+        call(name, one(1.0, 1.0), ActorConfig(clip_ratio_high=-0.1))
+
+
 def test_dro_needs_its_beta() -> None:
     for beta in (None, 0.0):
         config = ActorConfig(policy_loss=PolicyLossConfig(dro_beta=beta))
