@@ -91,7 +91,10 @@ def policy_loss(
             masked = (torch.where(is_valid, tensor, 0) for tensor in given.values())
             losses, averages = formula(*masked, response_mask, config, **extras)
             if rollout_is_weights is not None:
-                losses = losses * (_row_weights(rollout_is_weights, is_valid) if row_weights else rollout_is_weights)
+                weights = rollout_is_weights
+                if row_weights:
+                    weights = masked_mean(torch.log(weights + 1e-10), is_valid, axis=-1).exp().unsqueeze(-1)
+                losses = losses * weights
             loss = agg_loss(
                 losses,
                 response_mask,
@@ -116,10 +119,6 @@ def _require_whole(name: str, is_valid: torch.Tensor, batch_num_tokens: Count | 
             f"{name}: {here} of the mini-batch's {int(batch_num_tokens)} tokens are here, and the choice of tokens "
             "would depend on how it was cut: choose over the whole batch and hand it in as selected (B, T)."
         )
-
-
-def _row_weights(weights: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
-    return masked_mean(torch.log(weights + 1e-10), is_valid, axis=-1).exp().unsqueeze(-1)
 
 
 def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str, Metric]:
@@ -298,9 +297,9 @@ def compute_policy_loss_geo_mean(
 ) -> TokenLosses:
     """GMPO: -A_row exp(mean over the row of clipped d), A_row the row's mean advantage (arXiv:2507.20673).
 
-    d is clipped to [-low, high] where that is the worse of the two for the sign of A, token by token. Rows are averaged
-    over the whole mini-batch; verl averages over each micro-batch, so that its gradient grows with their number.
-    Metrics: pg_clipfrac, pg_clipfrac_lower: tokens out of range with A > 0, with A < 0.
+    d is clipped to [-low, high] where that is the worse for the sign of A, token by token. Rows are averaged over the
+    whole mini-batch; verl averages over each micro-batch: its gradient grows with their number. Metrics: pg_clipfrac,
+    pg_clipfrac_lower: tokens out of range with A > 0, with A < 0.
     """
     low, high = clip_range(config)
     log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
@@ -362,10 +361,8 @@ def compute_policy_loss_tis(
 
     config.policy_loss: tis_lower_bound, tis_upper_bound; config.ratio_type.
     """
-    options = config.policy_loss
-    return _truncated(
-        old_log_prob, log_prob, advantages, response_mask, config, options.tis_lower_bound, options.tis_upper_bound
-    )
+    low, high = config.policy_loss.tis_lower_bound, config.policy_loss.tis_upper_bound
+    return _truncated(old_log_prob, log_prob, advantages, response_mask, config, low, high)
 
 
 def _truncated(
