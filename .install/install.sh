@@ -15,7 +15,7 @@ stamp="$extras $(cat setup.py .install/*.txt "$0" | cksum)"
 if [ -f .venv/.installed ] && [ "$(cat .venv/.installed)" = "$stamp" ]; then exit 0; fi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-.venv/bin/python -m uv --version >/dev/null 2>&1 || .venv/bin/python -m pip install --quiet uv 2>/dev/null
+.venv/bin/python -m uv --version >/dev/null 2>&1 || .venv/bin/python -m pip install -qq uv
 options=(--quiet --python .venv/bin/python --constraints ".install/constraints-$world.txt")
 if [ "$world" = cpu ]; then
     options+=(--overrides .install/overrides.txt)

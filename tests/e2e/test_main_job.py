@@ -17,17 +17,17 @@ pytestmark = pytest.mark.slow
 
 
 def run(
-    run_dir: Path, *overrides: str, module: str = "trainer.main_ppo", timeout: float = 900
+    run_dir: Path, *overrides: str, module: str = "trainer.main_ppo", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command in an empty folder, so that nothing of the checkout is found by accident but the packages."""
     run_dir.mkdir(parents=True, exist_ok=True)
     return subprocess.run(
         [sys.executable, "-m", module, *overrides],
         cwd=run_dir,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=900,
     )
 
 
@@ -92,6 +92,29 @@ def test_evaluate_and_export_what_the_run_left(tmp_path: Path) -> None:
     done = run(tmp_path, str(tmp_path / "run"), "--to", str(tmp_path / "hf"), module="trainer.export")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_a_breakpoint_in_a_worker_stops_the_inline_run(tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(
+        "import os, sys\n"
+        "from verl_lite.core_algos import compute_policy_loss_vanilla\n"
+        "def stop(*_, **__): open('stopped', 'a').write(' '.join(sys.orig_argv))\n"
+        "def loss(*args, **kwargs):\n"
+        "    breakpoint()\n"
+        "    return compute_policy_loss_vanilla(*args, **kwargs)\n"
+    )
+    options = ["trainer.backend=inline", "rollout.name=hf", "reward.num_workers=0", "trainer.val_before_train=false"]
+    done = run(
+        tmp_path,
+        *SMALL,
+        *options,
+        "actor.policy_loss.loss_mode=my_loss:loss",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=0",
+        env={"PYTHONBREAKPOINT": "my_loss.stop", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "trainer.main_ppo" in (tmp_path / "stopped").read_text(), "the worker ran in the driver's process"
 
 
 @pytest.mark.parametrize(
