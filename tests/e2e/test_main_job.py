@@ -46,7 +46,7 @@ def trained(tmp_path: Path, name: str, *overrides: str) -> list[dict[str, float]
 
 def without_time(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """What must repeat: everything but seconds, speed and memory."""
-    volatile = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync")
+    volatile = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync", "idle_frac")
     return [{k: v for k, v in row.items() if not any(part in k for part in volatile)} for row in rows]
 
 
