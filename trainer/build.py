@@ -23,7 +23,13 @@ from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
 from verl_lite.device import cpu_count, device_type
 from verl_lite.rewards import reward_modules
-from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups, start_service
+from verl_lite.single_controller import (
+    ClassWithInitArgs,
+    ResourcePool,
+    ServiceHandle,
+    create_worker_groups,
+    start_service,
+)
 from workers.actor_rollout import ActorRolloutWorker
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
@@ -66,6 +72,21 @@ def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
         pool.close()
 
 
+def start_reward_pool(config: PPOConfig, log_dir: Path) -> ServiceHandle:
+    """The reward pool as a service, its processes starting."""
+    pool = start_service(
+        config.trainer.backend,
+        ClassWithInitArgs(
+            RewardPool, config.reward, config.reward.num_workers, modules=reward_modules(), log_dir=str(log_dir)
+        ),
+        env=worker_environment(cpu=True, threads=1),
+        log_dir=log_dir,
+        max_concurrency=REWARD_CALLS_AT_ONCE,
+    )
+    pool.call("start")
+    return pool
+
+
 @contextmanager
 def build_trainer(
     config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, trainer_class: type[RayPPOTrainer]
@@ -83,17 +104,8 @@ def build_trainer(
             start_ray(config.ray_kwargs.ray_init, run_id=run_dir.name)
             stack.callback(stop_ray)
         log_dir = run_dir / "logs"
-        pool = start_service(
-            backend,
-            ClassWithInitArgs(
-                RewardPool, config.reward, config.reward.num_workers, modules=reward_modules(), log_dir=str(log_dir)
-            ),
-            env=worker_environment(cpu=True, threads=1),
-            log_dir=log_dir,
-            max_concurrency=REWARD_CALLS_AT_ONCE,
-        )
+        pool = start_reward_pool(config, log_dir)
         stack.callback(pool.stop)
-        pool.call("start")
         slots = config.trainer.n_gpus_per_node
         assert slots is not None
         on_cpu = device_type(config.trainer.device) == "cpu"

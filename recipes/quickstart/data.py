@@ -107,7 +107,7 @@ def word_questions(rng: random.Random) -> Iterator[Question]:
 
 
 def careless(question: Question, rng: random.Random) -> Question:
-    """The question with an answer of which each character is, with probability WRONG_SHARE, a random one of its kind."""
+    """The question with an answer of which each character is a random one of its kind, with probability WRONG_SHARE."""
     kind = string.digits if question.answer.isdigit() else string.ascii_lowercase
     answer = [rng.choice(kind) if rng.random() < WRONG_SHARE else right for right in question.answer]
     return replace(question, answer="".join(answer))
