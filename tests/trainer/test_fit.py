@@ -71,6 +71,10 @@ class Parts:
         self.calls.append("save")
         Path(folder).mkdir(parents=True)
 
+    def load(self, folder: str) -> None:
+        assert Path(folder).is_dir()
+        self.calls.append("load")
+
     def call(self, method: str, keys: list[str]) -> dict[str, Any]:
         self.calls.append("reward")
         return {
@@ -255,7 +259,22 @@ def _at(steps: FakeSteps, step: int) -> FakeSteps:
     return steps
 
 
-def test_checkpoint_and_resume(tmp_path: Path) -> None:
+def test_a_resumed_run_does_the_steps_that_are_left(tmp_path: Path) -> None:
+    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2}
+    first = make(tmp_path, Parts(), **settings)
+    first.steps.total = 2
+    first.kl_ctrl.value = 0.25
+    first.fit()
+    parts = Parts()
+    second = make(tmp_path, parts, trainer__resume_mode="auto", **settings)
+    second.fit()
+    assert parts.calls[0] == "load"
+    assert parts.calls.count("update") == 1, "one of three steps is left"
+    assert parts.versions == [2, 3]
+    assert second.kl_ctrl.value == 0.25
+
+
+def test_checkpoints_are_written_when_due_and_the_newest_kept(tmp_path: Path) -> None:
     parts = Parts()
     settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2}
     make(tmp_path, parts, trainer__max_actor_ckpt_to_keep=1, **settings).fit()
