@@ -62,7 +62,13 @@ class Rewards:
         path = self.run_dir / "reward_failures.jsonl"
         with path.open("a") as file:
             for row in np.flatnonzero(failed):
-                sample = {"sample_id": batch.non_tensor_batch["sample_id"][row], "error": results[row].error}
+                valid = batch.batch["response_mask"][row].bool()
+                sample = {
+                    "sample_id": batch.non_tensor_batch["sample_id"][row],
+                    "data_source": batch.non_tensor_batch["data_source"][row],
+                    "response_ids": batch.batch["responses"][row][valid].tolist(),
+                    "error": results[row].error,
+                }
                 file.write(json.dumps(sample) + "\n")
         rate = float(failed.mean())
         if rate > self.config.max_error_rate:

@@ -4,6 +4,7 @@ due.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,7 +239,9 @@ def test_failed_rewards_have_no_weight(tmp_path: Path) -> None:
     assert batch.batch["advantages"][3, 0].item() == pytest.approx(1.0, rel=1e-5)
     step_metrics = dict(parts.logged)[1]
     assert step_metrics["reward/error_rate"] == pytest.approx(1 / 6)
-    assert "boom" in (tmp_path / "reward_failures.jsonl").read_text()
+    failure = json.loads((tmp_path / "reward_failures.jsonl").read_text().splitlines()[0])
+    assert failure["sample_id"].endswith("p1/0") and "boom" in failure["error"]
+    assert failure["response_ids"] == [5, 6, 1], "the offending answer is kept"
 
 
 def test_too_many_failed_rewards_stop_the_run_with_the_traceback(tmp_path: Path) -> None:
