@@ -29,6 +29,7 @@ from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, Worker,
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
+from workers.policy.causal_lm import causal_lm
 from workers.policy.tokenizer import load_tokenizer
 
 LOG_PROB_CHUNK_TOKENS = 1024
@@ -55,7 +56,7 @@ class SFTWorker(Worker):
             config.optim,
             device=device,
             total_training_steps=total_training_steps,
-            log_prob_chunk_tokens=LOG_PROB_CHUNK_TOKENS,
+            build_policy=causal_lm(LOG_PROB_CHUNK_TOKENS),
             seed=config.trainer.seed,
         )
 

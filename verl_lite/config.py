@@ -47,13 +47,21 @@ class DataConfig:
 
 
 @dataclass
-class ModelConfig:
-    path: str | None = opt(None, "Hugging Face folder or cached hub name of the policy")
-    tokenizer_path: str | None = opt(None, "tokenizer from elsewhere; null = model.path")
+class NetworkConfig:
+    """A network that the training engine holds."""
+
+    path: str | None = opt(None, "Hugging Face folder or cached hub name")
     trust_remote_code: bool = opt(False, "run code that comes with the model")
     override_config: dict[str, Any] = opt({}, "entries that replace those of the model's own config")
     enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
     use_remove_padding: bool = opt(True, "packed forward without padding; false = padded, the plain reference")
+
+
+@dataclass
+class ModelConfig(NetworkConfig):
+    """The policy's network."""
+
+    tokenizer_path: str | None = opt(None, "tokenizer from elsewhere; null = model.path")
 
 
 @dataclass
@@ -105,6 +113,7 @@ class PolicyLossConfig:
     topr_positive_weight: float = opt(1.0, "topr: weight of good answers")
     topr_negative_weight: float = opt(1.0, "topr: weight of bad answers")
     kimi15_tau: float = opt(0.1, "kimi15: weight of the squared log-ratio")
+    cispo_unified_mask: bool = opt(False, "cispo: no loss where PPO's clip would drop it (ROLL)")
 
 
 @dataclass
@@ -146,6 +155,46 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int | None = opt(None, "null = actor.ppo_max_token_len_per_gpu")
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload of the reference model")
+
+
+@dataclass
+class CriticOptimConfig(OptimConfig):
+    """The critic's optimizer: as the actor's, with a higher learning rate."""
+
+    lr: float = opt(1e-5, "peak learning rate")
+
+
+@dataclass
+class CriticConfig:
+    """The value function, which exists where `algorithm.adv_estimator` needs values (gae)."""
+
+    ppo_mini_batch_size: int | None = opt(None, "prompts per optimizer step; null = actor.ppo_mini_batch_size")
+    ppo_epochs: int | None = opt(None, "passes over each batch; null = actor.ppo_epochs")
+    shuffle: bool | None = opt(None, "draw mini-batches at random; null = actor.shuffle")
+    use_dynamic_bsz: bool | None = opt(None, "micro-batches by token budget; null = actor.use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: int | None = opt(None, "token budget; null = actor.ppo_max_token_len_per_gpu")
+    ppo_micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu")
+    forward_max_token_len_per_gpu: int | None = opt(None, "for values; null = critic.ppo_max_token_len_per_gpu")
+    forward_micro_batch_size_per_gpu: int | None = opt(None, "null = critic.ppo_micro_batch_size_per_gpu")
+    cliprange_value: float = opt(0.5, "a value moves at most this far from the one before the update")
+    loss_agg_mode: str | None = opt(None, "null = actor.loss_agg_mode")
+    model: NetworkConfig = section(NetworkConfig, "its network; path null = model.path")
+    optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
+
+
+@dataclass
+class RewardModelConfig:
+    """A sequence-classification model in Hugging Face format that scores prompt and answer."""
+
+    enable: bool = opt(False, "score with a reward model, beside or instead of a reward function")
+    weight: float = opt(1.0, "its score counts times this, added to that of the reward function")
+    retokenize: bool = opt(False, "decode the answer and apply the reward model's own tokenizer and chat template")
+    use_dynamic_bsz: bool | None = opt(None, "null = actor.use_dynamic_bsz")
+    forward_max_token_len_per_gpu: int | None = opt(None, "token budget; null = actor.ppo_max_token_len_per_gpu")
+    micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu")
+    model: NetworkConfig = section(NetworkConfig, "its network, with one label")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
 
 
 @dataclass
@@ -195,6 +244,31 @@ class KLControlConfig:
 
 
 @dataclass
+class RolloutCorrectionConfig:
+    """What is done about samples whose rollout log-probs differ from the trainer's."""
+
+    rollout_is: str | None = opt(None, "importance weights: null | token | sequence | segment | geometric")
+    rollout_is_threshold: str = opt(
+        "2.0", "upper bound (truncated), or low_high outside which the weight is 0 (IcePop)"
+    )
+    rollout_is_batch_normalize: bool = opt(False, "divide the weights by their mean over the batch")
+    rollout_rs: str | None = opt(None, "rejection: comma list such as token_k1,seq_mean_k3; null = none")
+    rollout_rs_threshold: str | None = opt(
+        None, "its bounds: one for all, or a comma list; k1: low_high or high of ratio"
+    )
+    bypass_mode: bool = opt(
+        False, "take the rollout's log-probs as old_log_probs and spare the pass that computes them"
+    )
+    loss_type: str = opt("ppo_clip", "with bypass_mode: ppo_clip (actor.policy_loss.loss_mode) | reinforce")
+
+
+@dataclass
+class PFPPOConfig:
+    reweight_method: str = opt("pow", "pow | max_min | max_random")
+    weight_pow: float = opt(2.0, "pow: exponent of the absolute score")
+
+
+@dataclass
 class AlgorithmConfig:
     adv_estimator: str = opt("grpo", "registered advantage estimator, or pkg.module:function")
     gamma: float = opt(1.0, "discount")
@@ -202,6 +276,19 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; false = Dr.GRPO")
     gdpo_reward_keys: list[str] = opt([], "gdpo: values of the reward function's dict, each normalised by itself")
     gdpo_reward_weights: list[float] = opt([], "gdpo: a weight for each of these; empty = 1 each")
+    norm_mean_type: str | None = opt(None, "mean subtracted from scores: null | batch | group | running")
+    norm_std_type: str | None = opt(
+        None, "standard deviation that scores are divided by: null | batch | group | running"
+    )
+    reward_clip: float | None = opt(None, "scores, and rewards of tokens after the KL penalty, are clipped to +- this")
+    whiten_rewards: bool = opt(False, "whiten rewards over the batch's tokens before the estimator")
+    whiten_advantages: bool = opt(False, "whiten advantages over the batch's tokens after the estimator")
+    advantage_clip: float | None = opt(None, "advantages are clipped to +- this, last")
+    use_pf_ppo: bool = opt(False, "gae: draw the batch anew with weights by score (PF-PPO)")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "these weights")
+    rollout_correction: RolloutCorrectionConfig = section(
+        RolloutCorrectionConfig, "mismatch between rollout engine and trainer"
+    )
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference model from the rewards")
     kl_penalty: str = opt("kl", "its estimator: k1 (= kl) | abs | k2 | k3")
     kl_ctrl: KLControlConfig = section(KLControlConfig, "its coefficient")
@@ -218,6 +305,7 @@ class CustomRewardConfig:
 @dataclass
 class RewardConfig:
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, "your own reward")
+    function_weight: float = opt(1.0, "weight of the function's score; 0 = reward_model alone, no function is called")
     reward_kwargs: dict[str, Any] = opt({}, "extra keyword arguments of the reward function")
     num_workers: int = opt(1, "reward processes; 0 = in the driver (a debugger can stop there)")
     timeout_s: float = opt(30.0, "a sample whose reward takes longer counts as failed, and its process is killed")
@@ -272,9 +360,11 @@ class PPOConfig:
     model: ModelConfig = section(ModelConfig, "the policy's network")
     actor: ActorConfig = section(ActorConfig, "how the policy learns")
     ref: RefConfig = section(RefConfig, "the frozen reference model")
+    critic: CriticConfig = section(CriticConfig, "how values are learnt, where the estimator needs them")
     rollout: RolloutConfig = section(RolloutConfig, "how the policy generates")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "how rewards become advantages")
     reward: RewardConfig = section(RewardConfig, "how answers are scored")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "a model that scores answers")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargs = section(RayKwargs, "Ray")
 

@@ -21,6 +21,7 @@ from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss
 from workers.phase import Phase, process_phases
+from workers.policy.causal_lm import causal_lm
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.reward_pool import RewardItem
 from workers.rollout.base import Completion, SamplingParams, build_rollout_engine
@@ -57,7 +58,7 @@ class ActorRolloutWorker(Worker):
             config.actor.optim,
             device=self.device,
             total_training_steps=self.total_training_steps,
-            log_prob_chunk_tokens=config.actor.log_prob_chunk_tokens,
+            build_policy=causal_lm(config.actor.log_prob_chunk_tokens),
             seed=config.trainer.seed,
         )
         self.phases.add(self.engine)

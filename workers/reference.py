@@ -9,6 +9,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.phase import Phase, process_phases
+from workers.policy.causal_lm import causal_lm
 
 
 class ReferenceWorker(Worker):
@@ -30,7 +31,7 @@ class ReferenceWorker(Worker):
             None,
             device=device,
             total_training_steps=0,
-            log_prob_chunk_tokens=self.config.actor.log_prob_chunk_tokens,
+            build_policy=causal_lm(self.config.actor.log_prob_chunk_tokens),
             seed=self.config.trainer.seed,
             forward_only=True,
         )

@@ -13,7 +13,7 @@ from tests.workers.engine_cases import Case as EngineCase
 from verl_lite.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.packing import PackedSequences, _sdpa_runs, _varlen_attention
-from workers.policy.causal_lm import token_log_probs
+from workers.policy.causal_lm import causal_lm, token_log_probs
 
 pytestmark = pytest.mark.gpu
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
@@ -39,7 +39,7 @@ def build(path: str, device: str, dtype: str, packed: bool = True, **fsdp: bool)
         OptimConfig(lr=1e-3, eps=1e-3),
         device=torch.device(device),
         total_training_steps=10,
-        log_prob_chunk_tokens=16,
+        build_policy=causal_lm(16),
         seed=0,
     )
 

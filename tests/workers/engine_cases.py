@@ -15,6 +15,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from workers.engine.fsdp import FSDPEngine
+from workers.policy.causal_lm import causal_lm
 
 PROMPT, RESPONSE = 8, 10
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def build_engine(path: str, case: Case, optim: OptimConfig | None = None, **fsdp
         optim or OptimConfig(lr=1e-3),
         device=CPU,
         total_training_steps=10,
-        log_prob_chunk_tokens=case.chunk_tokens,
+        build_policy=causal_lm(case.chunk_tokens),
         seed=0,
     )
 

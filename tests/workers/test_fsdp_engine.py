@@ -30,6 +30,7 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import combine
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
+from workers.policy.causal_lm import causal_lm
 
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 
@@ -215,7 +216,7 @@ def test_forward_only_engine(path: str) -> None:
         None,
         device=CPU,
         total_training_steps=0,
-        log_prob_chunk_tokens=16,
+        build_policy=causal_lm(16),
         seed=0,
         forward_only=True,
     )
@@ -245,6 +246,6 @@ def test_wrong_input_is_one_sentence(path: str, tmp_path: Path) -> None:
             OptimConfig(),
             device=CPU,
             total_training_steps=1,
-            log_prob_chunk_tokens=8,
+            build_policy=causal_lm(8),
             seed=0,
         )

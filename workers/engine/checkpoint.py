@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from verl_lite.config import ModelConfig
+from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.device import DTYPES
 from verl_lite.errors import UserError
 from workers.engine.optimizer import ShardedAdamW
@@ -59,14 +59,15 @@ def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, sc
     return state
 
 
-def save_model_assets(path: str, model: ModelConfig, config: PretrainedConfig) -> None:
+def save_model_assets(path: str, model: NetworkConfig, config: PretrainedConfig) -> None:
     """Config, tokenizer and generation config into `path`/huggingface. Call on one rank.
 
     A model without tokenizer files gets none; a model without a generation config likewise.
     """
     folder = Path(path) / ASSETS
     config.save_pretrained(folder)
-    source = model.tokenizer_path or model.path
+    elsewhere = model.tokenizer_path if isinstance(model, ModelConfig) else None
+    source = elsewhere or model.path
     with suppress(OSError):
         AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
     with suppress(OSError):

@@ -1,5 +1,5 @@
-"""The training engine: a policy sharded by FSDP2, its optimizer, and the loops that train it or compute log-probs
-with it.
+"""The training engine: a network sharded by FSDP2, its optimizer, and the loops that train it or compute outputs
+(log-probs, values) with it.
 
 The same code runs on one process or many, over gloo on CPUs and NCCL on GPUs. Gradients are summed over ranks, never
 averaged: losses come already divided by the global denominators. Within a mini-batch gradients stay local until the
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
+from verl_lite.config import FSDPConfig, NetworkConfig, OptimConfig
 from verl_lite.device import compute_dtype, dist_backend, empty_cache, keep_freed_memory
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
@@ -27,31 +27,30 @@ from workers.engine import checkpoint
 from workers.engine.optimizer import ShardedAdamW, lr_factor
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.engine.parameters import fill_shards, gather_full
-from workers.policy.causal_lm import CausalLMPolicy
-from workers.policy.loading import build_causal_lm, load_model_config
+from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
 from workers.update import LossFunction, infer_batch, train_epochs
 
-PREFIX = "model."  # of parameter names in CausalLMPolicy, before the Hugging Face names
+PREFIX = "model."  # of parameter names in a policy, before the Hugging Face names
 
 
 class FSDPEngine:
-    """A causal language model that can be trained and asked for log-probs.
+    """A network that can be trained and asked for its outputs.
 
     model: which network. fsdp: sharding, precision and offload. optim: None for an engine that never trains.
-    total_training_steps: calls of `train` in the whole run, for the learning-rate schedule.
-    log_prob_chunk_tokens: tokens whose logits exist at one time. forward_only: a frozen model, held in the compute
-    dtype. All ranks of the default process group build it together; without a group it makes one of a single rank.
+    build_policy: what the network is and gives (`workers.policy`). total_training_steps: calls of `train` in the whole
+    run, for the learning-rate schedule. forward_only: a frozen model, held in the compute dtype. All ranks of the
+    default process group build it together; without a group it makes one of a single rank.
     """
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        model_config: NetworkConfig,
         fsdp_config: FSDPConfig,
         optim_config: OptimConfig | None,
         *,
+        build_policy: PolicyBuilder,
         device: torch.device,
         total_training_steps: int,
-        log_prob_chunk_tokens: int,
         seed: int,
         forward_only: bool = False,
     ) -> None:
@@ -63,7 +62,7 @@ class FSDPEngine:
         ensure_process_group(device)
         self.mesh = shard_mesh(device, fsdp_config.fsdp_size)
         torch.manual_seed(seed)
-        self.policy = self._build_policy(log_prob_chunk_tokens, forward_only)
+        self.policy = self._build_policy(build_policy, forward_only)
         self.parameters = self._sharded_parameters()
         self.optimizer = None
         if not forward_only and optim_config is not None:
@@ -73,28 +72,29 @@ class FSDPEngine:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _build_policy(self, chunk_tokens: int, forward_only: bool) -> CausalLMPolicy:
+    def _build_policy(self, build_policy: PolicyBuilder, forward_only: bool) -> Policy:
         self.hf_config = load_model_config(self.model_config)
         master_dtype = self.param_dtype if forward_only else torch.float32
-        network = build_causal_lm(
-            self.model_config,
-            self.hf_config,
-            dtype=master_dtype,
-            attention=PACKED_ATTENTION if self.model_config.use_remove_padding else "sdpa",
-            with_weights=dist.get_rank() == 0,
+        policy = build_policy(
+            NetworkSpec(
+                self.model_config,
+                self.hf_config,
+                dtype=master_dtype,
+                attention=PACKED_ATTENTION if self.model_config.use_remove_padding else "sdpa",
+                with_weights=dist.get_rank() == 0,
+            )
         )
-        policy = CausalLMPolicy(network, chunk_tokens)
         if forward_only:
             policy.requires_grad_(False)
         elif self.model_config.enable_gradient_checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         full = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         self._shard(policy, master_dtype)
         if dist.get_world_size() > 1:
             fill_shards(dict(policy.named_parameters()), full if dist.get_rank() == 0 else {}, self.device)
         return policy
 
-    def _shard(self, policy: CausalLMPolicy, master_dtype: torch.dtype) -> None:
+    def _shard(self, policy: Policy, master_dtype: torch.dtype) -> None:
         """fully_shard on each decoder layer that is large enough, then on the whole."""
         reduce_dtype = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
         arguments: dict[str, Any] = {
@@ -137,25 +137,29 @@ class FSDPEngine:
     # -- training and inference ----------------------------------------------------------------------------------------
 
     def train(
-        self, data: DataProto, loss_fn: LossFunction, *, temperature: float, calculate_entropy: bool, epochs: int
+        self, data: DataProto, loss_fn: LossFunction, *, epochs: int, **forward_arguments: Any
     ) -> dict[str, Metric]:
         """Trains on a planned batch, one optimizer step per mini-batch; the learning rate advances once per call.
 
-        loss_fn: (micro-batch, {log_probs, entropys (b, R)}) -> (loss, metrics). Metrics: its own, grad_norm, lr.
+        loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics). forward_arguments: of the policy's forward.
+        Metrics: the loss's own, grad_norm, lr.
         """
         if self.optimizer is None:
             raise ValueError("this engine was built without an optimizer and cannot train")
         self.policy.train()
-        self._set_forward(temperature, calculate_entropy)
+        self._forward_arguments = forward_arguments
         metrics = train_epochs(self, data, loss_fn, epochs)
         metrics["lr"] = Metric.last(self.lr)
         self.scheduler_step += 1
         return metrics
 
-    def infer(self, data: DataProto, *, temperature: float, calculate_entropy: bool) -> dict[str, torch.Tensor]:
-        """log_probs, and entropys where asked for, (n, R) on the CPU, of a planned batch; zero in padding rows."""
+    def infer(self, data: DataProto, **forward_arguments: Any) -> dict[str, torch.Tensor]:
+        """The policy's outputs by name, (n, R) on the CPU, of a planned batch; zero in padding rows.
+
+        forward_arguments: of the policy's forward.
+        """
         self.policy.eval()
-        self._set_forward(temperature, calculate_entropy)
+        self._forward_arguments = forward_arguments
         outputs = infer_batch(self, data)
         self._reshard()
         return outputs
@@ -165,9 +169,6 @@ class FSDPEngine:
         """Learning rate of the current training step."""
         assert self.optim_config is not None
         return self.optim_config.lr * lr_factor(self.scheduler_step, self.optim_config, self.total_training_steps)
-
-    def _set_forward(self, temperature: float, calculate_entropy: bool) -> None:
-        self._forward_arguments = {"temperature": temperature, "calculate_entropy": calculate_entropy}
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
         """Outputs (b, R) of one micro-batch, and whether any entry counts (see `workers.update`)."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from workers.engine.packing import ModelInputs
+from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
 
 # Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
 KEPT_LOGITS_BYTES = 32 << 20
@@ -28,7 +28,7 @@ LOGIT_TRANSFORMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class CausalLMPolicy(nn.Module):
+class CausalLMPolicy(Policy):
     """The policy network.
 
     model: a `...ForCausalLM`. Its parameters appear under the prefix `model.`, followed by their Hugging Face names.
@@ -71,6 +71,15 @@ class CausalLMPolicy(nn.Module):
             use_cache=False,
             **packed,
         ).last_hidden_state
+
+
+def causal_lm(chunk_tokens: int) -> PolicyBuilder:
+    """Builds a `CausalLMPolicy`. chunk_tokens: tokens whose logits exist at one time."""
+
+    def build(spec: NetworkSpec) -> CausalLMPolicy:
+        return CausalLMPolicy(build_network(AutoModelForCausalLM, spec), chunk_tokens)
+
+    return build
 
 
 def refuse_logit_transforms(config: Any) -> None:

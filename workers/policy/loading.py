@@ -6,17 +6,49 @@ shards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar
 
-from verl_lite.config import ModelConfig
+from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 
 
-def load_model_config(model: ModelConfig) -> PretrainedConfig:
+@dataclass(frozen=True)
+class NetworkSpec:
+    """How a network is to be built: on the CPU in `dtype`.
+
+    attention: name of an attention function registered with transformers. with_weights=False leaves the parameters
+    uninitialised (and untouched: the operating system gives them no memory before they are written); buffers are right.
+    """
+
+    model: NetworkConfig
+    config: PretrainedConfig
+    dtype: torch.dtype
+    attention: str
+    with_weights: bool
+
+
+class Policy(nn.Module):
+    """A network and what is computed from its hidden states.
+
+    The parameters of `model` appear under the prefix `model.`, followed by their Hugging Face names. forward takes
+    `ModelInputs` and options of its own, and gives outputs (b, R) by name.
+    """
+
+    model: PreTrainedModel
+
+
+PolicyBuilder = Callable[[NetworkSpec], Policy]
+
+
+def load_model_config(model: NetworkConfig) -> PretrainedConfig:
     """The model's own config with `model.override_config` applied. UserError if the path or an override does not
     exist."""
     if model.path is None:
@@ -35,27 +67,24 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
-def build_causal_lm(
-    model: ModelConfig, config: PretrainedConfig, *, dtype: torch.dtype, attention: str, with_weights: bool
-) -> PreTrainedModel:
-    """A `...ForCausalLM` on the CPU in `dtype`, without dropout.
-
-    attention: name of an attention function registered with transformers. with_weights=False leaves the parameters
-    uninitialised (and untouched: the operating system gives them no memory before they are written); buffers are right.
-    """
+def build_network(auto_class: Any, spec: NetworkSpec) -> PreTrainedModel:
+    """A network of a transformers Auto class, without dropout."""
     disable_progress_bar()
-    if with_weights:
-        network = AutoModelForCausalLM.from_pretrained(
-            str(model.path),
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=model.trust_remote_code,
+    if spec.with_weights:
+        network = auto_class.from_pretrained(
+            str(spec.model.path),
+            config=spec.config,
+            dtype=spec.dtype,
+            attn_implementation=spec.attention,
+            trust_remote_code=spec.model.trust_remote_code,
         )
     else:
         with no_init_weights():
-            network = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=model.trust_remote_code
+            network = auto_class.from_config(
+                spec.config,
+                dtype=spec.dtype,
+                attn_implementation=spec.attention,
+                trust_remote_code=spec.model.trust_remote_code,
             )
         network.tie_weights()
     for module in network.modules():
