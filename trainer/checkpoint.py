@@ -1,49 +1,123 @@
-"""Checkpoints of a run: verl's folder layout, written under a temporary name and renamed, the marker last.
+"""Checkpoints of a run: verl's folder layout, each complete or absent, whatever instant the process dies at.
 
-run folder / latest_checkpointed_iteration.txt
-           / global_step_N / actor/      sharded model, optimizer, schedule (torch DCP); huggingface/
-                           / data.pt     position in the data, step, KL coefficient
+run folder / latest_checkpointed_iteration.txt    the newest complete step
+           / checkpoint_scores.json               validation metric by step, for the retention of the best
+           / global_step_N / actor/, critic/      sharded model, optimizer, schedule (torch DCP); huggingface/
+                           / data.pt              all else that training continues from
+
+A checkpoint is written under a hidden name, its files are brought to the disk, and one rename makes it visible; the
+marker follows. What is to be deleted first gets a hidden name too. So whatever is called global_step_N is whole, and
+`tidy` clears away what a killed process left under hidden names.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_lite.errors import UserError
+
 MARKER = "latest_checkpointed_iteration.txt"
+SCORES = "checkpoint_scores.json"
+SPARE_SHARE = 0.05  # of a checkpoint's size that must be free beyond it: sizes vary, and other files grow meanwhile
+LEAST_FREE_BYTES = 1 << 20  # a failed save that leaves less than this failed because the disk is full
 
 
-class CheckpointNotFound(FileNotFoundError):
+class CheckpointNotFound(UserError):
     """There is no checkpoint where the configuration says that one is."""
 
 
-def write_checkpoint(
-    run_dir: Path, step: int, save_models: Callable[[Path], None], state: dict[str, Any], keep: int | None
-) -> Path:
-    """Writes global_step_<step>. `save_models` fills the folder it is given; `state` goes into data.pt.
+class DiskFull(UserError):
+    """A checkpoint does not fit on the disk. Nothing was changed."""
 
-    Then deletes the oldest checkpoints beyond `keep` (null = none): never before the new one is complete.
+
+def write_checkpoint(
+    run_dir: Path, step: int, save_models: Callable[[Path], None], state: Mapping[str, Any], expected_bytes: int = 0
+) -> Path:
+    """Writes global_step_<step>; the checkpoints that are there stay until it is complete.
+
+    save_models: fills the folder it is given. state: goes into data.pt. expected_bytes: a guess of the size, for the
+    first checkpoint of a run; later the size of the newest one counts.
+
+    Raises DiskFull before anything is written if there is no room, or after the draft is removed if the room ran out.
     """
-    final, draft = run_dir / f"global_step_{step}", run_dir / f".global_step_{step}.draft"
-    shutil.rmtree(draft, ignore_errors=True)
+    final, draft, old = run_dir / f"global_step_{step}", _hidden(run_dir, step, "draft"), _hidden(run_dir, step, "old")
+    tidy(run_dir)
+    require_space(run_dir, expected_size(run_dir, expected_bytes))
     draft.mkdir(parents=True)
-    save_models(draft)
-    torch.save(state, draft / "data.pt")
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(draft, final)
-    marker = run_dir / f".{MARKER}"
-    marker.write_text(str(step))
-    os.replace(marker, run_dir / MARKER)
-    if keep is not None:
-        for _, folder in sorted(saved_steps(run_dir).items())[: -max(1, keep)]:
-            shutil.rmtree(folder)
+    try:
+        save_models(draft)
+        torch.save(dict(state), draft / "data.pt")
+        _sync_tree(draft)
+    except BaseException as error:
+        written, free = folder_bytes(draft), shutil.disk_usage(run_dir).free
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, Exception) and free < LEAST_FREE_BYTES:  # also where a worker's error hides its errno
+            needed = max(written, expected_size(run_dir, expected_bytes))
+            raise DiskFull(_no_room(run_dir, needed, free, "The disk filled up while it was written")) from error
+        raise
+    if final.exists():  # a run that was resumed at an earlier step comes by again
+        final.rename(old)
+    draft.rename(final)
+    _sync(run_dir)
+    write_atomically(run_dir / MARKER, str(step))
+    if old.exists():
+        shutil.rmtree(old)
     return final
+
+
+def tidy(run_dir: Path) -> None:
+    """Brings the folder in order after a process that was killed: drafts go, a replaced checkpoint without successor
+    comes back."""
+    for old in run_dir.glob(".global_step_*.old"):
+        final = run_dir / old.name.removeprefix(".").removesuffix(".old")
+        if not final.exists():
+            old.rename(final)
+    for leftover in (path for kind in ("draft", "old", "gone") for path in run_dir.glob(f".global_step_*.{kind}")):
+        shutil.rmtree(leftover)
+
+
+def prune(run_dir: Path, keep_newest: int | None, keep_best: int = 0, mode: str = "max") -> list[int]:
+    """Deletes checkpoints that are neither among the `keep_newest` newest (null = all) nor the `keep_best` best.
+
+    Best by the scores that `note_score` kept; mode max or min; of equal ones the newer. The newest stays always.
+    Returns the steps deleted.
+    """
+    if keep_newest is None:
+        return []
+    folders, sign = saved_steps(run_dir), 1 if mode == "max" else -1
+    scored = sorted(((sign * x, step) for step, x in read_scores(run_dir).items() if step in folders), reverse=True)
+    kept = {*sorted(folders)[-max(1, keep_newest) :], *(step for _, step in scored[:keep_best])}
+    gone = sorted(set(folders) - kept)
+    for step in gone:
+        hidden = _hidden(run_dir, step, "gone")
+        folders[step].rename(hidden)
+        shutil.rmtree(hidden)
+    return gone
+
+
+def _hidden(run_dir: Path, step: int, kind: str) -> Path:
+    """kind: draft (being written), old (being replaced) or gone (being deleted)."""
+    return run_dir / f".global_step_{step}.{kind}"
+
+
+def note_score(run_dir: Path, step: int, score: float) -> None:
+    """Keeps the validation metric of a step beside the checkpoints."""
+    scores = read_scores(run_dir) | {step: score}
+    write_atomically(run_dir / SCORES, json.dumps({str(step): x for step, x in sorted(scores.items())}))
+
+
+def read_scores(run_dir: Path) -> dict[int, float]:
+    """Validation metric by step, as far as noted."""
+    path = run_dir / SCORES
+    return {int(step): x for step, x in json.loads(path.read_text()).items()} if path.exists() else {}
 
 
 def saved_steps(run_dir: Path) -> dict[int, Path]:
@@ -57,8 +131,11 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
     if mode == "disable":
         return None
     if mode == "auto":
+        tidy(run_dir)
+        steps = saved_steps(run_dir)
         marker = run_dir / MARKER
-        return run_dir / f"global_step_{marker.read_text().strip()}" if marker.exists() else None
+        marked = int(marker.read_text()) if marker.exists() else -1
+        return steps.get(marked) or (steps[max(steps)] if steps else None)
     folder = Path(path or "").expanduser().resolve()
     if not (folder / "data.pt").exists():
         raise CheckpointNotFound(
@@ -71,3 +148,59 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
 def read_state(folder: Path) -> dict[str, Any]:
     """What `write_checkpoint` put into data.pt."""
     return torch.load(folder / "data.pt", weights_only=False)
+
+
+# --- room on the disk -----------------------------------------------------------------------------------------------
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def expected_size(run_dir: Path, guess: int = 0) -> int:
+    """Bytes that the next checkpoint will take: as many as the newest one, or `guess` where there is none."""
+    steps = saved_steps(run_dir)
+    return folder_bytes(steps[max(steps)]) if steps else guess
+
+
+def require_space(run_dir: Path, needed: int) -> None:
+    """Raises DiskFull unless `needed` bytes and a little more are free where the run folder is."""
+    free = shutil.disk_usage(run_dir).free
+    if free < needed * (1 + SPARE_SHARE):
+        raise DiskFull(_no_room(run_dir, needed, free, "Nothing was written"))
+
+
+def _no_room(run_dir: Path, needed: int, free: int, what: str) -> str:
+    return (
+        f"trainer.default_local_dir={run_dir}: a checkpoint needs about {needed / 1e9:.3g} GB there, and "
+        f"{free / 1e9:.3g} GB are free. {what}; earlier checkpoints are as they were. Free some space, keep fewer "
+        "(trainer.max_actor_ckpt_to_keep), save more rarely (trainer.save_freq), or choose another folder"
+    )
+
+
+# --- what survives a power cut --------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small file: readers see the old text or the new one, also after a crash."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

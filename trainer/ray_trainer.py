@@ -16,7 +16,7 @@ from codetiming import Timer
 from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import compute_advantage, token_rewards
-from trainer.checkpoint import find_checkpoint, read_state, write_checkpoint
+from trainer.checkpoint import find_checkpoint, prune, read_state, write_checkpoint
 from trainer.data import PromptDataset
 from trainer.rewards import Rewards, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
@@ -66,6 +66,7 @@ class RayPPOTrainer:
     ) -> None:
         self.config = config
         self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
+        self.learners = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
         self.tracking, self.samples, self.run_dir = tracking, samples, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
@@ -205,15 +206,16 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 
     def save(self) -> Path:
-        """Writes a checkpoint of this step."""
+        """Writes a checkpoint of this step, and deletes those that are kept no longer."""
         state = {"steps": self.steps.state_dict(), "kl_coef": self.kl_ctrl.value}
-        return write_checkpoint(
-            self.run_dir,
-            self.steps.global_step,
-            lambda folder: self.actor.save(str(folder / "actor")),
-            state,
-            self.config.trainer.max_actor_ckpt_to_keep,
-        )
+
+        def save_models(folder: Path) -> None:
+            for name, role in self.learners.items():
+                role.save(str(folder / name))
+
+        folder = write_checkpoint(self.run_dir, self.steps.global_step, save_models, state)
+        prune(self.run_dir, self.config.trainer.max_actor_ckpt_to_keep)
+        return folder
 
     def resume(self) -> None:
         """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
@@ -221,7 +223,8 @@ class RayPPOTrainer:
         folder = find_checkpoint(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
         if folder is not None:
             state = read_state(folder)
-            self.actor.load(str(folder / "actor"))
+            for name, role in self.learners.items():
+                role.load(str(folder / name))
             self.steps.load_state_dict(state["steps"])
             self.kl_ctrl.value = state["kl_coef"]
 

@@ -150,6 +150,10 @@ class Critic(Protocol):
         """Fits the values to the returns."""
         ...
 
+    def save(self, folder: str) -> None: ...
+
+    def load(self, folder: str) -> None: ...
+
 
 class ReferenceRole:
     """The frozen reference model, as the driver sees it."""

@@ -1,16 +1,43 @@
-"""Checkpoint folders: written whole or not at all, found again, the oldest removed only after the newest is there."""
+"""Checkpoint folders: whole or absent at whatever instant the writer is killed; found again; retained; room on disk."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
-from trainer.checkpoint import CheckpointNotFound, find_checkpoint, read_state, saved_steps, write_checkpoint
+from trainer.checkpoint import (
+    MARKER,
+    CheckpointNotFound,
+    DiskFull,
+    find_checkpoint,
+    note_score,
+    prune,
+    read_scores,
+    read_state,
+    saved_steps,
+    write_checkpoint,
+)
+
+Usage = namedtuple("Usage", "total used free")
 
 
-def save(run_dir: Path, step: int, keep: int | None = None) -> Path:
-    return write_checkpoint(run_dir, step, lambda folder: (folder / "actor").mkdir(), {"step": step}, keep)
+def save(run_dir: Path, step: int) -> Path:
+    return write_checkpoint(run_dir, step, lambda folder: (folder / "actor").mkdir(), {"step": step})
+
+
+def save_megabyte(folder: Path) -> None:
+    (folder / "actor").mkdir()
+    (folder / "actor" / "shard").write_bytes(bytes(1_000_000))
 
 
 def test_write_and_find(tmp_path: Path) -> None:
@@ -24,25 +51,156 @@ def test_write_and_find(tmp_path: Path) -> None:
 
 
 def test_a_failing_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 1, keep=1)
+    save(tmp_path, 1)
 
     def fail(folder: Path) -> None:
-        raise OSError("disk full")
+        (folder / "half").touch()
+        raise OSError("disk on fire")
 
-    with pytest.raises(OSError, match="disk full"):
-        write_checkpoint(tmp_path, 2, fail, {}, keep=1)
+    with pytest.raises(OSError, match="disk on fire"):
+        write_checkpoint(tmp_path, 2, fail, {})
     assert list(saved_steps(tmp_path)) == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
     found = find_checkpoint(tmp_path, "auto", None)
     assert found is not None and read_state(found) == {"step": 1}
 
 
+def test_a_step_that_comes_by_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = write_checkpoint(tmp_path, 1, lambda folder: (folder / "new").mkdir(), {"step": "again"})
+    assert read_state(folder) == {"step": "again"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
+
+
+def write_for_ever(run_dir: Path) -> None:
+    """Checkpoint after checkpoint, two of them a second time, as a resumed run does."""
+    for step in itertools.chain((1, 2, 3, 2, 3), itertools.count(4)):
+        content = str(step).encode() * 2000
+
+        def fill(folder: Path, content: bytes = content) -> None:
+            for name in ("actor", "critic"):
+                (folder / name).mkdir()
+                for shard in range(4):
+                    (folder / name / f"shard{shard}").write_bytes(content)
+
+        write_checkpoint(run_dir, step, fill, {"step": step, "text": str(step) * 2000})
+        prune(run_dir, 2)
+
+
+def start_writer(run_dir: Path) -> int:
+    """Its process id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            write_for_ever(run_dir)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def is_whole(folder: Path) -> bool:
+    state = read_state(folder)
+    shards = [folder / name / f"shard{shard}" for name in ("actor", "critic") for shard in range(4)]
+    expected = str(state["step"]).encode() * 2000
+    return folder.name == f"global_step_{state['step']}" and all(path.read_bytes() == expected for path in shards)
+
+
+def test_killed_at_any_instant_a_whole_checkpoint_is_there(tmp_path: Path) -> None:
+    """A process writes one checkpoint after the other and is killed with SIGKILL, 60 times, at random instants."""
+    rng = random.Random(0)
+    had_one = False
+    leftovers = 0
+    for _ in range(60):
+        writer = start_writer(tmp_path)
+        time.sleep(rng.uniform(0.0, 0.08))
+        os.kill(writer, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == -signal.SIGKILL
+        leftovers += any(path.name.startswith(".global_step") for path in tmp_path.iterdir())
+        for folder in saved_steps(tmp_path).values():
+            assert is_whole(folder), folder
+        found = find_checkpoint(tmp_path, "auto", None)
+        assert found is not None or not had_one, "a checkpoint was lost"
+        had_one |= found is not None
+        assert found is None or is_whole(found)
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".global_step")]
+        if rng.random() < 0.5:
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+            had_one = False
+    assert leftovers >= 20, "the kills did not hit the saves: the test shows nothing"
+
+
+@pytest.mark.parametrize("prefix", ["before the new one is in place", "after"])
+def test_killed_while_replacing(tmp_path: Path, prefix: str) -> None:
+    save(tmp_path, 1)
+    shutil.copytree(tmp_path / "global_step_1", tmp_path / ".global_step_1.old")
+    if prefix != "after":
+        shutil.rmtree(tmp_path / "global_step_1")
+    found = find_checkpoint(tmp_path, "auto", None)
+    assert found == tmp_path / "global_step_1" and read_state(found) == {"step": 1}
+    assert not (tmp_path / ".global_step_1.old").exists()
+
+
+def test_a_marker_without_its_folder_means_the_newest_there_is(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / MARKER).write_text("2")
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
+
+
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     for step in (2, 9, 10):
-        save(tmp_path, step, keep=2)
+        save(tmp_path, step)
+        prune(tmp_path, 2)
     assert sorted(saved_steps(tmp_path)) == [9, 10]
+    assert prune(tmp_path, None) == []
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", [2, 4]), ("min", [1, 3])])
+def test_retention_keeps_the_best(tmp_path: Path, mode: str, best: list[int]) -> None:
+    for step, score in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.9), (5, 0.5)):
+        save(tmp_path, step)
+        note_score(tmp_path, step, score)
+    save(tmp_path, 6)  # not validated
+    assert read_scores(tmp_path)[2] == 0.9
+    prune(tmp_path, 1, keep_best=2, mode=mode)
+    assert sorted(saved_steps(tmp_path)) == [*best, 6]
 
 
 def test_a_missing_checkpoint_names_key_and_remedy(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto", None) is None
     with pytest.raises(CheckpointNotFound, match=r"trainer\.resume_from_path.*global_step_N"):
         find_checkpoint(tmp_path, "resume_path", str(tmp_path / "nothing"))
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, 1, save_megabyte, {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 900_000, 900_000))
+    with pytest.raises(DiskFull, match=r"needs about 0.001 GB there, and 0.0009 GB are free. Nothing was written"):
+        write_checkpoint(tmp_path, 2, lambda folder: pytest.fail("it began"), {})
+    assert list(saved_steps(tmp_path)) == [1]
+
+
+def test_a_first_checkpoint_is_judged_by_the_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 5_000_000))
+    write_checkpoint(tmp_path, 1, save_megabyte, {}, expected_bytes=4_000_000)
+    with pytest.raises(DiskFull, match="needs about 0.005 GB"):
+        write_checkpoint(tmp_path / "other", 1, save_megabyte, {}, expected_bytes=5_000_000)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs to mount a small file system")
+def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        write_checkpoint(tmp_path, 1, save_megabyte, {"weights": torch.zeros(1000)})
+
+        def too_much(folder: Path) -> None:
+            (folder / "shard").write_bytes(bytes(8_000_000))
+
+        with pytest.raises(DiskFull, match="The disk filled up while it was written; earlier checkpoints are as they"):
+            write_checkpoint(tmp_path, 2, too_much, {})
+        assert list(saved_steps(tmp_path)) == [1]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
+        write_checkpoint(tmp_path, 3, save_megabyte, {})
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
