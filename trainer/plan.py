@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trainer.needs import is_on_policy, needs_old_log_prob
 from verl_lite.config import PPOConfig
 from workers.rollout.base import resolve_engine_name
 
@@ -40,7 +41,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     mini_batches = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
     updates = mini_batches * actor.ppo_epochs
     rows_per_rank = math.ceil(min(actor.ppo_mini_batch_size, data.train_batch_size) * config.rollout.n / slots)
-    on_policy = updates == 1
+    on_policy = is_on_policy(config)
     engines = max(1, slots // config.rollout.tensor_model_parallel_size)
     return [
         PlanRow("prompts per training step", f"{data.train_batch_size}", "data.train_batch_size"),
@@ -61,7 +62,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
             if on_policy
             else "later optimizer steps learn from samples of older weights",
         ),
-        PlanRow("passes before the update", *_passes(config, on_policy)),
+        PlanRow("passes before the update", *_passes(config)),
         PlanRow(
             "training steps",
             "?" if total_steps is None else f"{total_steps}",
@@ -91,10 +92,10 @@ def _micro_batches(config: PPOConfig, rows: int) -> tuple[str, str]:
     return ("1", reason) if most == 1 else (f"1 to {most}", reason)
 
 
-def _passes(config: PPOConfig, on_policy: bool) -> tuple[str, str]:
+def _passes(config: PPOConfig) -> tuple[str, str]:
     """(how many, which) forward passes over the batch precede the update."""
     passes: list[str] = []
-    skipped = on_policy and not config.algorithm.use_kl_in_reward
+    skipped = not needs_old_log_prob(config)
     if not skipped:
         passes.append("old log-probs")
     if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:

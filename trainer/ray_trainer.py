@@ -70,7 +70,7 @@ class RayPPOTrainer:
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
         self.tracking, self.samples, self.run_dir = tracking, samples, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        self.needs_old_log_prob = not actor.on_policy or config.algorithm.use_kl_in_reward
+        self.needs_old_log_prob = actor.needs_old_log_prob
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
 

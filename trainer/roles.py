@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from trainer.needs import is_on_policy, needs_old_log_prob
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric, combine, join
@@ -80,10 +81,9 @@ class ActorRole:
         return self.group.world_size
 
     @property
-    def on_policy(self) -> bool:
-        """Whether each batch gives one optimizer step: then the ratio is 1 and no old log-prob pass is needed."""
-        actor = self.config.actor
-        return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
+    def needs_old_log_prob(self) -> bool:
+        """Whether the step has a pass that computes the log-probs of before the update; see `trainer.needs`."""
+        return needs_old_log_prob(self.config)
 
     def generate(self, prompts: DataProto) -> DataProto:
         """One answer for each row, in the order of the rows; meta_info metrics of all ranks."""
@@ -117,7 +117,7 @@ class ActorRole:
         )
         columns = [*TRAIN_COLUMNS, "advantages"]
         # strictly on-policy there are no old log-probs: the update itself is where trainer and rollout can be compared
-        if not self.on_policy:
+        if not is_on_policy(config):
             columns.append("old_log_probs")
         elif config.rollout.calculate_log_probs:
             columns.append("rollout_log_probs")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -69,6 +70,11 @@ def find_entry(entries: dict[str, T], kind: str, name: str | Enum) -> T:
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     known = ", ".join(sorted(entries)) or "none"
     raise ValueError(f"Unknown {kind}: {key}.{hint} Known: {known}; or a path pkg.module:object.")
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function names this parameter; `**kwargs` names none."""
+    return name in inspect.signature(function).parameters
 
 
 def _key(name: str | Enum) -> str:

@@ -32,7 +32,7 @@ class Parts:
         self.calls: list[str] = []
         self.batches: dict[str, DataProto] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.on_policy, self.failing, self.world_size = on_policy, failing, 1
+        self.needs_old_log_prob, self.failing, self.world_size = not on_policy, failing, 1
         self.versions: list[int] = []
 
     def generate(self, rows: DataProto) -> DataProto:

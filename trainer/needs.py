@@ -1,0 +1,43 @@
+"""What a step computes before the update, as questions about the configuration: each is answered here, once.
+
+The driver, the launch table and the workers' roles ask; a function that reads more of the batch than others (a loss
+that takes `selected`, an estimator that takes `sum_pi_squared`) says so by naming the argument.
+"""
+
+from __future__ import annotations
+
+from verl_lite.config import PPOConfig
+from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl_lite.registry import takes
+
+
+def is_on_policy(config: PPOConfig) -> bool:
+    """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs."""
+    actor = config.actor
+    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+
+
+def needs_old_log_prob(config: PPOConfig) -> bool:
+    """Whether anything reads the policy's log-probs of before the update: later optimizer steps, the KL in the reward,
+    the estimator, or the choice of tokens for the loss."""
+    return (
+        not is_on_policy(config)
+        or config.algorithm.use_kl_in_reward
+        or needs_selected(config)
+        or takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "old_log_probs")
+    )
+
+
+def needs_sum_pi_squared(config: PPOConfig) -> bool:
+    """Whether the estimator reads the sum of squared probabilities over the vocabulary."""
+    return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "sum_pi_squared")
+
+
+def needs_selected(config: PPOConfig) -> bool:
+    """Whether the policy loss treats tokens differently that are chosen over the whole batch."""
+    return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), "selected")
+
+
+def needs_scores(config: PPOConfig) -> bool:
+    """Whether the policy loss reads how good each answer is."""
+    return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), "scores")
