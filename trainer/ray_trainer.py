@@ -66,7 +66,7 @@ class RayPPOTrainer:
     ) -> None:
         self.config = config
         self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
-        self.learners = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
+        self.learners: dict[str, ActorRole | Critic] = {"actor": actor} | ({"critic": critic} if critic else {})
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
         self.tracking, self.samples, self.run_dir = tracking, samples, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
