@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.advantage import compute_advantage, token_rewards
 from trainer.checkpoint import find_checkpoint, prune, read_state, write_checkpoint
 from trainer.data import PromptDataset
+from trainer.resume import flat_config
 from trainer.rewards import Rewards, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.samples import Sample, SampleWriter, samples_of
@@ -29,6 +30,7 @@ from verl_lite.config import PPOConfig, ValKwargs
 from verl_lite.core_algos import get_kl_controller
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
+from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.rollout_diff import rollout_probs_diff
 from workers.rollout.base import SamplingParams
 
@@ -207,7 +209,12 @@ class RayPPOTrainer:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step, and deletes those that are kept no longer."""
-        state = {"steps": self.steps.state_dict(), "kl_coef": self.kl_ctrl.value}
+        state = {
+            "config": flat_config(self.config),
+            "steps": self.steps.state_dict(),
+            "kl_coef": self.kl_ctrl.value,
+            "random": get_random_state(),
+        }
 
         def save_models(folder: Path) -> None:
             for name, role in self.learners.items():
@@ -227,6 +234,7 @@ class RayPPOTrainer:
                 role.load(str(folder / name))
             self.steps.load_state_dict(state["steps"])
             self.kl_ctrl.value = state["kl_coef"]
+            set_random_state(state["random"])
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

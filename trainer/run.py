@@ -17,6 +17,7 @@ from trainer.picture import draw_curve
 from trainer.plan import launch_table
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.report import final_report
+from trainer.resume import refuse_another_run
 from trainer.steps import count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
@@ -54,6 +55,7 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         if part is not None:
             console.print(part.report)
     run_dir = make_run_dir(config)
+    refuse_another_run(config, run_dir)
     save_config(loaded, run_dir / "config.yaml")
     total_steps = count_steps(config, len(data.train))
     console.print(launch_table(config, slots, total_steps))

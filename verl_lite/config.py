@@ -331,6 +331,7 @@ class TrainerConfig:
     max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all")
     resume_mode: str = opt("disable", "disable | auto (the newest checkpoint of the run folder) | resume_path")
     resume_from_path: str | None = opt(None, "a global_step_N folder, for resume_mode=resume_path")
+    resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide the result")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after")
     val_before_train: bool = opt(True, "validate before the first step")
     val_only: bool = opt(False, "validate and stop")

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.device import DTYPES
 from verl_lite.errors import UserError
+from verl_lite.random_state import get_random_state, set_random_state
 from workers.engine.optimizer import ShardedAdamW
 
 ASSETS = "huggingface"
@@ -47,6 +48,18 @@ def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW |
     if optimizer is not None:
         optimizer.steps_taken = int(state["steps_taken"])
     return int(state["scheduler_step"])
+
+
+def save_random_state(path: str, rank: int) -> None:
+    """This rank's random states, beside its shards."""
+    torch.save(get_random_state(), Path(path) / f"random_{rank}.pt")
+
+
+def load_random_state(path: str, rank: int) -> None:
+    """Puts back what this rank had. A rank that was not there when the checkpoint was written keeps its own."""
+    file = Path(path) / f"random_{rank}.pt"
+    if file.exists():
+        set_random_state(torch.load(file, weights_only=False))
 
 
 def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> dict[str, Any]:

@@ -203,8 +203,9 @@ class FSDPEngine:
         yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
 
     def save(self, path: str) -> None:
-        """Writes model, optimizer and schedule under `path`, sharded, with the model's config and tokenizer."""
+        """Writes model, optimizer, schedule and random states under `path`, with the model's config and tokenizer."""
         checkpoint.save(path, self.parameters, self.optimizer, self.scheduler_step)
+        checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
             checkpoint.save_model_assets(path, self.model_config, self.hf_config)
         dist.barrier()
@@ -212,6 +213,7 @@ class FSDPEngine:
     def load(self, path: str) -> None:
         """Reads what `save` wrote, on any number of ranks."""
         self.scheduler_step = checkpoint.load(path, self.parameters, self.optimizer)
+        checkpoint.load_random_state(path, dist.get_rank())
 
     def move_in(self) -> None:
         """Parameters and optimizer state on the device."""

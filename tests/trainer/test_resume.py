@@ -1,0 +1,107 @@
+"""A checkpoint is continued only with a configuration that means the same run; the refusal lists what differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint import write_checkpoint
+from trainer.resume import config_hash, differing_keys, flat_config, refuse_another_run
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+
+
+def config(**values: object) -> PPOConfig:
+    """values: keys with __ for the dots."""
+    result = PPOConfig()
+    for name, value in values.items():
+        *path, leaf = name.split("__")
+        section = result
+        for part in path:
+            section = getattr(section, part)
+        assert hasattr(section, leaf), name
+        setattr(section, leaf, value)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor__optim__lr", 1e-3),
+        ("algorithm__adv_estimator", "rloo"),
+        ("data__train_batch_size", 7),
+        ("rollout__n", 3),
+        ("trainer__seed", 2),
+        ("trainer__critic_warmup", 1),
+        ("model__path", "/elsewhere"),
+        ("reward__reward_kwargs", {"scale": 2}),
+    ],
+)
+def test_what_decides_the_result_must_not_change(key: str, value: object) -> None:
+    changed = config(**{key: value})
+    [line] = differing_keys(flat_config(PPOConfig()), changed)
+    assert line.startswith(key.replace("__", ".")) and line.endswith(f"{value} now")
+    assert differing_keys(flat_config(PPOConfig()), changed, [key.replace("__", ".")]) == []
+    assert config_hash(changed) != config_hash(PPOConfig())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer__total_training_steps", 9),
+        ("trainer__n_gpus_per_node", 4),
+        ("trainer__logger", ["console"]),
+        ("trainer__resume_mode", "auto"),
+        ("actor__ppo_max_token_len_per_gpu", 77),
+        ("actor__fsdp_config__param_offload", True),
+        ("ref__log_prob_micro_batch_size_per_gpu", 3),
+        ("rollout__max_num_seqs", 5),
+        ("data__val_files", ["other.parquet"]),
+    ],
+)
+def test_what_does_not_may(key: str, value: object) -> None:
+    changed = config(**{key: value})
+    assert differing_keys(flat_config(PPOConfig()), changed) == []
+    assert config_hash(changed) == config_hash(PPOConfig())
+
+
+@pytest.mark.parametrize("schedule", [{"lr_scheduler_type": "cosine"}, {"lr_warmup_steps_ratio": 0.1}])
+def test_the_length_of_the_run_counts_where_the_schedule_reads_it(schedule: dict[str, object]) -> None:
+    before, after = (
+        config(trainer__total_training_steps=steps, **{f"actor__optim__{name}": x for name, x in schedule.items()})
+        for steps in (10, 20)
+    )
+    assert differing_keys(flat_config(before), after) == [
+        "trainer.total_training_steps: 10 in the checkpoint, 20 now",
+    ]
+
+
+def test_keys_of_another_version() -> None:
+    saved = flat_config(PPOConfig())
+    del saved["actor.clip_ratio"]
+    assert differing_keys(saved, PPOConfig()) == []  # a new option, at its default
+    assert differing_keys(saved, config(actor__clip_ratio=0.1)) == ["actor.clip_ratio: 0.2 in the checkpoint, 0.1 now"]
+    saved["actor.gone"] = 1
+    assert differing_keys(saved, PPOConfig()) == ["actor.gone: 1 in the checkpoint, (no such key) now"]
+
+
+def test_the_refusal_lists_the_keys_and_the_ways_out(tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path, 4, lambda folder: None, {"config": flat_config(config(rollout__n=3, actor__shuffle=True))}
+    )
+    refuse_another_run(config(rollout__n=5), tmp_path)  # not asked to resume
+    refuse_another_run(config(trainer__resume_mode="auto", rollout__n=3, actor__shuffle=True), tmp_path)
+    with pytest.raises(UserError) as refusal:
+        refuse_another_run(config(trainer__resume_mode="auto", rollout__n=5), tmp_path)
+    text = str(refusal.value)
+    assert (
+        "rollout.n: 3 in the checkpoint, 5 now" in text and "actor.shuffle: True in the checkpoint, False now" in text
+    )
+    assert "trainer.resume_allow=[actor.shuffle,rollout.n]" in text
+    allowed = config(trainer__resume_mode="auto", rollout__n=5, trainer__resume_allow=["rollout.n", "actor.shuffle"])
+    refuse_another_run(allowed, tmp_path)
+
+
+def test_nothing_to_continue_is_no_refusal(tmp_path: Path) -> None:
+    refuse_another_run(config(trainer__resume_mode="auto"), tmp_path)

@@ -1,0 +1,121 @@
+"""Whether a run may continue from a checkpoint: the same data, the same model, the same algorithm.
+
+A checkpoint keeps the whole configuration it was made with. What decides the result must not have changed since,
+unless the user names the key in `trainer.resume_allow`; what decides only speed, places and reports may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import find_checkpoint, read_state
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+
+FREE = (
+    "recipe",
+    "ray_kwargs.",
+    "data.val_files",
+    "data.val_batch_size",
+    "data.val_max_samples",
+    "data.filter_overlong_prompts_workers",
+    "model.tokenizer_path",  # the data's fingerprint tells if the tokens are others
+    "model.enable_gradient_checkpointing",
+    "model.use_remove_padding",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.max_error_rate",
+    "rollout.val_kwargs.",
+    "rollout.calculate_log_probs",
+    "rollout.enforce_eager",
+    "rollout.free_cache_engine",
+    "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_memory_mb",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.update_weights_bucket_megabytes",
+    "trainer.",
+)
+"""Keys, and beginnings of keys, that may differ: results do not depend on them."""
+
+FREE_LEAVES = (
+    "use_dynamic_bsz",
+    "max_token_len_per_gpu",
+    "micro_batch_size_per_gpu",
+    "log_prob_chunk_tokens",
+    "param_offload",
+    "optimizer_offload",
+    "reshard_after_forward",
+    "fsdp_size",
+    "min_num_params",
+    "calculate_entropy",
+)
+"""The same by how a key ends: how the work is cut, and where it waits."""
+
+BOUND = ("trainer.seed", "trainer.critic_warmup")
+"""Keys that must not differ although their section may."""
+
+
+def flat_config(config: Any) -> dict[str, Any]:
+    """A configuration as dotted keys and plain values; free dictionaries stay whole."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= {f"{field.name}.{name}": inner for name, inner in flat_config(value).items()}
+        else:
+            flat[field.name] = value
+    return flat
+
+
+def config_hash(config: PPOConfig) -> str:
+    """A short name for everything in the configuration that decides the result."""
+    bound = {name: value for name, value in flat_config(config).items() if is_bound(name, config)}
+    return hashlib.sha256(json.dumps(bound, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def is_bound(name: str, config: PPOConfig) -> bool:
+    """Whether a key decides the result. The length of the run does where the learning rate's schedule depends on it."""
+    if name in ("trainer.total_training_steps", "trainer.total_epochs"):
+        return any(
+            optim.lr_scheduler_type != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
+            for optim in (config.actor.optim, config.critic.optim)
+        )
+    if name in BOUND:
+        return True
+    return not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
+
+
+def differing_keys(saved: Mapping[str, Any], config: PPOConfig, allowed: Collection[str] = ()) -> list[str]:
+    """One sentence for each key that decides the result and is not what it was.
+
+    A key that the checkpoint's version did not have counts with its default; one that is gone counts as differing.
+    """
+    now = flat_config(config)
+    before = flat_config(PPOConfig()) | dict(saved)
+    names = sorted(name for name in {*before, *now} if is_bound(name, config) and name not in allowed)
+    values = ((name, before[name], now.get(name, "(no such key)")) for name in names)
+    return [f"{name}: {old} in the checkpoint, {new} now" for name, old, new in values if old != new]
+
+
+def refuse_another_run(config: PPOConfig, run_dir: Path) -> None:
+    """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration.
+
+    Asked before anything heavy starts; the data's fingerprint is compared when the loader is restored.
+    """
+    trainer = config.trainer
+    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    if folder is None:
+        return
+    differing = differing_keys(read_state(folder)["config"], config, trainer.resume_allow)
+    if differing:
+        raise UserError(
+            f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nGive the old values; or "
+            "start a new run with trainer.resume_mode=disable; or, if the change is meant, name the keys: "
+            f"trainer.resume_allow=[{','.join(line.split(':')[0] for line in differing)}]"
+        )
