@@ -61,17 +61,6 @@ class CausalLMPolicy(Policy):
             outputs["entropys"] = inputs.scatter(entropys)
         return outputs
 
-    def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
-        """The backbone's last hidden states: (1, T, H) packed or (b, S, H) padded."""
-        packed = {} if inputs.sequences is None else {"packed_sequences": inputs.sequences}
-        return self.model.get_decoder()(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            **packed,
-        ).last_hidden_state
-
 
 def causal_lm(chunk_tokens: int) -> PolicyBuilder:
     """Builds a `CausalLMPolicy`. chunk_tokens: tokens whose logits exist at one time."""

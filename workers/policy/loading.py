@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
+from workers.engine.packing import ModelInputs
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,17 @@ class Policy(nn.Module):
 
     model: PreTrainedModel
 
+    def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
+        """The backbone's last hidden states: (1, T, H) packed or (b, S, H) padded."""
+        packed = {} if inputs.sequences is None else {"packed_sequences": inputs.sequences}
+        return self.model.get_decoder()(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            **packed,
+        ).last_hidden_state
+
 
 PolicyBuilder = Callable[[NetworkSpec], Policy]
 
@@ -67,17 +79,15 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
     return config
 
 
-def build_network(auto_class: Any, spec: NetworkSpec) -> PreTrainedModel:
-    """A network of a transformers Auto class, without dropout."""
+def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
+    """A network of a transformers Auto class, without dropout.
+
+    new_head: the layer after the backbone may be missing from the checkpoint; it then starts as zeros. Raises UserError
+    for a checkpoint that lacks anything else: a layer of random numbers is never what was meant.
+    """
     disable_progress_bar()
     if spec.with_weights:
-        network = auto_class.from_pretrained(
-            str(spec.model.path),
-            config=spec.config,
-            dtype=spec.dtype,
-            attn_implementation=spec.attention,
-            trust_remote_code=spec.model.trust_remote_code,
-        )
+        network = _load_network(auto_class, spec, new_head)
     else:
         with no_init_weights():
             network = auto_class.from_config(
@@ -90,4 +100,36 @@ def build_network(auto_class: Any, spec: NetworkSpec) -> PreTrainedModel:
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if getattr(module, "attention_dropout", 0.0):
+            vars(module)["attention_dropout"] = 0.0
+    return network
+
+
+def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrainedModel:
+    """The network with the checkpoint's weights."""
+    verbosity = get_verbosity()
+    if new_head:  # transformers reports at length which weights are new; here that is known and intended
+        set_verbosity_error()
+    try:
+        network, report = auto_class.from_pretrained(
+            str(spec.model.path),
+            config=spec.config,
+            dtype=spec.dtype,
+            attn_implementation=spec.attention,
+            trust_remote_code=spec.model.trust_remote_code,
+            output_loading_info=True,
+        )
+    finally:
+        set_verbosity(verbosity)
+    backbone = f"{network.base_model_prefix}."
+    missing = set(report["missing_keys"])
+    replaceable = {name for name in missing if new_head and not name.startswith(backbone)}
+    if missing - replaceable:
+        raise UserError(
+            f"model.path={spec.model.path!r}: its weights do not fit a {type(network).__name__}, which also needs "
+            f"{', '.join(sorted(missing - replaceable)[:5])}"
+        )
+    with torch.no_grad():
+        for name in replaceable:
+            network.get_parameter(name).zero_()
     return network
