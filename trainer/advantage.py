@@ -1,57 +1,284 @@
-"""From scores to advantages, on the driver: the KL penalty in the reward, then the registered estimator."""
+"""From scores to advantages, on the driver: ROLL's three functions on the batch of the trainer, which calls them in turn.
+
+    reward_postprocess     one number for each answer, normalised and clipped        response_level_rewards (B,)
+    compute_token_reward   that number on the answer's tokens, less the KL penalty   token_level_rewards (B, R)
+    compute_advantage      the registered estimator, whitening, clipping             advantages, returns (B, R)
+
+Columns are verl's: token_level_scores (B, R) is the reward as it came, on the last valid token of an answer as a rule;
+all (B, R) columns belong to the R response tokens. A batch in ROLL's layout works too: response_level_rewards instead of
+token scores, ref_log_probs instead of ref_log_prob, and a response_mask over the whole sequence, one column wider than
+the columns that belong to predictions. `pipeline_config` is any object that has the options it needs as attributes,
+under our names or ROLL's; one that it lacks is off. Nothing that is given is changed, but for the two controllers.
+
+Estimators have verl's meaning: grpo normalises within the group itself. In ROLL's terms, where rewards are normalised
+first and every estimator but gae is REINFORCE, the recipes are (algorithm.norm_mean_type, norm_std_type, adv_estimator):
+
+    GRPO         group, group, reinforce   = grpo without these, at gamma 1 and without KL in the reward
+    Dr.GRPO      group, null, reinforce    = grpo with norm_adv_by_std_in_grpo=false, likewise
+    LitePPO      group, batch, reinforce
+    Reinforce++  batch, batch, reinforce     (verl's reinforce_plus_plus whitens the returns of tokens instead)
+    PPO          null, null, gae
+
+With KL in the reward ROLL takes it off the normalised score and verl off the score that is normalised after.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 
-from verl_lite.config import AlgorithmConfig
-from verl_lite.core_algos import FixedKLController, apply_kl_penalty, get_adv_estimator_fn
-from verl_lite.metrics import Metric
+from verl_lite.advantages import outcome_scores
+from verl_lite.agentic_algos import at_last_token
+from verl_lite.core_algos import FixedKLController, RunningMoments, apply_kl_penalty, get_adv_estimator_fn
+from verl_lite.masked import whiten_or_keep
 from verl_lite.protocol import DataProto
+from verl_lite.reward_norm import normalise_scores, update_running
+from verl_lite.schema import check
+
+Controllers = MutableMapping[Any, RunningMoments] | RunningMoments
+Numbers = dict[str, float]
+
+ESTIMATOR_COLUMNS = {
+    "index": "uid",
+    "values": "values",
+    "reward_baselines": "reward_baselines",
+    "old_log_probs": "old_log_probs",
+    "sum_pi_squared": "sum_pi_squared",
+    "rollout_is_weights": "rollout_is_weights",
+    "traj_id": "traj_id",
+    "step": "step",
+    "state_hash": "state_hash",
+}
+"""The column that each argument of an estimator is. An estimator that names one needs it, but for those below."""
+OPTIONAL_ARGUMENTS = frozenset({"rollout_is_weights"})
 
 
-def token_rewards(batch: DataProto, config: AlgorithmConfig, controller: FixedKLController) -> DataProto:
-    """token_level_rewards (B, R): the scores, less the KL penalty where `algorithm.use_kl_in_reward` asks for it.
+@torch.no_grad()
+def reward_postprocess(
+    data: DataProto, pipeline_config: Any, running_ctrl: Controllers | None = None
+) -> tuple[DataProto, Numbers]:
+    """Normalises and clips the reward of each answer.
 
-    Reads token_level_scores and response_mask; with the penalty also old_log_probs and ref_log_prob. The coefficient of
-    this step is the one before the controller adapts to this batch.
+    Reads response_mask, and response_level_rewards (B,) if there, else the sum of token_level_scores; uid with
+    normalisation by group; domain, else data_source, with running statistics. Writes response_level_rewards.
+
+    Options: norm_mean_type and norm_std_type (see `normalise_scores`; groups are rows that share a uid, wherever they
+    stand), reward_clip. running_ctrl: `RunningMoments` by domain (one is added for a new domain), or one for all; it
+    takes in this batch before it is read. "batch" is the batch that is given: for statistics by domain, as in ROLL,
+    give the rows of each domain by themselves. Rows without a valid token (padding, a failed reward) count nowhere
+    and get 0.
+
+    Returns the batch and critic/reward_clip_frac, over rows that count (0 without a clip; ROLL counts all rows).
+    ROLL's adv_estimator=grpo sets both types to group in the configuration; here grpo does that part by itself.
+    Raises ValueError for an unknown type, or a column or controller that is missing.
     """
-    scores, mask = batch.batch["token_level_scores"], batch.batch["response_mask"]
-    if not config.use_kl_in_reward:
-        return DataProto.from_dict(tensors={"token_level_rewards": scores}, meta_info={"metrics": {}})
-    coefficient = controller.value
-    rewards, mean_kl = apply_kl_penalty(
-        scores, batch.batch["old_log_probs"], batch.batch["ref_log_prob"], mask, coefficient, config.kl_penalty
+    stage = "reward_postprocess"
+    check(data, ["response_mask"] + ([] if "response_level_rewards" in data else ["token_level_scores"]), stage)
+    scores, valid = _response_scores(data)
+    mean_type, std_type = (getattr(pipeline_config, name, None) for name in ("norm_mean_type", "norm_std_type"))
+    groups, domains, running = None, None, None
+    if "group" in (mean_type, std_type):
+        check(data, ["uid"], f"{stage}: normalisation by group")
+        groups = data.non_tensor_batch["uid"]
+    if "running" in (mean_type, std_type):
+        domains, running = _running(data, running_ctrl)
+        update_running(running, scores, valid, domains)
+    rewards = normalise_scores(
+        scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running
     )
-    controller.update(current_kl=mean_kl, n_steps=int((mask.sum(1) > 0).sum()))
-    metrics = {
-        "actor/reward_kl_penalty": Metric.last(mean_kl),
-        "actor/reward_kl_penalty_coeff": Metric.last(coefficient),
-    }
-    return DataProto.from_dict(tensors={"token_level_rewards": rewards}, meta_info={"metrics": metrics})
+    rewards, clipped = _clip(rewards, getattr(pipeline_config, "reward_clip", None), valid)
+    result = data.select()
+    result.batch["response_level_rewards"] = rewards
+    return result, {"critic/reward_clip_frac": clipped}
 
 
-def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> DataProto:
-    """advantages and returns (B, R) by `algorithm.adv_estimator`.
+@torch.no_grad()
+def compute_token_reward(
+    data: DataProto, pipeline_config: Any, kl_ctrl: FixedKLController | None = None
+) -> tuple[DataProto, Numbers]:
+    """Puts rewards on tokens and takes the KL to the reference model off them.
 
-    Reads token_level_rewards, response_mask (B, R) and uid (B,), which tells the groups; with
-    `algorithm.gdpo_reward_keys` also reward/<key> (B,), which the estimator finds as non_tensor_batch[key].
+    Reads response_mask, response_level_rewards and token_level_scores, one of which suffices; old_log_probs and
+    ref_log_prob (or ref_log_probs), where the penalty is on. Writes token_level_rewards (B, R): the reward of an answer
+    at its last valid token; the scores where they stood, if all that was done leaves their sum as it was.
+
+    Options: use_kl_in_reward (ROLL: add_token_level_kl), kl_penalty, reward_clip, which bounds the rewards of tokens
+    too. The coefficient is the controller's before this batch moves it; the controller counts rows that have a valid
+    token (verl and ROLL: all rows; ROLL moves it without the penalty too).
+
+    Returns the batch and critic/kl, critic/kl_coef (0 without the penalty; both left out where a column is missing),
+    with the penalty also actor/reward_kl_penalty and actor/reward_kl_penalty_coeff, which are the same under verl's
+    names, and with reward_clip critic/token_reward_clip_frac, over valid tokens (ROLL: over all).
     """
-    columns: dict[str, Any] = {}
-    if config.gdpo_reward_keys:
-        rewards = {name.removeprefix("reward/"): column for name, column in batch.non_tensor_batch.items()}
-        columns["non_tensor_batch"] = rewards
-    with torch.no_grad():
-        advantages, returns = get_adv_estimator_fn(config.adv_estimator)(
-            token_level_rewards=batch.batch["token_level_rewards"],
-            response_mask=batch.batch["response_mask"],
-            index=batch.non_tensor_batch["uid"],
-            gamma=config.gamma,
-            lam=config.lam,
-            norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
-            config=config,
-            **columns,
+    stage = "compute_token_reward"
+    is_penalised = _is_on(pipeline_config, "use_kl_in_reward", "add_token_level_kl")
+    reference = "ref_log_probs" if "ref_log_probs" in data else "ref_log_prob"
+    check(data, ["response_mask"], stage)
+    if is_penalised:
+        check(data, ["old_log_probs", reference], f"{stage}: KL in the reward")
+    mask = _response_mask(data)
+    rewards = _place_rewards(data, mask)
+    metrics: Numbers = {}
+    if "old_log_probs" in data and reference in data:
+        coefficient = kl_ctrl.value if is_penalised and kl_ctrl is not None else 0.0
+        kind = getattr(pipeline_config, "kl_penalty", "kl")
+        penalised, mean_kl = apply_kl_penalty(
+            rewards, data.batch["old_log_probs"], data.batch[reference], mask, coefficient, kind
         )
-    return DataProto.from_dict(tensors={"advantages": advantages, "returns": returns})
+        metrics |= {"critic/kl": mean_kl, "critic/kl_coef": coefficient}
+        if is_penalised:
+            if kl_ctrl is None:
+                raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs a controller.")
+            rewards = penalised
+            kl_ctrl.update(current_kl=mean_kl, n_steps=int((mask != 0).any(-1).sum()))
+            metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
+    bound = getattr(pipeline_config, "reward_clip", None)
+    if bound is not None:
+        rewards, metrics["critic/token_reward_clip_frac"] = _clip(rewards, bound, mask != 0)
+    result = data.select()
+    if "token_level_rewards" in data and "token_level_scores" not in data:
+        result.rename("token_level_rewards", "token_level_scores")
+    result.batch["token_level_rewards"] = rewards
+    return result, metrics
+
+
+@torch.no_grad()
+def compute_advantage(
+    data: DataProto,
+    gamma: float,
+    lambd: float,
+    adv_estimator: str,
+    advantage_clip: float | None = None,
+    whiten_advantages: bool = False,
+    whiten_rewards: bool = False,
+    response_mask: torch.Tensor | None = None,
+    pipeline_config: Any = None,
+) -> DataProto:
+    """Advantages by the registered estimator `adv_estimator` (a name, or pkg.module:function).
+
+    Reads token_level_rewards (B, R), response_mask unless another is given, and the columns that the estimator names as
+    arguments (`ESTIMATOR_COLUMNS`). Writes raw_advantages (B, R), as the estimator gives them; advantages, these
+    whitened and clipped as asked for; and returns, neither. All are 0 under mask 0. With a clip meta_info["metrics"]
+    gains critic/advantage_clip_frac, over valid tokens.
+
+    whiten_rewards: of all valid tokens before the estimator, which moves the mean of every token, so that a longer
+    answer loses more; token_level_rewards stay as they are in the batch (ROLL: replaced). whiten_advantages: of all
+    valid tokens after it; gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo whiten by themselves, as in
+    verl, and do not need it (the configuration check refuses both). Fewer than two valid tokens are not whitened.
+    gamma, lambd: discount, lambda of gae. pipeline_config: handed to the estimator as `config`.
+    Raises ValueError for an unknown estimator, and for a missing column: which, for whom, and who writes it.
+    """
+    stage = f"compute_advantage with adv_estimator={adv_estimator}"
+    check(data, ["token_level_rewards"], stage)
+    rewards = data.batch["token_level_rewards"].float()
+    mask = _response_mask(data, rewards.shape[-1]) if response_mask is None else response_mask
+    if mask.shape != rewards.shape:
+        raise ValueError(
+            f"{stage}: response_mask has shape {tuple(mask.shape)}, expected that of token_level_rewards, "
+            f"{tuple(rewards.shape)}."
+        )
+    if whiten_rewards:
+        rewards = whiten_or_keep(rewards, mask)
+    given = {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "gamma": gamma,
+        "lam": lambd,
+        "config": pipeline_config,
+        "norm_adv_by_std_in_grpo": getattr(pipeline_config, "norm_adv_by_std_in_grpo", True),
+    }
+    raw_advantages, returns = _call_estimator(adv_estimator, data, given, stage)
+    result = data.select()
+    advantages = whiten_or_keep(raw_advantages, mask) if whiten_advantages else raw_advantages
+    if advantage_clip is not None:
+        advantages, clipped = _clip(advantages, advantage_clip, mask != 0)
+        result.meta_info["metrics"] = {**data.meta_info.get("metrics", {}), "critic/advantage_clip_frac": clipped}
+    for name, column in (("raw_advantages", raw_advantages), ("advantages", advantages), ("returns", returns)):
+        result.batch[name] = column
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------- parts
+
+
+def _call_estimator(
+    name: str, data: DataProto, given: dict[str, Any], stage: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calls a registered estimator with what is given, the columns of the batch that it may read, and no other."""
+    function = get_adv_estimator_fn(name)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for argument, column in ESTIMATOR_COLUMNS.items():
+        if column in data:
+            is_tensor = column in data.batch.keys()
+            given[argument] = data.batch[column] if is_tensor else data.non_tensor_batch[column]
+        elif argument in parameters and argument not in OPTIONAL_ARGUMENTS:
+            check(data, [column], stage)
+    # what a reward function returned beside its score goes by its own name, as in verl
+    extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
+    given |= {"batch": data.batch, "non_tensor_batch": {**extras, **data.non_tensor_batch}}
+    return function(**{key: value for key, value in given.items() if takes_all or key in parameters})
+
+
+def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:
+    """response_mask of the response tokens, as wide as the other columns; ROLL's lacks its first column there.
+
+    width: of the other columns; None = that of whichever is in the batch.
+    """
+    mask = data.batch["response_mask"]
+    if width is None:
+        others = [name for name in ("old_log_probs", "token_level_scores") if name in data]
+        width = data.batch[others[0]].shape[-1] if others else mask.shape[-1]
+    return mask[:, 1:] if mask.shape[-1] == width + 1 else mask
+
+
+def _response_scores(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reward of each answer (B,), and which rows count (B,)."""
+    mask = _response_mask(data)
+    valid = (mask != 0).any(dim=-1)
+    if "response_level_rewards" in data:
+        return torch.where(valid, data.batch["response_level_rewards"].float(), 0), valid
+    return outcome_scores(data.batch["token_level_scores"], mask), valid
+
+
+def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
+    """(B, R): the reward of each answer on its tokens."""
+    if "response_level_rewards" not in data:
+        check(data, ["token_level_scores"], "compute_token_reward")
+        return data.batch["token_level_scores"]
+    rewards = data.batch["response_level_rewards"].float()
+    placed = at_last_token(rewards, mask)
+    if "token_level_scores" not in data:
+        return placed
+    scores = data.batch["token_level_scores"]
+    is_unchanged = outcome_scores(scores, mask) == rewards
+    return torch.where(is_unchanged[:, None], scores, placed)
+
+
+def _running(
+    data: DataProto, controllers: Controllers | None
+) -> tuple[list[Any], MutableMapping[Any, RunningMoments]]:
+    """The domain of each row, and the moments by domain."""
+    if controllers is None:
+        raise ValueError("reward_postprocess: running_ctrl is None; running statistics need RunningMoments to stand in.")
+    if not isinstance(controllers, MutableMapping):
+        return ["all"] * len(data), {"all": controllers}
+    column = "domain" if "domain" in data.non_tensor_batch else "data_source"
+    check(data, [column], "reward_postprocess: running statistics")
+    return data.non_tensor_batch[column].tolist(), controllers
+
+
+def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Values within +-bound, and the share of the counted ones that lay beyond it."""
+    if bound is None:
+        return values, 0.0
+    beyond = (values.abs() > bound) & counted
+    return values.clamp(-bound, bound), float(beyond.sum()) / max(1, int(counted.sum()))
+
+
+def _is_on(config: Any, *names: str) -> bool:
+    """Whether a switch is on under the first of its names that the object has."""
+    return next((bool(getattr(config, name)) for name in names if hasattr(config, name)), False)

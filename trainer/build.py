@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data import PromptDataset
 from trainer.environment import worker_environment
+from trainer.needs import needs_critic
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards import Rewards
-from trainer.roles import ActorRole, ReferenceRole
+from trainer.roles import ActorRole, CriticRole, ReferenceRole
 from trainer.samples import SampleWriter
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
@@ -31,6 +32,7 @@ from verl_lite.single_controller import (
     start_service,
 )
 from workers.actor_rollout import ActorRolloutWorker
+from workers.critic import CriticWorker
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_pool import RewardPool
@@ -109,9 +111,12 @@ def build_trainer(
         slots = config.trainer.n_gpus_per_node
         assert slots is not None
         on_cpu = device_type(config.trainer.device) == "cpu"
-        roles = {"actor_rollout": ClassWithInitArgs(ActorRolloutWorker, config, steps.total, pool)}
+        actor_steps = max(1, steps.total - config.trainer.critic_warmup)
+        roles = {"actor_rollout": ClassWithInitArgs(ActorRolloutWorker, config, actor_steps, pool)}
         if needs_reference(config):
             roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
+        if needs_critic(config):
+            roles["critic"] = ClassWithInitArgs(CriticWorker, config, steps.total)
         groups = create_worker_groups(
             backend,
             ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
@@ -121,14 +126,14 @@ def build_trainer(
         )
         for group in groups.values():
             stack.callback(group.shutdown)
-        if "ref" in groups:
-            groups["ref"].init_model()
-        groups["actor_rollout"].init_model()
+        for name in ("critic", "ref", "actor_rollout"):  # last the one whose rollout engine takes what memory is left
+            if name in groups:
+                groups[name].init_model()
         yield trainer_class(
             config,
             actor=ActorRole(groups["actor_rollout"], config),
             ref=ReferenceRole(groups["ref"], config) if "ref" in groups else None,
-            critic=None,
+            critic=CriticRole(groups["critic"], config) if "critic" in groups else None,
             rewards=Rewards(pool, config.reward, run_dir),
             steps=steps,
             val_data=data.val,

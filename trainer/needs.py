@@ -28,6 +28,11 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
     )
 
 
+def needs_critic(config: PPOConfig) -> bool:
+    """Whether the estimator reads values, which a critic has to learn."""
+    return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "values")
+
+
 def needs_sum_pi_squared(config: PPOConfig) -> bool:
     """Whether the estimator reads the sum of squared probabilities over the vocabulary."""
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "sum_pi_squared")

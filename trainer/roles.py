@@ -6,8 +6,9 @@ micro-batches there are, and the global denominators of the loss. Ranks obey; no
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from trainer.needs import is_on_policy, needs_old_log_prob
 from trainer.step_metrics import compute_seqlen_metrics
@@ -30,55 +31,83 @@ class MicroBatching:
     micro_batch_size: int | None
 
     @classmethod
-    def of_actor(cls, config: PPOConfig) -> MicroBatching:
-        """As the actor's update is cut."""
-        actor = config.actor
-        if actor.use_dynamic_bsz:
-            return cls(actor.ppo_max_token_len_per_gpu, None)
-        return cls(None, actor.ppo_micro_batch_size_per_gpu)
-
-    @classmethod
-    def of_log_prob(
-        cls, config: PPOConfig, dynamic: bool | None, max_token_len: int | None, micro_batch_size: int | None
+    def of(
+        cls,
+        config: PPOConfig,
+        dynamic: bool | None = None,
+        max_token_len: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> MicroBatching:
-        """As a log-prob pass is cut; what is null is as in the actor's update."""
+        """As these options of a pass say; what is null is as in the actor's update."""
         actor = config.actor
         if actor.use_dynamic_bsz if dynamic is None else dynamic:
             return cls(max_token_len or actor.ppo_max_token_len_per_gpu, None)
         return cls(None, micro_batch_size or actor.ppo_micro_batch_size_per_gpu)
 
 
-def plan_forward(batch: DataProto, world_size: int, cut: MicroBatching, balance: bool) -> BatchPlan:
-    """The plan of a pass without gradient: one step over all rows."""
-    return plan_batch(
-        batch.batch["attention_mask"].sum(1).numpy(),
-        world_size=world_size,
-        mini_batch_size=None,
-        max_token_len=cut.max_token_len,
-        micro_batch_size=cut.micro_batch_size,
-        balance=balance,
-        num_tokens=batch.batch["response_mask"].sum(1).numpy(),
-    )
-
-
-class ActorRole:
-    """The policy, as the driver sees it."""
+class ModelRole:
+    """What roles with a model share: a worker group, and batches planned for its ranks."""
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
         self.group = group
         self.config = config
-        rollout = config.rollout
-        self._log_prob_cut = MicroBatching.of_log_prob(
-            config,
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
-            rollout.log_prob_micro_batch_size_per_gpu,
-        )
 
     @property
     def world_size(self) -> int:
         """Number of devices."""
         return self.group.world_size
+
+    def infer(
+        self, call: Callable[[DataProto], DataProto], batch: DataProto, cut: MicroBatching, **meta_info: Any
+    ) -> DataProto:
+        """A pass without gradient over all rows, by a method of the worker group; meta_info goes with the batch."""
+        plan = self.plan(batch, cut)
+        return plan.restore(call(self.arrange(batch, plan, TRAIN_COLUMNS, **meta_info)))
+
+    def plan(
+        self,
+        batch: DataProto,
+        cut: MicroBatching,
+        *,
+        mini_batch_size: int | None = None,
+        epochs: int = 1,
+        shuffle_seed: int | None = None,
+    ) -> BatchPlan:
+        """mini_batch_size: prompts of an optimizer step; None = all. shuffle_seed: None = rows in order."""
+        return plan_batch(
+            batch.batch["attention_mask"].sum(1).numpy(),
+            world_size=self.group.world_size,
+            mini_batch_size=None if mini_batch_size is None else mini_batch_size * self.config.rollout.n,
+            max_token_len=cut.max_token_len,
+            micro_batch_size=cut.micro_batch_size,
+            epochs=epochs,
+            shuffle_seed=shuffle_seed,
+            balance=self.config.trainer.balance_batch,
+            num_tokens=batch.batch["response_mask"].sum(1).numpy(),
+        )
+
+    @staticmethod
+    def arrange(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:
+        """Those columns as the ranks get them."""
+        data = plan.apply(batch.select(batch_keys=list(columns), non_tensor_batch_keys=[], meta_info_keys=[]))
+        data.meta_info |= meta_info
+        return data
+
+
+class TrainedRole(ModelRole):
+    """A role whose model learns, so that it belongs into checkpoints."""
+
+    def save(self, folder: str) -> None:
+        """Writes a checkpoint of the model and its optimizer."""
+        self.group.save_checkpoint(folder)
+
+    def load(self, folder: str) -> None:
+        """Reads what `save` wrote."""
+        self.group.load_checkpoint(folder)
+
+
+class ActorRole(TrainedRole):
+    """The policy, as the driver sees it."""
 
     @property
     def needs_old_log_prob(self) -> bool:
@@ -95,25 +124,25 @@ class ActorRole:
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys of the batch under the weights of now."""
-        plan = plan_forward(batch, self.group.world_size, self._log_prob_cut, self.config.trainer.balance_batch)
-        data = plan.apply(batch.select(batch_keys=list(TRAIN_COLUMNS), non_tensor_batch_keys=[], meta_info_keys=[]))
-        data.meta_info |= {"temperature": self.config.rollout.temperature, "calculate_entropy": True}
-        return plan.restore(self.group.compute_log_prob(data))
+        rollout = self.config.rollout
+        cut = MicroBatching.of(
+            self.config,
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+            rollout.log_prob_micro_batch_size_per_gpu,
+        )
+        call = self.group.compute_log_prob
+        return self.infer(call, batch, cut, temperature=rollout.temperature, calculate_entropy=True)
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
         config = self.config
-        cut = MicroBatching.of_actor(config)
-        plan = plan_batch(
-            batch.batch["attention_mask"].sum(1).numpy(),
-            world_size=self.group.world_size,
-            mini_batch_size=config.actor.ppo_mini_batch_size * config.rollout.n,
-            max_token_len=cut.max_token_len,
-            micro_batch_size=cut.micro_batch_size,
+        plan = self.plan(
+            batch,
+            MicroBatching.of(config),
+            mini_batch_size=config.actor.ppo_mini_batch_size,
             epochs=config.actor.ppo_epochs,
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
-            balance=config.trainer.balance_batch,
-            num_tokens=batch.batch["response_mask"].sum(1).numpy(),
         )
         columns = [*TRAIN_COLUMNS, "advantages"]
         # strictly on-policy there are no old log-probs: the update itself is where trainer and rollout can be compared
@@ -122,8 +151,7 @@ class ActorRole:
         elif config.rollout.calculate_log_probs:
             columns.append("rollout_log_probs")
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
-        data = plan.apply(batch.select(batch_keys=columns, non_tensor_batch_keys=[], meta_info_keys=[]))
-        data.meta_info["temperature"] = config.rollout.temperature
+        data = self.arrange(batch, plan, columns, temperature=config.rollout.temperature)
         metrics = combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
         lengths = batch.batch["attention_mask"].sum(1).numpy()
         return metrics | {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
@@ -131,12 +159,6 @@ class ActorRole:
     def update_weights(self, version: int) -> Metrics:
         """Makes the rollout engines use the trained weights; samples drawn from now on carry `version`."""
         return combine(self.group.update_weights(version))
-
-    def save(self, folder: str) -> None:
-        self.group.save_checkpoint(folder)
-
-    def load(self, folder: str) -> None:
-        self.group.load_checkpoint(folder)
 
 
 class Critic(Protocol):
@@ -155,23 +177,50 @@ class Critic(Protocol):
     def load(self, folder: str) -> None: ...
 
 
-class ReferenceRole:
+class CriticRole(TrainedRole):
+    """The critic on its worker group. What `critic` leaves open is as in the actor's update."""
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """values of the batch under the critic's weights of now."""
+        critic = self.config.critic
+        cut = MicroBatching.of(
+            self.config,
+            critic.use_dynamic_bsz,
+            critic.forward_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu,
+            critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
+        )
+        return self.infer(self.group.compute_values, batch, cut)
+
+    def update(self, batch: DataProto, step: int) -> Metrics:
+        """Fits the values to the returns, with mini-batches and epochs of its own where `critic` sets them."""
+        critic, actor = self.config.critic, self.config.actor
+        shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
+        plan = self.plan(
+            batch,
+            MicroBatching.of(
+                self.config,
+                critic.use_dynamic_bsz,
+                critic.ppo_max_token_len_per_gpu,
+                critic.ppo_micro_batch_size_per_gpu,
+            ),
+            mini_batch_size=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
+            epochs=critic.ppo_epochs or actor.ppo_epochs,
+            shuffle_seed=self.config.trainer.seed + step if shuffle else None,
+        )
+        data = self.arrange(batch, plan, [*TRAIN_COLUMNS, "values", "returns"])
+        return combine([result.meta_info["metrics"] for result in self.group.update_critic(data)])
+
+
+class ReferenceRole(ModelRole):
     """The frozen reference model, as the driver sees it."""
 
-    def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
-        self.group = group
-        self.config = config
-        ref = config.ref
-        self._cut = MicroBatching.of_log_prob(
-            config,
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob of the batch."""
+        ref = self.config.ref
+        cut = MicroBatching.of(
+            self.config,
             ref.log_prob_use_dynamic_bsz,
             ref.log_prob_max_token_len_per_gpu,
             ref.log_prob_micro_batch_size_per_gpu,
         )
-
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob of the batch."""
-        plan = plan_forward(batch, self.group.world_size, self._cut, self.config.trainer.balance_batch)
-        data = plan.apply(batch.select(batch_keys=list(TRAIN_COLUMNS), non_tensor_batch_keys=[], meta_info_keys=[]))
-        data.meta_info["temperature"] = self.config.rollout.temperature
-        return plan.restore(self.group.compute_ref_log_prob(data))
+        return self.infer(self.group.compute_ref_log_prob, batch, cut, temperature=self.config.rollout.temperature)

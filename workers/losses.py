@@ -1,19 +1,36 @@
-"""The actor's loss on one micro-batch: policy loss, entropy bonus, KL to the reference model.
+"""The losses on one micro-batch: the actor's (policy loss, entropy bonus, KL to the reference model) and the critic's.
 
-Takes the columns of the batch and the log-probs just computed, gives the loss and its metrics. It owns no
+They take the columns of the batch and the outputs just computed, and give the loss and its metrics. They own no
 normalisation: the denominators in `meta_info` were counted over the whole mini-batch before it was split, so the sum
-of these losses over all micro-batches and ranks is the loss of the mini-batch.
+of these losses over all micro-batches and ranks is the loss of the mini-batch. Metrics that are parts of a loss are
+weighted so that their mean over a step is the mini-batches' mean.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
-from verl_lite.config import ActorConfig
-from verl_lite.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+from verl_lite.config import ActorConfig, CriticConfig
+from verl_lite.core_algos import (
+    agg_loss,
+    compute_value_loss,
+    entropy_from_logits,
+    get_policy_loss_fn,
+    kl_penalty,
+    logprobs_from_logits,
+    masked_sum,
+)
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from verl_lite.registry import accepts
 from verl_lite.rollout_diff import rollout_probs_diff
+from workers.loss_metrics import as_metrics, loss_metrics, policy_movement
+
+LOSS_COLUMNS = ("selected", "scores")
+"""Columns that the driver sends where the policy loss names them: see `trainer.needs`."""
 
 
 def actor_loss(
@@ -21,51 +38,117 @@ def actor_loss(
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Loss of one micro-batch, to be summed over micro-batches and ranks.
 
-    data: response_mask, advantages (b, R); old_log_probs and ref_log_prob (b, R) where the step needs them. Without
-        old_log_probs the update is strictly on-policy and the ratio is 1 by construction.
+    data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, selected (b, R) and scores (b,) where the step
+        needs them. Without old_log_probs the update is strictly on-policy and the ratio is 1 by construction.
     outputs: log_probs (b, R) with gradient; entropys (b, R) where asked for.
-    data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any).
-    Metrics that are parts of the loss are weighted so that their mean over a step is the mini-batches' mean.
+    data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any); without
+        them data is taken for the whole mini-batch.
+    Metrics: see `workers.loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss where there are any.
     """
-    log_probs, mask = outputs["log_probs"], data.batch["response_mask"]
-    old_log_probs = data.batch["old_log_probs"] if "old_log_probs" in data.batch.keys() else log_probs.detach()
-    tokens, sequences = data.meta_info["num_tokens"], data.meta_info["num_sequences"]
-    share = float(mask.sum()) / max(1, tokens)
+    batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
+    old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_probs.detach()
+    tokens, sequences = data.meta_info.get("num_tokens"), data.meta_info.get("num_sequences")
+    counts = {"batch_num_tokens": tokens, "global_batch_size": sequences}
 
     def aggregate(values: torch.Tensor) -> torch.Tensor:
-        return agg_loss(
-            values,
-            mask,
-            config.loss_agg_mode,
-            batch_num_tokens=tokens,
-            global_batch_size=sequences,
-            loss_scale_factor=config.loss_scale_factor,
-        )
+        return agg_loss(values, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor, **counts)
 
-    loss, metrics = get_policy_loss_fn(config.policy_loss.loss_mode)(
+    loss, metrics = _policy_loss(data, log_probs, old_log_probs, config, counts)
+    parts, token_values = {"pg_loss": loss}, {}
+    if "entropys" in outputs:
+        token_values["entropy"] = outputs["entropys"]
+        parts["entropy_loss"] = aggregate(outputs["entropys"])
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * parts["entropy_loss"]
+    if config.use_kl_loss:
+        parts["kl_loss"] = aggregate(kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask))
+        loss = loss + config.kl_loss_coef * parts["kl_loss"]
+        metrics["kl_coef"] = Metric.last(config.kl_loss_coef)
+    ratio, movement = policy_movement(log_probs, old_log_probs, batch["advantages"], mask, config, aggregate)
+    parts |= {"loss": loss, "total_loss": loss, **movement}
+    metrics |= loss_metrics(parts, token_values, ratio, mask, config, tokens)
+    if "rollout_log_probs" in batch.keys():
+        metrics |= rollout_probs_diff(log_probs.detach(), batch["rollout_log_probs"], mask)
+    return loss, metrics
+
+
+def _policy_loss(
+    data: DataProto,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    config: ActorConfig,
+    counts: dict[str, int | None],
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The registered loss, with the columns that it names and the global denominators.
+
+    A function with verl's signature, which does not name the denominators, finds them where verl has them: in
+    config.global_batch_info, to be handed to `agg_loss`.
+    """
+    loss_fn, batch = get_policy_loss_fn(config.policy_loss.loss_mode), data.batch
+    given: dict[str, Any] = {name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()}
+    options: Any = config
+    if accepts(loss_fn, "batch_num_tokens"):
+        given |= counts
+    else:
+        info = {"dp_size": 1, "loss_scale_factor": config.loss_scale_factor, **counts}
+        options = SimpleNamespace(**vars(config), global_batch_info=info)
+    loss, metrics = loss_fn(
         old_log_probs,
         log_probs,
-        data.batch["advantages"],
-        mask,
+        batch["advantages"],
+        batch["response_mask"],
         config.loss_agg_mode,
-        config,
+        options,
         None,
-        batch_num_tokens=tokens,
-        global_batch_size=sequences,
+        **given,
     )
-    metrics["pg_loss"] = Metric.mean(float(loss.detach()), share)
-    if "entropys" in outputs:
-        entropy = aggregate(outputs["entropys"])
-        metrics["entropy_loss"] = Metric.mean(float(entropy.detach()), share)
-        metrics["entropy"] = Metric.mean(float((outputs["entropys"].detach() * mask).sum()), float(mask.sum()))
-        if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * entropy
-    if config.use_kl_loss:
-        kl = aggregate(kl_penalty(log_probs, data.batch["ref_log_prob"], config.kl_loss_type, mask))
-        metrics["kl_loss"] = Metric.mean(float(kl.detach()), share)
-        metrics["kl_coef"] = Metric.last(config.kl_loss_coef)
-        loss = loss + config.kl_loss_coef * kl
-    metrics["loss"] = Metric.mean(float(loss.detach()), share)
-    if "rollout_log_probs" in data.batch.keys():
-        metrics |= rollout_probs_diff(log_probs.detach(), data.batch["rollout_log_probs"], mask)
-    return loss, metrics
+    return loss, as_metrics(metrics, batch["response_mask"])
+
+
+def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: bool) -> dict[str, torch.Tensor]:
+    """What the policy's forward gives, log_probs and entropys (b, R), from the logits (b, S, V) of a padded forward.
+
+    data: input_ids (b, S), of which the last R are the response, as response_mask (b, R) says; meta_info temperature,
+    1 if there is none. Raises ValueError if S differs.
+    """
+    input_ids, width = data.batch["input_ids"], data.batch["response_mask"].shape[1]
+    if logits.shape[:2] != input_ids.shape:
+        raise ValueError(
+            f"loss_func: output_tensor has shape {tuple(logits.shape)}, expected logits (b, S, V) with (b, S) = "
+            f"{tuple(input_ids.shape)}, the shape of input_ids."
+        )
+    predicting = logits[:, -width - 1 : -1] / data.meta_info.get("temperature", 1.0)
+    outputs = {"log_probs": logprobs_from_logits(predicting, input_ids[:, -width:])}
+    if calculate_entropy:
+        outputs["entropys"] = entropy_from_logits(predicting)
+    return outputs
+
+
+def critic_loss(
+    data: DataProto, outputs: dict[str, torch.Tensor], critic: CriticConfig, actor: ActorConfig
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Clipped value loss of one micro-batch, to be summed over micro-batches and ranks.
+
+    data: response_mask, returns (b, R) and values (b, R), those before the update; meta_info as for `actor_loss`.
+    outputs: values (b, R) with gradient. actor: gives loss_agg_mode where the critic has none, and loss_scale_factor.
+    """
+    new_values, mask = outputs["values"], data.batch["response_mask"]
+    tokens, valid = data.meta_info["num_tokens"], float(mask.sum())
+    loss, clipped_share = compute_value_loss(
+        new_values,
+        data.batch["returns"],
+        data.batch["values"],
+        mask,
+        critic.cliprange_value,
+        critic.loss_agg_mode or actor.loss_agg_mode,
+        batch_num_tokens=tokens,
+        global_batch_size=data.meta_info["num_sequences"],
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    value = Metric.mean(float(loss.detach()), valid / max(1, tokens))
+    return loss, {
+        "vf_loss": value,
+        "vf_clipfrac": Metric.mean(float(clipped_share) * valid, valid),
+        "vpred_mean": Metric.mean(float(masked_sum(new_values.detach(), mask)), valid),
+        "loss": value,
+    }

@@ -1,0 +1,95 @@
+"""The critic's worker: one training engine whose network gives the expected return at each token.
+
+Takes and gives `DataProto`; the network is in `policy/value_head.py`, the loss in `losses.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from verl_lite.config import NetworkConfig, PPOConfig
+from verl_lite.device import dist_backend, get_device
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.worker import Worker
+from workers.engine.fsdp import FSDPEngine
+from workers.losses import critic_loss
+from workers.phase import Phase, process_phases
+from workers.policy.value_head import value_head
+
+
+class CriticWorker(Worker):
+    """Estimates returns and learns from those that came.
+
+    config: the whole configuration. total_training_steps: for the learning-rate schedule.
+    """
+
+    def __init__(self, config: PPOConfig, total_training_steps: int) -> None:
+        super().__init__()
+        self.config = config
+        self.total_training_steps = total_training_steps
+        self.phases = process_phases()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engine."""
+        device = get_device(self.config.trainer.device)
+        self.init_process_group(dist_backend(device))
+        self.engine = FSDPEngine(
+            critic_network(self.config),
+            self.config.critic.fsdp_config,
+            self.config.critic.optim,
+            device=device,
+            total_training_steps=self.total_training_steps,
+            build_policy=value_head,
+            seed=self.config.trainer.seed,
+        )
+        self.phases.add(self.engine)
+        self.engine.move_out()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """values (n, R) of a planned batch: of the state before each token of the policy, 0 at other tokens."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        return DataProto.from_dict(tensors={"values": self.engine.infer(data)["values"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Trains on a planned batch, one optimizer step per mini-batch and epoch. Gives metrics in meta_info."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        metrics = self.engine.train(data, self.loss_func, epochs=len(data.meta_info["schedule"]))
+        return DataProto(meta_info={"metrics": {f"critic/{name}": metric for name, metric in metrics.items()}})
+
+    def loss_func(
+        self, data: DataProto, output_tensor: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The critic's one loss entry: (loss, metrics) of a micro-batch; see `workers.losses.critic_loss`."""
+        return critic_loss(data, output_tensor, self.config.critic, self.config.actor)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Writes model, optimizer and schedule under `path`, sharded over the ranks."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        self.engine.save(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Reads what `save_checkpoint` wrote, on any number of ranks."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        self.engine.load(path)
+
+
+def critic_network(config: PPOConfig) -> NetworkConfig:
+    """`critic.model`; without a path of its own the policy's, with what the policy changes in its config."""
+    network, policy = config.critic.model, config.model
+    if network.path is not None:
+        return network
+    return replace(
+        network,
+        path=policy.path,
+        trust_remote_code=network.trust_remote_code or policy.trust_remote_code,
+        override_config=policy.override_config | network.override_config,
+    )
