@@ -77,6 +77,12 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function may be called with this keyword: it names it, or takes any."""
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    return takes(function, name) or inspect.Parameter.VAR_KEYWORD in kinds
+
+
 def _key(name: str | Enum) -> str:
     return str(name.value) if isinstance(name, Enum) else name
 

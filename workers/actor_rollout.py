@@ -19,7 +19,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
-from workers.losses import actor_loss
+from workers.losses import actor_loss, outputs_of_logits
 from workers.phase import Phase, process_phases
 from workers.policy.causal_lm import causal_lm
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
@@ -152,23 +152,33 @@ class ActorRolloutWorker(Worker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch. Gives metrics in meta_info."""
         self.phases.enter(Phase.TRAIN, self.engine)
-        config = self.config.actor
         metrics = self.engine.train(
             data,
             self.loss_func,
             temperature=data.meta_info["temperature"],
-            calculate_entropy=config.calculate_entropy or config.entropy_coeff != 0,
-            epochs=config.ppo_epochs,
+            calculate_entropy=self._calculates_entropy,
+            epochs=self.config.actor.ppo_epochs,
         )
-        result = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+        result = _of_actor(metrics)
         result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
         return DataProto(meta_info={"metrics": result})
 
     def loss_func(
-        self, data: DataProto, output_tensor: dict[str, torch.Tensor]
+        self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The actor's one loss entry: (loss, metrics) of a micro-batch; see `workers.losses.actor_loss`."""
-        return actor_loss(data, output_tensor, self.config.actor)
+        """The actor's one loss entry, for token and segment ratios alike: (loss, actor/* metrics) of a micro-batch.
+
+        output_tensor: the policy's outputs by name (b, R), or logits (b, S, V). See `workers.losses.actor_loss`.
+        """
+        outputs = output_tensor
+        if isinstance(outputs, torch.Tensor):
+            outputs = outputs_of_logits(data, outputs, self._calculates_entropy)
+        loss, metrics = actor_loss(data, outputs, self.config.actor)
+        return loss, _of_actor(metrics)
+
+    @property
+    def _calculates_entropy(self) -> bool:
+        return self.config.actor.calculate_entropy or self.config.actor.entropy_coeff != 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
@@ -197,3 +207,8 @@ class ActorRolloutWorker(Worker):
     def close(self) -> None:
         """Ends the rollout engine; nothing of it stays behind."""
         self.rollout.close()
+
+
+def _of_actor(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics under actor/, where they have no place of their own."""
+    return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
