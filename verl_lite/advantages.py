@@ -17,6 +17,10 @@ import numpy as np
 import torch
 
 from verl_lite.masked import (
+    Labels,
+    at_least_fp32,
+    check_rows,
+    check_shapes,
     discounted_returns,
     group_ids,
     group_mean_std,
@@ -25,7 +29,7 @@ from verl_lite.masked import (
     whiten_or_keep,
 )
 
-Index = np.ndarray | torch.Tensor | list[Any]
+Index = Labels
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -35,8 +39,9 @@ def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tenso
     A finite reward under mask 0 counts: an answer may end in a token that the environment wrote, and its score sits
     there. NaN and infinities under mask 0 do not.
     """
-    readable = (response_mask != 0) | torch.isfinite(token_level_rewards)
-    scores = torch.where(readable, token_level_rewards, 0).sum(dim=-1)
+    rewards = at_least_fp32(token_level_rewards)
+    readable = (response_mask != 0) | torch.isfinite(rewards)
+    scores = torch.where(readable, rewards, 0).sum(dim=-1)
     return torch.where((response_mask != 0).any(dim=-1), scores, 0)
 
 
@@ -59,32 +64,18 @@ def outcomes(
     """Scores and group statistics. Raises ValueError, in the name of the estimator, if rows or shapes do not match."""
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     if index is None:
-        raise ValueError(f"{name}: index is missing; it tells the group (uid) of each row.")
+        raise ValueError(f"{name}: index is missing; (B,) the group of each row, its uid, is expected.")
+    check_rows(name, len(token_level_rewards), index=index)
     scores = outcome_scores(token_level_rewards, response_mask).double()
     groups, num_groups = group_ids(index, scores.device)
-    if len(groups) != len(scores):
-        raise ValueError(f"{name}: index has {len(groups)} rows, token_level_rewards has {len(scores)}.")
     valid = (response_mask != 0).any(dim=-1)
     return Outcomes(scores, valid, groups, num_groups, *group_mean_std(scores, groups, num_groups, valid))
 
 
-def check_shapes(name: str, **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError naming the first argument that is None or shaped unlike the first one, or not (B, T)."""
-    first: tuple[str, torch.Size] | None = None
-    for argument, tensor in tensors.items():
-        if tensor is None:
-            raise ValueError(f"{name}: {argument} is missing; a (B, T) tensor is expected.")
-        if first is None:
-            first = (argument, tensor.shape)
-        if tensor.dim() != 2 or tensor.shape != first[1]:
-            raise ValueError(
-                f"{name}: {argument} has shape {tuple(tensor.shape)}, expected (B, T) as {first[0]}, {tuple(first[1])}."
-            )
-
-
 def spread(scores: torch.Tensor, response_mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A number per row (B,) at each of its valid tokens (B, T), 0 elsewhere, in the dtype of `like`."""
-    return torch.where(response_mask != 0, scores.to(like.dtype).unsqueeze(-1), 0)
+    """A number per row (B,) at each of its valid tokens (B, T), 0 elsewhere, in fp64 if `like` is, else in fp32."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.where(response_mask != 0, scores.to(dtype).unsqueeze(-1), 0)
 
 
 def option(name: str, given: Any, config: Any, default: Any) -> Any:
@@ -118,7 +109,7 @@ def compute_gae_advantage_return(
     check_shapes("gae", token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     assert values is not None
     decay = gamma * (lam if lambd is None else lambd)
-    is_valid = response_mask != 0
+    is_valid, values = response_mask != 0, at_least_fp32(values)
     # columns one after the other in memory: a step of the scan is a few operations on (B,) vectors
     rewards_at, values_at, valid_at = (
         x.t().contiguous() for x in (token_level_rewards.to(values.dtype), values, is_valid)
@@ -218,6 +209,7 @@ def compute_gdpo_outcome_advantage(
         raise ValueError(f"gdpo: gdpo_reward_weights={list(weights)}: one for each of {list(keys)} is expected.")
     total = torch.zeros(len(token_level_rewards), dtype=torch.float64, device=token_level_rewards.device)
     rows = outcomes("gdpo", token_level_rewards, response_mask, index)
+    check_rows("gdpo", len(total), **{key: columns[key] for key in keys})
     for key, weight in zip(keys, weights or [1.0] * len(keys), strict=True):
         scores = torch.as_tensor(np.asarray(columns[key], dtype=np.float64), device=total.device)
         unknown = int((rows.valid & ~torch.isfinite(scores)).sum())
@@ -370,15 +362,14 @@ def compute_optimal_token_baseline_advantage(
     Raises ValueError if an argument is missing or shaped otherwise.
     """
     name = "optimal_token_baseline"
-    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
-    check_shapes(name, response_mask=response_mask, old_log_probs=old_log_probs, sum_pi_squared=sum_pi_squared)
+    _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     assert old_log_probs is not None and sum_pi_squared is not None
     rows = outcomes(name, token_level_rewards, response_mask, index)
     is_valid = response_mask != 0
     returns = discounted_returns(token_level_rewards, response_mask, 1.0)
-    weights = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    weights = 1 - 2 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)
     if rollout_is_weights is not None:
-        weights = weights * rollout_is_weights.square()
+        weights = weights * at_least_fp32(rollout_is_weights).square()
     energy = torch.where(is_valid, torch.where(is_valid, weights, 0).cumsum(dim=-1), 0)
     totals = group_sum(energy, rows.groups, rows.num_groups)  # (G, T)
     baselines = group_sum(returns * energy, rows.groups, rows.num_groups) / (totals + epsilon)
@@ -408,8 +399,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     Each row is moved together to its valid tokens before, and scattered back after.
     """
     name = "tir_optimal_token_baseline"
-    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
-    check_shapes(name, response_mask=response_mask, old_log_probs=old_log_probs, sum_pi_squared=sum_pi_squared)
+    _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     assert old_log_probs is not None and sum_pi_squared is not None
     order = torch.argsort((response_mask == 0).to(torch.int8), dim=-1, stable=True)
     columns = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
@@ -418,3 +408,17 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     compact = compute_optimal_token_baseline_advantage(rewards, mask, index, log_probs, squares, weights, **options)
     advantages, returns = (torch.zeros_like(column).scatter(1, order, column) for column in compact)
     return advantages, returns
+
+
+def _check_token_columns(
+    name: str,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    old_log_probs: torch.Tensor | None,
+    sum_pi_squared: torch.Tensor | None,
+    rollout_is_weights: torch.Tensor | None,
+) -> None:
+    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
+    check_shapes(name, response_mask=response_mask, old_log_probs=old_log_probs, sum_pi_squared=sum_pi_squared)
+    if rollout_is_weights is not None:
+        check_shapes(name, response_mask=response_mask, rollout_is_weights=rollout_is_weights)

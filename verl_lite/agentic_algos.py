@@ -8,18 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from verl_lite.advantages import Index, Pair, check_shapes, option, outcome_scores
-from verl_lite.masked import backward_scan, discounted_returns, group_ids, group_mean_std, group_sum
+from verl_lite.advantages import Index, Pair, option, outcome_scores
+from verl_lite.masked import (
+    at_least_fp32,
+    backward_scan,
+    check_rows,
+    check_shapes,
+    discounted_returns,
+    group_ids,
+    group_mean_std,
+    group_sum,
+    label_list,
+)
 
 NORM_TYPES = ("batch", "group", None)
 
 
 def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, lambd: float = 1.0) -> Pair:
     """G_t = r_t + gamma G_(t+1) over all columns, as advantages and returns. `lambd` is not read (ROLL's signature)."""
-    returns = backward_scan(torch.full_like(token_level_rewards, gamma), token_level_rewards)
+    rewards = at_least_fp32(token_level_rewards)
+    returns = backward_scan(torch.full_like(rewards, gamma), rewards)
     return returns, returns
 
 
@@ -55,8 +65,9 @@ def compute_agentic_reinforce_return(
     check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
     is_valid = mask != 0
     is_end = is_valid & ~torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
-    ones = torch.ones_like(token_level_rewards)
-    scanned = backward_scan(torch.where(is_end, gamma, ones), torch.where(is_end, token_level_rewards, 0))
+    rewards = at_least_fp32(token_level_rewards)
+    factors = torch.where(is_end, gamma, torch.ones_like(rewards))
+    scanned = backward_scan(factors, torch.where(is_end, rewards, 0))
     returns = torch.where(is_valid, scanned, 0)
     return returns, returns
 
@@ -86,13 +97,17 @@ def compute_discounted_returns(
     traj_id: (B,) the episode of each row, step: (B,) numbers whose order is that of the steps; valid: (B,) bool, rows
     that are steps, null = all: others get 0 and take no time.
     """
+    check_rows("compute_discounted_returns", len(scores), traj_id=traj_id, step=step)
+    scores = at_least_fp32(scores)
     if valid is not None:
         kept = valid.nonzero().squeeze(-1)
-        trajectories, steps = ([column[row] for row in kept.tolist()] for column in (traj_id, step))
+        columns = (label_list(traj_id), label_list(step))
+        trajectories, steps = ([column[row] for row in kept.tolist()] for column in columns)
         part = compute_discounted_returns(scores[kept], trajectories, steps, gamma)
         return torch.zeros_like(scores).index_copy(0, kept, part)
     episodes, number = group_ids(traj_id, scores.device)
-    by_step = torch.argsort(torch.as_tensor(np.asarray(step, dtype=np.float64), device=scores.device), stable=True)
+    numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
+    by_step = torch.argsort(numbers, stable=True)
     order = by_step[torch.argsort(episodes[by_step], stable=True)]
     sizes = torch.bincount(episodes, minlength=number)
     places = torch.arange(len(scores), device=scores.device) - (sizes.cumsum(0) - sizes)[episodes[order]]
@@ -119,6 +134,8 @@ def agentic_reward_norm(
         if kind not in NORM_TYPES:
             raise ValueError(f"{name}={kind!r}: expected batch, group or None.")
     counted = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
+    check_rows("agentic_reward_norm", len(scores), groups=groups)
+    scores = at_least_fp32(scores)
     ids, number = group_ids(groups, scores.device)
     whole = torch.zeros_like(ids)
     values = torch.where(counted, scores.double(), 0)
@@ -140,7 +157,7 @@ def build_state_groups(traj_group_id: Index, state_hash: Index) -> list[tuple[An
 
     ROLL's label is the hash alone, which puts equal states of different tasks into one group; here they stay apart.
     """
-    return list(zip(np.asarray(traj_group_id).tolist(), np.asarray(state_hash).tolist(), strict=True))
+    return list(zip(label_list(traj_group_id), label_list(state_hash), strict=True))
 
 
 @torch.no_grad()
@@ -164,7 +181,7 @@ def compute_step_reinforce_advantage(
     """
     name = "step_reinforce"
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
-    require(name, index=index, traj_id=traj_id, step=step)
+    check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step)
     valid = (response_mask != 0).any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
@@ -197,7 +214,7 @@ def compute_gigpo_advantage(
     """
     name = "gigpo"
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
-    require(name, index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
     valid = (response_mask != 0).any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
     trajectories, number = group_ids(traj_id, scores.device)  # type: ignore[arg-type]
@@ -215,14 +232,3 @@ def at_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Te
     positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * (response_mask != 0)
     is_last = (positions == positions.amax(dim=-1, keepdim=True)) & (response_mask != 0)
     return torch.where(is_last, scores.unsqueeze(-1), 0)
-
-
-def require(name: str, **arguments: Index | None) -> None:
-    """Raises ValueError naming the first argument that is missing or has another number of rows than the first."""
-    rows: int | None = None
-    for argument, value in arguments.items():
-        if value is None:
-            raise ValueError(f"{name}: {argument} is missing; (B,) labels, one for each row, are expected.")
-        if rows is not None and len(value) != rows:
-            raise ValueError(f"{name}: {argument} has {len(value)} rows, expected {rows}.")
-        rows = len(value)

@@ -1,8 +1,8 @@
 """The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
 
 The names that verl's users import are all found here; the estimators themselves stand in `advantages` (verl's) and
-`agentic_algos` (ROLL's), losses in `policy_losses` and `covariance_losses`, sums over masks and groups and `agg_loss`
-in `masked`.
+`agentic_algos` (ROLL's), losses in `policy_losses`, `reinforce_losses` and `covariance_losses`, sums over masks and
+groups and `agg_loss` in `masked`. README.md beside this file is the guide: every name with its formula, key and source.
 
 Pure functions of tensors in, tensors out; shapes are (B, T) with T response tokens, `response_mask` is 1 where the
 policy acted. Three rules hold throughout. A value under mask 0 never matters, not even NaN. A row whose mask is all 0
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from verl_lite.advantages import (
-    check_shapes,
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -52,6 +51,8 @@ from verl_lite.masked import (
     Count,
     RunningMoments,
     agg_loss,
+    at_least_fp32,
+    check_shapes,
     compute_segment_masked_mean,
     group_ids,
     group_mean_std,
@@ -66,22 +67,24 @@ from verl_lite.policy_losses import (
     clip_range,
     clipped_surrogate,
     compute_policy_loss,
-    compute_policy_loss_cispo,
-    compute_policy_loss_dppo_kl,
-    compute_policy_loss_dppo_tv,
-    compute_policy_loss_dro,
     compute_policy_loss_geo_mean,
-    compute_policy_loss_gpg,
     compute_policy_loss_gspo,
-    compute_policy_loss_kimi15,
     compute_policy_loss_sapo,
-    compute_policy_loss_tis,
-    compute_policy_loss_topr,
     compute_policy_loss_vanilla,
     masked_log_ratio,
     token_means,
 )
 from verl_lite.registry import Registry, add_entry, find_entry
+from verl_lite.reinforce_losses import (
+    compute_policy_loss_cispo,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+    compute_policy_loss_gpg,
+    compute_policy_loss_kimi15,
+    compute_policy_loss_tis,
+    compute_policy_loss_topr,
+)
 
 __all__ = [
     "masked_sum",
@@ -204,7 +207,8 @@ def compute_value_loss(
     if cliprange_value <= 0:
         raise ValueError(f"compute_value_loss: cliprange_value={cliprange_value}: a number above 0 is expected.")
     check_shapes("compute_value_loss", vpreds=vpreds, returns=returns, values=values, response_mask=response_mask)
-    new, target, old = (torch.where(response_mask != 0, tensor, 0) for tensor in (vpreds, returns, values))
+    is_valid = response_mask != 0
+    new, target, old = (torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in (vpreds, returns, values))
     plain = (new - target).square()
     clipped = (torch.clamp(new, old - cliprange_value, old + cliprange_value) - target).square()
     loss = 0.5 * agg_loss(
@@ -239,7 +243,8 @@ def kl_penalty(
       any with "+"         that value, the gradient of k2 (http://joschu.net/blog/kl-approx.html)
 
     With `response_mask`, d is 0 under mask 0, which also keeps a NaN there out of the gradient.
-    Raises NotImplementedError for "full" (needs whole distributions), ValueError for another unknown name.
+    Raises NotImplementedError for "full" (needs whole distributions), ValueError for another unknown name or shapes
+    that differ.
     """
     name = kl_penalty.removesuffix("+")
     if name == "full":
@@ -247,7 +252,14 @@ def kl_penalty(
     if name not in KL_ALIASES:
         known = ", ".join(KL_ALIASES)
         raise ValueError(f"Unknown kl_penalty: {kl_penalty!r}. Expected one of {known}, with or without '+'.")
-    difference = logprob - ref_logprob
+    given = {"ref_logprob": ref_logprob, "response_mask": logprob if response_mask is None else response_mask}
+    for argument, tensor in given.items():
+        if tensor.shape != logprob.shape:
+            raise ValueError(
+                f"kl_penalty: {argument} has shape {tuple(tensor.shape)}, expected that of logprob, "
+                f"{tuple(logprob.shape)}."
+            )
+    difference = at_least_fp32(logprob) - at_least_fp32(ref_logprob)
     if response_mask is not None:
         difference = torch.where(response_mask != 0, difference, 0)
     value = _kl_estimate(difference, KL_ALIASES[name])
@@ -282,7 +294,9 @@ def apply_kl_penalty(
 
     All tensors (B, T). The mean KL, for the controller and `actor/reward_kl_penalty`, is the mean over sequences with a
     valid token of each one's mean over its tokens.
+    Raises ValueError for shapes that differ or an unknown estimator.
     """
+    check_shapes("apply_kl_penalty", token_level_scores=token_level_scores, response_mask=response_mask)
     with torch.no_grad():
         divergence = kl_penalty(log_prob, ref_log_prob, kl_penalty_type, response_mask)
         divergence = torch.where(response_mask != 0, divergence, 0)
@@ -342,3 +356,9 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
     """Entropy in nats of softmax(logits) over the last dimension: (..., V) -> (...), differentiable."""
     log_probs = torch.log_softmax(logits, dim=-1)
     return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable. fp32 at least."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(dim=-1)

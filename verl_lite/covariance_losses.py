@@ -78,6 +78,10 @@ def select_clip_cov(
     config.policy_loss). log_prob: null = old_log_prob, the policy before the update. generator: null = torch's own.
     """
     options, is_valid = config.policy_loss, response_mask != 0
+    if not options.clip_cov_lb < options.clip_cov_ub:
+        raise ValueError(
+            f"clip_cov_lb={options.clip_cov_lb}, clip_cov_ub={options.clip_cov_ub}: no covariance lies between them."
+        )
     new = old_log_prob if log_prob is None else log_prob
     low, high = clip_range(config)
     ratio = masked_log_ratio(new, old_log_prob, response_mask).exp()

@@ -1,8 +1,9 @@
 """Sums, means and scans over masked tokens, over runs of tokens and over groups of rows.
 
 Shapes are (B, T) unless said otherwise; `mask` is not 0 where a value counts. A value under mask 0, NaN included,
-reaches neither result nor gradient. Groups are dense numbers (B,) from `group_ids`; statistics of groups are in fp64
-and weigh rows, so that a row without a valid token can be left out.
+reaches neither result nor gradient. Values of less than fp32, integers among them, are summed and returned as fp32.
+Groups are dense numbers (B,) from `group_ids`; statistics of groups are in fp64 and weigh rows, so that a row without a
+valid token can be left out.
 """
 
 from __future__ import annotations
@@ -14,13 +15,47 @@ import numpy as np
 import torch
 
 Count = int | float | torch.Tensor
+Labels = np.ndarray | torch.Tensor | list[Any]
+"""A label for each row (B,), of any hashable kind."""
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as fp32, or as it is in fp64: bf16 cannot count past 256, and an integer has no quotient."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def check_shapes(name: str, **tensors: torch.Tensor | None) -> None:
+    """Raises ValueError naming the first argument that is None or shaped unlike the first one, or not (B, T)."""
+    first: tuple[str, torch.Size] | None = None
+    for argument, tensor in tensors.items():
+        if tensor is None:
+            raise ValueError(f"{name}: {argument} is missing; a (B, T) tensor is expected.")
+        if first is None:
+            first = (argument, tensor.shape)
+        if tensor.dim() != 2 or tensor.shape != first[1]:
+            raise ValueError(
+                f"{name}: {argument} has shape {tuple(tensor.shape)}, expected (B, T) as {first[0]}, {tuple(first[1])}."
+            )
+
+
+def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
+    """Raises ValueError naming the first argument that is missing or is not one label for each of `rows` rows."""
+    for argument, column in labels.items():
+        if column is None:
+            raise ValueError(f"{name}: {argument} is missing; (B,) labels, one for each row, are expected.")
+        if len(column) != rows or (not isinstance(column, list) and column.ndim != 1):
+            shape = [len(column)] if isinstance(column, list) else list(column.shape)
+            raise ValueError(f"{name}: {argument} has shape {shape}, expected one label for each of {rows} rows.")
+
 
 # ---------------------------------------------------------------------------------------------------- whole batch
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Sum of values where the mask is not 0. Values elsewhere may be NaN: they reach neither result nor gradient."""
-    kept = torch.where(mask != 0, values, 0)
+    kept = torch.where(mask != 0, at_least_fp32(values), 0)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
 
@@ -38,7 +73,7 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
     count = int((mask != 0).sum())
     if count < 1 + unbiased:
         raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + unbiased}.")
-    centred = values - masked_mean(values, mask)
+    centred = at_least_fp32(values) - masked_mean(values, mask)
     return masked_sum(centred**2, mask) / (count - unbiased)
 
 
@@ -57,7 +92,7 @@ def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     A step in which nearly every reward failed goes on; verl stops it with an error.
     """
-    is_valid = mask != 0
+    is_valid, values = mask != 0, at_least_fp32(values)
     kept = values[is_valid]
     if len(kept) > 1:
         variance, mean = torch.var_mean(kept)
@@ -73,8 +108,8 @@ def backward_scan(factors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
     Both (B, T). Columns lie one after the other in memory while the scan runs: one multiply-add over all rows per step.
     """
-    columns = values.detach().t().clone(memory_format=torch.contiguous_format)
-    steps = factors.detach().t().contiguous()
+    columns = at_least_fp32(values.detach()).t().clone(memory_format=torch.contiguous_format)
+    steps = factors.detach().to(columns.dtype).t().contiguous()
     for t in range(len(columns) - 2, -1, -1):
         columns[t].addcmul_(steps[t], columns[t + 1])
     return columns.t().contiguous()
@@ -88,7 +123,7 @@ def discounted_returns(
     next is the next valid token: tokens of an environment between two turns take no time and G passes them unchanged
     (verl). With `count_gaps` each column is a step, discounted as any other (ROLL).
     """
-    is_valid = mask != 0
+    is_valid, rewards = mask != 0, at_least_fp32(rewards)
     discount = torch.full_like(rewards, gamma)
     factors = discount if count_gaps else torch.where(is_valid, discount, 1)
     return torch.where(is_valid, backward_scan(factors, torch.where(is_valid, rewards, 0)), 0)
@@ -100,7 +135,7 @@ def compute_segment_masked_mean(values: torch.Tensor, mask: torch.Tensor) -> tor
     values, mask: (B, T) -> (B, T). One assistant turn is one run: with log-ratios as values this is GSPO's
     length-normalised ratio per turn (ROLL's name and semantics).
     """
-    is_valid = mask != 0
+    is_valid, values = mask != 0, at_least_fp32(values)
     starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
     runs = starts.cumsum(dim=-1)  # 0 before the first run; tokens between runs have number of the run before, value 0
     zeros = values.new_zeros(len(values), values.shape[-1] + 1)
@@ -112,9 +147,16 @@ def compute_segment_masked_mean(values: torch.Tensor, mask: torch.Tensor) -> tor
 # ---------------------------------------------------------------------------------------------------- groups of rows
 
 
-def group_ids(index: np.ndarray | torch.Tensor | list[Any], device: torch.device) -> tuple[torch.Tensor, int]:
+def label_list(labels: Labels) -> list[Any]:
+    """Labels as Python objects, equal where the labels are (two tensors of one number are not)."""
+    if isinstance(labels, np.ndarray | torch.Tensor):
+        return labels.tolist()
+    return [label.item() if isinstance(label, torch.Tensor) else label for label in labels]
+
+
+def group_ids(index: Labels, device: torch.device) -> tuple[torch.Tensor, int]:
     """Dense group numbers (B,) int64 in 0..G-1 for group labels of any hashable kind (uids), and G."""
-    labels = index.tolist() if isinstance(index, np.ndarray | torch.Tensor) else index
+    labels = label_list(index)
     numbers: dict[Any, int] = {}
     ids = [numbers.setdefault(label, len(numbers)) for label in labels]
     return torch.tensor(ids, dtype=torch.int64, device=device), len(numbers)
@@ -225,11 +267,15 @@ def agg_loss(
     times dp_size, which undoes a mean of gradients over data-parallel ranks; 1 where gradients are summed.
 
     loss_mat, loss_mask: (B, T). N: valid tokens, S: sequences with at least one, of the whole mini-batch on all ranks.
-    Left out, they are counted here, which is right only for a mini-batch given whole: with dp_size > 1 this raises
-    ValueError. An empty mini-batch gives 0.
+    With them, a part without a token gives 0. Left out, they are counted here, which is right only for a mini-batch
+    given whole. Raises ValueError for that with dp_size > 1 or with a mask that keeps nothing (there is no mean), for
+    shapes that differ, an unknown mode, and a loss_scale_factor that is not above 0.
     """
+    check_shapes("agg_loss", loss_mat=loss_mat, loss_mask=loss_mask)
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode!r}. Expected one of {', '.join(LOSS_AGG_MODES)}.")
+    if loss_scale_factor is not None and loss_scale_factor <= 0:
+        raise ValueError(f"agg_loss: loss_scale_factor={loss_scale_factor}: a number above 0 is expected, or None.")
     if loss_agg_mode == "token-sum":
         return masked_sum(loss_mat, loss_mask) * dp_size
     lengths = (loss_mask != 0).sum(dim=-1)
@@ -252,5 +298,10 @@ def _denominator(name: str, given: Count | None, counted: torch.Tensor, dp_size:
                 f"agg_loss: loss_agg_mode={mode!r} with dp_size={dp_size} needs {name}, counted over the whole "
                 "mini-batch on all ranks before it is split; this rank's own count would weigh its tokens wrongly."
             )
-        return counted.clamp(min=1)
+        if not counted:
+            raise ValueError(
+                f"agg_loss: loss_mask keeps no token and {name} is not given: loss_agg_mode={mode!r} is a mean over "
+                f"nothing. For a part of a mini-batch give {name}, counted over the whole."
+            )
+        return counted
     return given.clamp(min=1) if isinstance(given, torch.Tensor) else max(given, 1)

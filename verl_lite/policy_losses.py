@@ -2,10 +2,11 @@
 
 Each loss is a formula for one token, made a `PolicyLossFn` by `policy_loss`, which sees to the mask, the importance
 weights and the denominators; `core_algos` registers them. Notation: d = log_prob - old_log_prob within +-20,
-r = exp(d), A the advantage, sg = no gradient. Formulas see tensors (B, T) that are 0 under mask 0.
+r = exp(d), A the advantage, sg = no gradient. Formulas see tensors (B, T) of at least fp32 that are 0 under mask 0.
 
-Nothing here depends on how the batch was cut: formulas read a token or its row, and rows are never cut. Losses that
-compare a token with all others stand in `covariance_losses`.
+Nothing here depends on how the batch was cut: formulas read a token or its row, and rows are never cut. This file has
+the losses whose gradient flows through the ratio; those of REINFORCE's form stand in `reinforce_losses`, those that
+compare a token with all others in `covariance_losses`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any, Protocol
 
 import torch
 
-from verl_lite.masked import Count, agg_loss, compute_segment_masked_mean, masked_mean, masked_sum
+from verl_lite.masked import (
+    Count,
+    agg_loss,
+    at_least_fp32,
+    check_shapes,
+    compute_segment_masked_mean,
+    masked_mean,
+    masked_sum,
+)
 from verl_lite.metrics import Metric
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
@@ -79,19 +88,16 @@ def policy_loss(
             **extras: Any,
         ) -> tuple[torch.Tensor, dict[str, Metric]]:
             given = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
-            for name, tensor in given.items():
-                if tensor.shape != response_mask.shape:
-                    raise ValueError(
-                        f"{formula.__name__}: {name} has shape {tuple(tensor.shape)}, expected that of response_mask, "
-                        f"{tuple(response_mask.shape)}."
-                    )
+            optional = {"rollout_is_weights": rollout_is_weights, "selected": extras.get("selected")}
+            checked = given | {name: tensor for name, tensor in optional.items() if tensor is not None}
+            check_shapes(formula.__name__, response_mask=response_mask, **checked)
             is_valid = response_mask != 0
             if chooses and extras.get("selected") is None:
                 _require_whole(formula.__name__, is_valid, batch_num_tokens)
-            masked = (torch.where(is_valid, tensor, 0) for tensor in given.values())
+            masked = (torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values())
             losses, averages = formula(*masked, response_mask, config, **extras)
             if rollout_is_weights is not None:
-                weights = rollout_is_weights
+                weights = at_least_fp32(rollout_is_weights)
                 if row_weights:
                     weights = masked_mean(torch.log(weights + 1e-10), is_valid, axis=-1).exp().unsqueeze(-1)
                 losses = losses * weights
@@ -133,7 +139,8 @@ def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str
 
 def masked_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """log_prob - old_log_prob within +-20; 0 under mask 0 before it is exponentiated: a NaN there has no gradient."""
-    log_ratio = torch.where(response_mask != 0, log_prob - old_log_prob, 0)
+    difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
+    log_ratio = torch.where(response_mask != 0, difference, 0)
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
@@ -157,13 +164,16 @@ def clip_range(config: Any) -> tuple[float, float]:
     """
     low, high = config.clip_ratio_low, config.clip_ratio_high
     low, high = config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
-    _check_range(low, high)
+    _check_range("clip_ratio", low, high)
     return low, high
 
 
-def _check_range(low: float, high: float) -> None:
+def _check_range(name: str, low: float, high: float) -> None:
     if low < 0 or high < 0:
-        raise ValueError(f"clip range [1 - {low}, 1 + {high}]: clip_ratio_low and clip_ratio_high are at least 0.")
+        raise ValueError(
+            f"{name}_low={low}, {name}_high={high} (each is {name} where it is not given): both are expected to be at "
+            "least 0, or the clip range [1 - low, 1 + high] would not hold the ratio 1."
+        )
 
 
 def clipped_surrogate(
@@ -181,7 +191,8 @@ def clipped_surrogate(
     Raises ValueError unless clip_ratio_c > 1.
     """
     if clip_ratio_c <= 1.0:
-        raise ValueError(f"actor.clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
+        raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
+    advantages = at_least_fp32(advantages)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -230,13 +241,21 @@ def compute_policy_loss(
     """The loss of `compute_policy_loss_vanilla` for a mini-batch given whole, with verl's older signature.
 
     All tensors (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
-    Raises ValueError if a clip range is neither given nor falls back to `cliprange`.
+    Raises ValueError if a clip range is neither given nor falls back to `cliprange`, or is negative, for a clip_ratio_c
+    not above 1, shapes that differ, and a mask that keeps nothing.
     """
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ValueError("compute_policy_loss: give cliprange, or both cliprange_low and cliprange_high.")
-    _check_range(low, high)
+    _check_range("cliprange", low, high)
+    check_shapes(
+        "compute_policy_loss",
+        response_mask=response_mask,
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+    )
     log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
     losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c)
     return (
@@ -281,6 +300,8 @@ def compute_policy_loss_sapo(
     tau = config.tau_pos where A > 0, else config.tau_neg. The mode is always seq-mean-token-mean. Nothing is clipped,
     so no clip fractions are reported (verl: 0).
     """
+    if config.tau_pos <= 0 or config.tau_neg <= 0:
+        raise ValueError(f"tau_pos={config.tau_pos}, tau_neg={config.tau_neg}: sapo needs both above 0.")
     log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
     tau = torch.where(advantages > 0, config.tau_pos, torch.full_like(advantages, config.tau_neg))
     gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
@@ -315,185 +336,3 @@ def compute_policy_loss_geo_mean(
         "pg_clipfrac_lower": is_out & (advantages < 0),
     }
     return (-advantage * ratio).unsqueeze(-1).expand_as(log_ratio), averages
-
-
-# ---------------------------------------------------------------------------------------------------- REINFORCE forms
-
-
-@policy_loss()
-def compute_policy_loss_gpg(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-) -> TokenLosses:
-    """GPG: -A log_prob, plain policy gradient (arXiv:2504.02546)."""
-    return -advantages * log_prob, {"ppo_kl": -masked_log_ratio(log_prob, old_log_prob, response_mask)}
-
-
-@policy_loss()
-def compute_policy_loss_cispo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-) -> TokenLosses:
-    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log_prob: clipped tokens keep a gradient (arXiv:2506.13585).
-
-    config: the clip ranges, ratio_type. ROLL's cispo_epsilon_low and _high are the clip ranges here; its unified mask
-    is not offered.
-    """
-    low, high = clip_range(config)
-    return _truncated(old_log_prob, log_prob, advantages, response_mask, config, 1 - low, 1 + high)
-
-
-@policy_loss()
-def compute_policy_loss_tis(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-) -> TokenLosses:
-    """Truncated importance sampling (ROLL): -sg(clamp(r, lower, upper)) A log_prob.
-
-    config.policy_loss: tis_lower_bound, tis_upper_bound; config.ratio_type.
-    """
-    low, high = config.policy_loss.tis_lower_bound, config.policy_loss.tis_upper_bound
-    return _truncated(old_log_prob, log_prob, advantages, response_mask, config, low, high)
-
-
-def _truncated(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-    lower: float,
-    upper: float,
-) -> TokenLosses:
-    ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).detach().exp()
-    truncated = ratio.clamp(lower, upper)
-    divergence = -masked_log_ratio(log_prob, old_log_prob, response_mask)
-    return -truncated * advantages * log_prob, {"pg_clipfrac": truncated != ratio, "ppo_kl": divergence}
-
-
-@policy_loss()
-def compute_policy_loss_topr(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-    scores: torch.Tensor | None = None,
-) -> TokenLosses:
-    """TOPR: good answers as in REINFORCE, bad ones with the ratio truncated to [0, 1] (arXiv:2503.14286).
-
-    -w_pos A log_prob for a good answer, else -w_neg sg(clamp(r, 0, 1)) A log_prob, with the w of
-    config.policy_loss.topr_positive_weight and topr_negative_weight; config.ratio_type. An answer is good if its score
-    is above 0: `scores` (B,) by keyword, as in ROLL. Without scores a token is good if its advantage is above 0.
-    """
-    options = config.policy_loss
-    ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).detach().exp()
-    is_good = (advantages > 0) if scores is None else (scores > 0).unsqueeze(-1).expand_as(advantages)
-    tapered = options.topr_negative_weight * ratio.clamp(0.0, 1.0)
-    weights = torch.where(is_good, options.topr_positive_weight, tapered)
-    averages = {
-        "pg_clipfrac": ~is_good & (ratio > 1),
-        "ppo_kl": -masked_log_ratio(log_prob, old_log_prob, response_mask),
-    }
-    return -weights * advantages * log_prob, averages
-
-
-@policy_loss()
-def compute_policy_loss_kimi15(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-) -> TokenLosses:
-    """Kimi k1.5: -A log_prob + tau / 2 d^2 (arXiv:2501.12599), tau = config.policy_loss.kimi15_tau."""
-    difference = log_prob - old_log_prob
-    losses = -advantages * log_prob + 0.5 * config.policy_loss.kimi15_tau * difference.square()
-    return losses, {"ppo_kl": -difference}
-
-
-@policy_loss()
-def compute_policy_loss_dro(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-) -> TokenLosses:
-    """DRO: -(A log_prob - beta / 2 d^2) (arXiv:2405.19107), beta = config.policy_loss.dro_beta.
-
-    Raises ValueError unless beta is above 0.
-    """
-    beta = config.policy_loss.dro_beta
-    if beta is None or beta <= 0:
-        raise ValueError(f"actor.policy_loss.dro_beta={beta}: dro needs a number above 0.")
-    difference = log_prob - old_log_prob
-    return -(advantages * log_prob - 0.5 * beta * difference.square()), {"ppo_kl": -difference}
-
-
-@policy_loss()
-def compute_policy_loss_dppo_tv(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-) -> TokenLosses:
-    """DPPO with total variation: -sg(min(r, c)) A log_prob where the token is inside, else 0 (arXiv:2602.04879).
-
-    Inside: p - p_old <= high where A > 0, p - p_old >= -low elsewhere. The clip ranges are bounds of probabilities
-    here, and clip_ratio_c = c bounds the weight; 20 suits it better than PPO's 3.
-    """
-    low, high = clip_range(config)
-    shift = (log_prob.exp() - old_log_prob.exp()).detach()
-    is_inside = torch.where(advantages > 0, shift <= high, shift >= -low)
-    return _divergence_gated(old_log_prob, log_prob, advantages, response_mask, config, is_inside)
-
-
-@policy_loss()
-def compute_policy_loss_dppo_kl(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-) -> TokenLosses:
-    """DPPO with the binary KL divergence of the sampled token against all others (arXiv:2602.04879).
-
-    Inside: p_old (log p_old - log p) + (1 - p_old) log((1 - p_old) / (1 - p)) <= high where A > 0, <= low elsewhere; or
-    p on its way back: p <= p_old where A > 0, p >= p_old elsewhere. Else as `compute_policy_loss_dppo_tv`.
-    """
-    low, high = clip_range(config)
-    old, new = old_log_prob.exp(), log_prob.detach().exp()
-    others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
-    divergence = old * (old_log_prob - log_prob.detach()) + others
-    is_inside = torch.where(advantages > 0, (divergence <= high) | (new <= old), (divergence <= low) | (new >= old))
-    return _divergence_gated(old_log_prob, log_prob, advantages, response_mask, config, is_inside)
-
-
-def _divergence_gated(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-    is_inside: torch.Tensor,
-) -> TokenLosses:
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    weights = log_ratio.detach().exp().clamp(max=config.clip_ratio_c)
-    losses = torch.where(is_inside, -weights * advantages * log_prob, 0)
-    averages = {
-        "pg_clipfrac": ~is_inside,
-        "ppo_kl": -log_ratio,
-        "pg_clipfrac_lower": ~is_inside & (advantages <= 0),
-    }
-    return losses, averages

@@ -156,7 +156,7 @@ def test_grpo_ignores_row_order_and_refuses_a_short_index():
     straight, _ = compute_grpo_outcome_advantage(rewards, mask, index)
     shuffled, _ = compute_grpo_outcome_advantage(rewards[order], mask[order], index[order.numpy()])
     torch.testing.assert_close(shuffled, straight[order])
-    with pytest.raises(ValueError, match="index has 11 rows"):
+    with pytest.raises(ValueError, match=r"grpo: index has shape \[11\], expected one label for each of 12 rows"):
         compute_grpo_outcome_advantage(rewards, mask, index[:11])
 
 
@@ -200,12 +200,25 @@ def test_agg_loss_unknown_mode_raises():
 
 
 @pytest.mark.parametrize("mode", core_algos.LOSS_AGG_MODES)
-def test_a_batch_without_tokens_has_loss_0_and_gradient_0(mode):
+def test_a_part_without_tokens_has_loss_0_and_gradient_0(mode):
     losses = torch.full((2, 3), math.nan, requires_grad=True)
-    for counts in ({}, {"batch_num_tokens": 0, "global_batch_size": 0}):
-        loss = agg_loss(losses, torch.zeros(2, 3), mode, **counts)
+    for whole in (0, 7):
+        loss = agg_loss(losses, torch.zeros(2, 3), mode, batch_num_tokens=whole, global_batch_size=whole)
         loss.backward()
         assert loss.item() == 0.0 and torch.equal(losses.grad, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in core_algos.LOSS_AGG_MODES if mode != "token-sum"])
+def test_a_whole_mini_batch_without_tokens_has_no_mean(mode):
+    with pytest.raises(ValueError, match="loss_mask keeps no token and (batch_num_tokens|global_batch_size) is not"):
+        agg_loss(torch.ones(2, 3), torch.zeros(2, 3), mode)
+
+
+def test_agg_loss_names_what_is_wrong():
+    with pytest.raises(ValueError, match=r"agg_loss: loss_mask has shape \(3, 3\), expected .* loss_mat, \(3, 4\)"):
+        agg_loss(LOSSES, MASK[:, :3], "token-mean")
+    with pytest.raises(ValueError, match="loss_scale_factor=0"):
+        agg_loss(LOSSES, MASK, "seq-mean-token-sum-norm", loss_scale_factor=0)
 
 
 # ---------------------------------------------------------------------------------------------------- vanilla PPO
@@ -295,6 +308,12 @@ def test_clip_settings_are_checked():
         compute_policy_loss(one, one, one, one, 0.2, clip_ratio_c=1.0)
     with pytest.raises(ValueError, match="give cliprange"):
         compute_policy_loss(one, one, one, one, cliprange_low=0.2)
+    with pytest.raises(ValueError, match="cliprange_low=0.2, cliprange_high=-0.1 .* at least 0"):
+        compute_policy_loss(one, one, one, one, 0.2, cliprange_high=-0.1)
+    with pytest.raises(ValueError, match=r"compute_policy_loss: advantages has shape \(1, 2\)"):
+        compute_policy_loss(one, one, torch.zeros(1, 2), one, 0.2)
+    with pytest.raises(ValueError, match="loss_mask keeps no token"):
+        compute_policy_loss(one, one, one, one, 0.2)
 
 
 # ---------------------------------------------------------------------------------------------------- KL and entropy

@@ -160,8 +160,9 @@ def local_token_mean_by_share_of_rows(
 
 
 def forgets_the_denominators(old, new, advantages, mask, mode, config, weights=None, **_):
-    """Wrong on purpose: leaves agg_loss to count by itself."""
-    return agg_loss(token_losses(old, new, advantages, mask), mask, mode), {}
+    """Wrong on purpose: leaves agg_loss to count by itself (which refuses parts without a token)."""
+    losses = token_losses(old, new, advantages, mask)
+    return (agg_loss(losses, mask, mode) if mask.any() else losses.sum()), {}
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
