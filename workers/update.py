@@ -38,6 +38,8 @@ class TrainableEngine(Protocol):
 def train_epochs(engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, epochs: int) -> dict[str, Metric]:
     """One optimizer step per mini-batch, in the planned order, `epochs` times over the batch. Returns combined metrics.
 
+    A mini-batch in which no token counts on any rank (all rewards failed, all samples rejected) is no step: weights,
+    moments and their decay stay as they are. empty_mini_batch_frac says how many of the mini-batches were such.
     Raises ValueError if the plan was made for another number of epochs.
     """
     schedule = data.meta_info["schedule"]
@@ -47,6 +49,10 @@ def train_epochs(engine: TrainableEngine, data: DataProto, loss_fn: LossFunction
     for epoch, mini_batches in enumerate(schedule):
         for mini_index, mini_batch in enumerate(mini_batches):
             counts = {"num_tokens": mini_batch.num_tokens, "num_sequences": mini_batch.num_sequences}
+            is_empty = mini_batch.num_tokens == 0
+            metrics.append({"empty_mini_batch_frac": Metric.mean(float(is_empty), 1)})
+            if is_empty:
+                continue
             for micro_index in range(mini_batch.num_micro_batches):
                 rows = _rows(data, epoch, mini_index, micro_index)
                 micro_batch = _micro_batch(data, rows, counts)
