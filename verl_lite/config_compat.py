@@ -74,8 +74,11 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _WEIGHTS_FROM_TRAINER = NoEffect("the engine starts with dummy weights and always gets them from the trainer")
 
 
-def _fsdp_rules(section: str) -> dict[str, Rule]:
-    """The rules of one `fsdp_config` section; verl repeats it for actor, reference and critic."""
+def _fsdp_rules(section: str, spelt: str | None = None) -> dict[str, Rule]:
+    """The rules of one `fsdp_config` section; verl repeats it for actor, reference and critic.
+
+    spelt: another name of the section in verl; what is not in these rules has the same name below `section`.
+    """
     rules: dict[str, Rule] = {
         "grad_offload": NoEffect("gradients live only inside the update"),
         "offload_policy": NoEffect("param_offload and optimizer_offload say what is offloaded here"),
@@ -99,7 +102,19 @@ def _fsdp_rules(section: str) -> dict[str, Rule]:
         "strategy": _STRATEGY,
         "qat": Only((False,), "no quantisation-aware training is used", "quantisation-aware training is not here"),
     }
-    return {f"{section}.{name}": rule for name, rule in rules.items()}
+    renamed: dict[str, Rule] = {spelt: Renamed(section)} if spelt else {}
+    return renamed | {f"{spelt or section}.{name}": rule for name, rule in rules.items()}
+
+
+def _optim_rules(section: str) -> dict[str, Rule]:
+    """The rules of an optimizer's section."""
+    return {
+        f"{section}.warmup_style": Renamed(f"{section}.lr_scheduler_type"),
+        f"{section}.total_training_steps": NoEffect("the scheduler is told the number of steps by the trainer"),
+        f"{section}.optimizer": Only(("AdamW",), "AdamW is always used", "the only optimizer here is AdamW"),
+        f"{section}.optimizer_impl": Only(("torch.optim",), "torch.optim is always used", "only torch.optim is used"),
+        f"{section}.override_optimizer_config": Only(({},), "", f"set betas, eps and weight_decay under {section}"),
+    }
 
 
 _DATA: dict[str, Rule] = {
@@ -154,18 +169,13 @@ _ACTOR: dict[str, Rule] = {
     "actor.strategy": _STRATEGY,
     "actor.grad_clip": Renamed("actor.optim.clip_grad"),
     "actor.use_remove_padding": Renamed("model.use_remove_padding"),
-    "actor.optim.warmup_style": Renamed("actor.optim.lr_scheduler_type"),
-    "actor.optim.total_training_steps": NoEffect("the scheduler is told the number of steps by the trainer"),
-    "actor.optim.optimizer": Only(("AdamW",), "AdamW is always used", "the only optimizer here is AdamW"),
-    "actor.optim.optimizer_impl": Only(("torch.optim",), "torch.optim is always used", "only torch.optim is used here"),
-    "actor.optim.override_optimizer_config": Only(({},), "", "set betas, eps and weight_decay under actor.optim"),
     "actor.ppo_micro_batch_size": _GLOBAL_MICRO,
     "actor.use_torch_compile": _COMPILED,
     "actor.use_fused_kernels": _CHUNKED,
     "actor.entropy_from_logits_with_chunking": _CHUNKED,
     "actor.entropy_checkpointing": _CHUNKED,
-    "actor.calculate_sum_pi_squared": NoEffect("a diagnostic metric that is not logged here"),
-    "actor.sum_pi_squared_checkpointing": NoEffect("a diagnostic metric that is not logged here"),
+    "actor.calculate_sum_pi_squared": NoEffect("it is computed where algorithm.adv_estimator reads it"),
+    "actor.sum_pi_squared_checkpointing": NoEffect("it is computed without gradient, in chunks"),
     "actor.ulysses_sequence_parallel_size": _ULYSSES,
     "actor.use_prefix_grouper": NoEffect("a matter of speed only"),
     "actor.use_rollout_log_probs": Only((False,), "old log-probs are the trainer's", "it is not here yet"),
@@ -182,7 +192,33 @@ _ACTOR: dict[str, Rule] = {
     "actor.veomni": _MEGATRON,
     "actor.checkpoint": _CHECKPOINT,
     "actor.profiler": _PROFILER,
+    **_optim_rules("actor.optim"),
     **_fsdp_rules("actor.fsdp_config"),
+}
+
+_CRITIC: dict[str, Rule] = {
+    **{f"critic.{name}": rule for name, rule in _MODEL.items()},
+    "critic.enable": NoEffect("there is a critic exactly where algorithm.adv_estimator needs values"),
+    "critic.strategy": _STRATEGY,
+    "critic.grad_clip": Renamed("critic.optim.clip_grad"),
+    "critic.model.tokenizer_path": NoEffect("the critic reads the policy's tokens; nothing is encoded anew"),
+    "critic.ppo_micro_batch_size": _GLOBAL_MICRO,
+    "critic.forward_micro_batch_size": _GLOBAL_MICRO,
+    "critic.ppo_infer_micro_batch_size_per_gpu": Renamed("critic.forward_micro_batch_size_per_gpu"),
+    "critic.ppo_infer_max_token_len_per_gpu": Renamed("critic.forward_max_token_len_per_gpu"),
+    "critic.ulysses_sequence_parallel_size": _ULYSSES,
+    "critic.rollout_n": NoEffect("rollout.n is the only place"),
+    "critic.data_loader_seed": NoEffect("trainer.seed is the root of every random number"),
+    "critic.load_weight": NoEffect("weights are always loaded"),
+    "critic.engine": NoEffect("FSDP2 is always used"),
+    "critic.megatron": _MEGATRON,
+    "critic.veomni": _MEGATRON,
+    "critic.checkpoint": _CHECKPOINT,
+    "critic.profiler": _PROFILER,
+    **_optim_rules("critic.optim"),
+    **_fsdp_rules("critic.fsdp_config"),
+    **_fsdp_rules("critic.fsdp_config", spelt="critic.fsdp"),
+    **_fsdp_rules("critic.fsdp_config", spelt="critic.model.fsdp_config"),
 }
 
 _REF: dict[str, Rule] = {
@@ -267,7 +303,6 @@ _ALGORITHM: dict[str, Rule] = {
     "algorithm.rollout_correction": NoEffect("no rollout correction is switched on"),
     "algorithm.rollout_is": Only((False,), "", "importance weights against the rollout are not here yet"),
     "actor.tis_imp_ratio_cap": Only((-1,), "", "importance weights against the rollout are not here yet"),
-    "critic": NoEffect("the chosen advantage estimator has no critic"),
 }
 
 _REWARD: dict[str, Rule] = {
@@ -334,7 +369,7 @@ _TRAINER: dict[str, Rule] = {
     "ray_kwargs.ray_init.runtime_env": NoEffect("workers use the driver's interpreter, folder and environment"),
 }
 
-RULES: dict[str, Rule] = {**_DATA, **_MODEL, **_ACTOR, **_REF, **_ROLLOUT, **_ALGORITHM, **_REWARD, **_TRAINER}
+RULES: dict[str, Rule] = {**_DATA, **_MODEL, **_ACTOR, **_CRITIC, **_REF, **_ROLLOUT, **_ALGORITHM, **_REWARD, **_TRAINER}
 
 VALUES: dict[str, dict[Any, Any]] = {
     "rollout.dtype": _DTYPES,
@@ -342,6 +377,8 @@ VALUES: dict[str, dict[Any, Any]] = {
     "actor.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
     "ref.fsdp_config.mixed_precision.param_dtype": _DTYPES,
     "ref.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
+    "critic.fsdp_config.mixed_precision.param_dtype": _DTYPES,
+    "critic.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
 }
 """Values that verl spells differently, for keys that have the same name here."""
 
@@ -352,7 +389,7 @@ LOGGERS = {"file": "jsonl"}
 def judge(name: str, value: Any) -> Verdict | None:
     """The verdict on a verl key that is not a key here; None when verl does not have it either.
 
-    name: dotted, without `actor_rollout_ref.`; a rule for `critic` holds for everything below it.
+    name: dotted, without `actor_rollout_ref.`; a rule for a section holds for everything below it.
     """
     parts = name.split(".")
     if parts[-1] == "_target_":

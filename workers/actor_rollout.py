@@ -134,19 +134,15 @@ class ActorRolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of the responses under the current weights: old_log_probs and entropys (n, R).
+        """Log-probs of the responses under the current weights: old_log_probs (n, R), and entropys and sum_pi_squared
+        (n, R) where asked for.
 
-        data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy.
+        data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy, calculate_sum_pi_squared.
         """
         self.phases.enter(Phase.TRAIN, self.engine)
-        calculate_entropy = data.meta_info["calculate_entropy"]
-        outputs = self.engine.infer(
-            data, temperature=data.meta_info["temperature"], calculate_entropy=calculate_entropy
-        )
-        tensors = {"old_log_probs": outputs["log_probs"]}
-        if calculate_entropy:
-            tensors["entropys"] = outputs["entropys"]
-        return DataProto.from_dict(tensors=tensors)
+        asked = ("temperature", "calculate_entropy", "calculate_sum_pi_squared")
+        outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in asked})
+        return DataProto.from_dict(tensors={"old_log_probs": outputs.pop("log_probs"), **outputs})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:

@@ -119,7 +119,7 @@ def test_log_prob_memory_is_flat_in_tokens() -> None:
         targets = torch.randint(50_000, (tokens,), device="cuda")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        log_probs, entropys = token_log_probs(
+        log_probs, entropys, _ = token_log_probs(
             hidden, weight, None, targets, temperature=1.0, chunk_tokens=512, calculate_entropy=True
         )
         (log_probs.sum() + entropys.sum()).backward()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.tiny_model import tiny_qwen2
+from tests.workers.engine_cases import PROMPT, Batch, ragged_batch
+from workers.engine.packing import pad
 from workers.policy import causal_lm
-from workers.policy.causal_lm import refuse_logit_transforms, token_log_probs
+from workers.policy.causal_lm import CausalLMPolicy, refuse_logit_transforms, token_log_probs
 
 
 def naive(
@@ -48,18 +53,56 @@ def test_equals_naive_in_fp64(
 
     expected = naive(*inputs, targets, 0.7)
     found = token_log_probs(*inputs, targets, temperature=0.7, chunk_tokens=chunk_tokens, calculate_entropy=True)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found[:2], expected, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
     expected_grads = torch.autograd.grad(loss(*expected), variables)
-    for one, other in zip(torch.autograd.grad(loss(*found), variables), expected_grads, strict=True):
+    for one, other in zip(torch.autograd.grad(loss(*found[:2]), variables), expected_grads, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
-    without, none = token_log_probs(
+    without, *none = token_log_probs(
         *inputs, targets, temperature=0.7, chunk_tokens=chunk_tokens, calculate_entropy=False
     )
-    assert none is None
+    assert none == [None, None]
     expected_grads = torch.autograd.grad((weights[0] * naive(*inputs, targets, 0.7)[0]).sum(), variables)
     for one, other in zip(torch.autograd.grad((weights[0] * without).sum(), variables), expected_grads, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("calculate_entropy", [False, True])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_sum_pi_squared_equals_a_dense_softmax(
+    monkeypatch: pytest.MonkeyPatch, kept_bytes: int, calculate_entropy: bool
+) -> None:
+    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((9, 4), (13, 4), (13,)))
+    found = token_log_probs(
+        hidden.requires_grad_(),
+        weight,
+        bias,
+        torch.randint(13, (9,), generator=generator),
+        temperature=0.6,
+        chunk_tokens=4,
+        calculate_entropy=calculate_entropy,
+        calculate_sum_pi_squared=True,
+    )
+    expected = [sum(p**2 for p in row) for row in torch.softmax((hidden @ weight.T + bias) / 0.6, dim=-1).tolist()]
+    assert found.sum_pi_squared is not None and found.sum_pi_squared.tolist() == pytest.approx(expected, rel=1e-12)
+    assert not found.sum_pi_squared.requires_grad and (found.entropys is not None) == calculate_entropy
+    found.log_probs.sum().backward()
+    assert hidden.grad is not None and bool(hidden.grad.any())
+
+
+def test_the_policy_gives_sum_pi_squared_where_a_response_token_is_predicted(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2(tmp_path, hidden=32, heads=1, layers=1))
+    columns = ragged_batch(Batch(rows=4)).batch
+    outputs = CausalLMPolicy(model, chunk_tokens=3)(pad(columns), 0.5, False, calculate_sum_pi_squared=True)
+    logits = model(
+        columns["input_ids"], attention_mask=columns["attention_mask"], position_ids=columns["position_ids"]
+    ).logits
+    probs = torch.softmax(logits / 0.5, dim=-1)[:, PROMPT - 1 : -1]
+    expected = torch.where(columns["response_mask"] != 0, (probs * probs).sum(-1), 0)
+    assert outputs.keys() == {"log_probs", "sum_pi_squared"}
+    torch.testing.assert_close(outputs["sum_pi_squared"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +113,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = torch.tensor([0, 6, 3, 3, 1])
 
     def function(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, entropys = token_log_probs(
+        log_probs, entropys, _ = token_log_probs(
             hidden, weight, None, targets, temperature=1.3, chunk_tokens=2, calculate_entropy=True
         )
         assert entropys is not None
@@ -83,7 +126,9 @@ def test_half_precision_reduces_in_fp32() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32).bfloat16(), torch.randn(1000, 32).bfloat16()
     targets = torch.randint(1000, (64,))
-    found, _ = token_log_probs(hidden, weight, None, targets, temperature=1.0, chunk_tokens=16, calculate_entropy=False)
+    found = token_log_probs(
+        hidden, weight, None, targets, temperature=1.0, chunk_tokens=16, calculate_entropy=False
+    ).log_probs
     logits = (hidden @ weight.t()).double()
     expected = logits.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
     assert found.dtype == torch.float32
@@ -99,7 +144,7 @@ def run(count):
     hidden = torch.randn(count, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
     targets = torch.randint(vocab, (count,))
-    log_probs, entropys = token_log_probs(
+    log_probs, entropys, _ = token_log_probs(
         hidden, weight, None, targets, temperature=1.0, chunk_tokens=200, calculate_entropy=True)
     (log_probs.sum() + entropys.sum()).backward()
 run(10)

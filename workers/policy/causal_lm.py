@@ -7,7 +7,7 @@ again from the hidden states and the saved log-sum-exp; peak memory does not gro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +42,18 @@ class CausalLMPolicy(Policy):
         self.model = model
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, inputs: ModelInputs, temperature: float, calculate_entropy: bool) -> dict[str, torch.Tensor]:
-        """log_probs (b, R), and entropys (b, R) where asked for: of softmax(logits / temperature), fp32, 0
+    def forward(
+        self,
+        inputs: ModelInputs,
+        temperature: float,
+        calculate_entropy: bool,
+        calculate_sum_pi_squared: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """log_probs (b, R), and where asked for entropys and sum_pi_squared (b, R): see `TokenStatistics`; 0
         elsewhere."""
         hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
         head = self.model.get_output_embeddings()
-        log_probs, entropys = token_log_probs(
+        statistics = token_log_probs(
             hidden,
             head.weight,
             getattr(head, "bias", None),
@@ -55,11 +61,9 @@ class CausalLMPolicy(Policy):
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,
+            calculate_sum_pi_squared=calculate_sum_pi_squared,
         )
-        outputs = {"log_probs": inputs.scatter(log_probs)}
-        if entropys is not None:
-            outputs["entropys"] = inputs.scatter(entropys)
-        return outputs
+        return {name: inputs.scatter(value) for name, value in statistics._asdict().items() if value is not None}
 
 
 def causal_lm(chunk_tokens: int) -> PolicyBuilder:
@@ -82,6 +86,17 @@ def refuse_logit_transforms(config: Any) -> None:
             )
 
 
+class TokenStatistics(NamedTuple):
+    """Of softmax(logits / temperature) at N tokens, each (N,), fp32 (fp64 for fp64 inputs).
+
+    log_probs: of the targets. entropys: in nats. sum_pi_squared: sum of p^2 over the vocabulary, without gradient.
+    """
+
+    log_probs: torch.Tensor
+    entropys: torch.Tensor | None
+    sum_pi_squared: torch.Tensor | None
+
+
 def token_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -91,17 +106,18 @@ def token_log_probs(
     temperature: float,
     chunk_tokens: int,
     calculate_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of each target and, where asked for, the entropy, under softmax((hidden @ weight.T + bias) /
-    temperature).
+    calculate_sum_pi_squared: bool = False,
+) -> TokenStatistics:
+    """The log-prob of each target, and what else is asked for, with logits hidden @ weight.T + bias.
 
-    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,). Returns (N,) tensors, fp32 (fp64 for fp64
-    inputs).
+    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,).
     """
-    log_probs, entropys = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, 1.0 / temperature, chunk_tokens, calculate_entropy
+    log_probs, entropys, squares = _TokenLogProbs.apply(
+        hidden, weight, bias, targets, 1.0 / temperature, chunk_tokens, calculate_entropy, calculate_sum_pi_squared
     )
-    return log_probs, entropys if calculate_entropy else None
+    return TokenStatistics(
+        log_probs, entropys if calculate_entropy else None, squares if calculate_sum_pi_squared else None
+    )
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -115,7 +131,8 @@ class _TokenLogProbs(torch.autograd.Function):
         inverse_temperature: float,
         chunk_tokens: int,
         calculate_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        calculate_sum_pi_squared: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         count = hidden.shape[0]
         keep = count * weight.shape[0] * dtype.itemsize <= KEPT_LOGITS_BYTES
@@ -123,26 +140,31 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = torch.empty(count, dtype=dtype, device=hidden.device)
         normalizers = torch.empty_like(log_probs)
         entropys = torch.empty_like(log_probs) if calculate_entropy else log_probs.new_empty(0)
+        squares = torch.empty_like(log_probs) if calculate_sum_pi_squared else log_probs.new_empty(0)
         logits = log_probs.new_empty(0, weight.shape[0])
         for start in range(0, count, size):
             part = slice(start, start + size)
             logits = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
             normalizers[part] = logits.logsumexp(dim=-1)
             log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normalizers[part]
-            if calculate_entropy:
+            if calculate_entropy or calculate_sum_pi_squared:
                 probs = (logits - normalizers[part].unsqueeze(1)).exp_()
+            if calculate_entropy:
                 entropys[part] = normalizers[part] - torch.linalg.vecdot(probs, logits)
+            if calculate_sum_pi_squared:
+                squares[part] = torch.linalg.vecdot(probs, probs)
         ctx.save_for_backward(
             hidden, weight, bias, targets, normalizers, entropys, logits if keep else logits.new_empty(0)
         )
         ctx.inverse_temperature, ctx.size, ctx.keep = inverse_temperature, size, keep
         ctx.calculate_entropy = calculate_entropy
-        return log_probs, entropys
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropys, squares
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, normalizers, entropys, kept = ctx.saved_tensors
-        grad_log_probs, grad_entropys = grad_outputs
+        grad_log_probs, grad_entropys, _ = grad_outputs
         dtype, scale = normalizers.dtype, ctx.inverse_temperature
         grad_hidden = torch.empty_like(hidden)
         single = hidden.shape[0] <= ctx.size
@@ -170,7 +192,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _scaled_logits(
