@@ -1,0 +1,291 @@
+"""When rollout engine and trainer disagree about the probability of what was sampled: weigh, reject, measure.
+
+The rollout engine samples from pi_rollout; the trainer computes gradients for pi_trainer. The same weights should give
+the same, and do not: other kernels, other dtypes, quantisation, stale weights. With x = log pi_trainer - log pi_rollout
+of a sampled token, `correct_rollout` gives importance weights such as e^x, to multiply the loss with, and a
+response_mask without the tokens or answers whose x is out of bounds. ROLLOUT_CORRECTION.md says which to use when.
+
+One implementation for the options of verl and of ROLL (`rollout_correction_options` translates both). All tensors are
+(B, T). A value under mask 0 never matters; a row without a valid token has no weight and is in no metric. Weights and
+rejection read a token, its run of tokens or its row, so they do not depend on how a batch was cut; only
+batch_normalize reads the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_lite.masked import at_least_fp32, check_shapes, compute_segment_masked_mean
+from verl_lite.metrics import Metric
+from verl_lite.policy_losses import LOG_RATIO_BOUND, masked_log_ratio
+from verl_lite.rollout_correction_options import (
+    WEIGHT_LEVELS,
+    Correction,
+    Rejection,
+    Weighting,
+    correction_of,
+    from_roll,
+)
+from verl_lite.rollout_diff import mismatch_metrics
+
+Metrics = dict[str, Metric]
+ROLL_LEVELS = {level: name for name, level in WEIGHT_LEVELS.items()}
+
+
+@torch.no_grad()
+def correct_rollout(
+    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor, options: Any
+) -> tuple[torch.Tensor | None, torch.Tensor, Metrics]:
+    """Weights (B, T) or None, the response_mask without what was rejected, and what there is to log.
+
+    old_log_probs: by the trainer; rollout_log_probs: by the engine that sampled. options: a `Correction`, or any object
+    with the attributes of `algorithm.rollout_correction`. Weights have no gradient and are 0 under mask 0; with
+    batch_normalize they are divided by their mean over all tokens (runs, answers) given here, before rejection, so give
+    the whole batch. Where both log-probs are equal, weights are 1 and nothing is rejected.
+
+    Metrics: verl's, rollout_corr/*, and ROLL's, actor/train_infer_* and actor/is_weight_clipfrac; means are over valid
+    tokens, or over rows with one; standard deviations and what derives from them are `Metric.last`, right only for a
+    batch given whole. Raises ValueError for shapes that differ and malformed options.
+    """
+    given = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
+    check_shapes("correct_rollout", **given)
+    correction = options if isinstance(options, Correction) else correction_of(options)
+    is_valid = response_mask != 0
+    log_ratio = masked_log_ratio(old_log_probs, rollout_log_probs, response_mask)
+    probabilities = (torch.where(is_valid, at_least_fp32(x), 0).exp() for x in (old_log_probs, rollout_log_probs))
+    difference = torch.sub(*probabilities)
+    metrics = mismatch_metrics(old_log_probs, rollout_log_probs, response_mask)
+    metrics |= _train_infer_metrics(log_ratio, difference, is_valid)
+
+    weights = None
+    if correction.weighting is not None:
+        raw = _raw_weights(log_ratio, is_valid, correction.weighting)
+        weights = _bounded(raw, correction.weighting)
+        metrics |= _weight_metrics(weights, raw, is_valid, correction.weighting)
+        if correction.weighting.batch_normalize:
+            mean = _mean(weights, _unit_shares(is_valid, correction.weighting.level)).value
+            factor = mean if mean > 1e-8 else 1.0  # nan, if nothing is valid
+            weights = weights / factor
+            metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
+
+    is_kept = is_valid
+    for rejection in correction.rejections:
+        statistic = _over(_measured(log_ratio, difference, rejection.measure), is_valid, rejection.level)
+        passes = (statistic >= rejection.lower) & (statistic <= rejection.upper)
+        metrics |= _rejection_metrics(statistic, passes, is_valid, rejection)
+        is_kept = is_kept & passes
+    if correction.rejections:
+        metrics |= _masked_fractions("rollout_corr/rollout_rs", is_kept, is_valid)
+        metrics["actor/train_infer_final_mask_mean"] = _mean(is_kept, is_valid)
+    mask = torch.where(is_kept, response_mask, torch.zeros_like(response_mask))
+    return weights, mask, metrics
+
+
+def keep_rewards(rewards: torch.Tensor, response_mask: torch.Tensor, kept_mask: torch.Tensor) -> torch.Tensor:
+    """Rewards (B, T) of rejected tokens moved to the last kept token before them; where there is none they stay.
+
+    Estimators of steps (gae, reinforce_plus_plus) read rewards under mask 1 only, and the score of an answer stands on
+    its last token, which may be rejected. The reward-to-go (discount 1) of each kept token stays what it was.
+    response_mask, kept_mask: before and after rejection.
+    """
+    positions = torch.arange(rewards.shape[-1], device=rewards.device).expand_as(rewards)
+    last_kept = torch.where(kept_mask != 0, positions, -1).cummax(dim=-1).values
+    moves = (response_mask != 0) & (kept_mask == 0) & (last_kept >= 0)
+    return torch.zeros_like(rewards).scatter_add(-1, torch.where(moves, last_kept, positions), rewards)
+
+
+def compute_train_infer_correction(
+    cfg: Any,
+    response_mask: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    infer_log_probs: torch.Tensor,
+    global_valid_samples: Any = None,
+    global_valid_tokens: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    """ROLL's function: (weights, filter mask, metrics), all tensors (B, T); weights are 1 where they are not enabled.
+
+    cfg: ROLL's options, see `from_roll`. The two denominators are accepted and not needed: a `Metric` carries its own.
+    ROLL's metrics are named without its @sum and @max.
+    """
+    weights, mask, metrics = correct_rollout(old_log_probs, infer_log_probs, response_mask, from_roll(cfg))
+    ones = torch.ones_like(at_least_fp32(old_log_probs))
+    is_kept = (mask != 0) | (response_mask == 0)
+    only_roll = {name: metric for name, metric in metrics.items() if name.startswith("actor/")}
+    return ones if weights is None else weights, is_kept.to(ones.dtype), only_roll
+
+
+# ---------------------------------------------------------------------------------------------------- the arithmetic
+
+
+def _over(values: torch.Tensor, is_valid: torch.Tensor, level: str) -> torch.Tensor:
+    """Values, which are 0 where invalid, taken over what `level` says, at each token (B, T)."""
+    match level:
+        case "token":
+            return values
+        case "segment":
+            return compute_segment_masked_mean(values, is_valid)
+        case "seq_max":
+            rows = torch.where(is_valid, values, -torch.inf).amax(dim=-1, keepdim=True)
+        case "seq_sum":
+            rows = values.sum(dim=-1, keepdim=True)
+        case _:
+            rows = values.sum(dim=-1, keepdim=True) / is_valid.sum(dim=-1, keepdim=True).clamp(min=1)
+    return torch.where(is_valid, rows, 0)
+
+
+def _measured(log_ratio: torch.Tensor, difference: torch.Tensor, measure: str) -> torch.Tensor:
+    """What a criterion reads of each token; 0 where invalid, as both arguments are."""
+    match measure:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case "k3":
+            return log_ratio.expm1() - log_ratio
+        case "diff":
+            return difference
+        case _:
+            return log_ratio
+
+
+def _raw_weights(log_ratio: torch.Tensor, is_valid: torch.Tensor, weighting: Weighting) -> torch.Tensor:
+    exponent = _over(log_ratio, is_valid, weighting.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.where(is_valid, exponent.exp(), 0)
+
+
+def _bounded(raw: torch.Tensor, weighting: Weighting) -> torch.Tensor:
+    if weighting.lower is None:
+        return raw.clamp(max=weighting.upper)
+    return torch.where((raw >= weighting.lower) & (raw <= weighting.upper), raw, 0)
+
+
+def _unit_shares(is_valid: torch.Tensor, level: str) -> torch.Tensor:
+    """What each token counts (B, T), so that what has one statistic (a token, a run of tokens, a row) counts 1."""
+    if level == "token":
+        return is_valid.float()
+    if level == "segment":
+        starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
+        return compute_segment_masked_mean(starts.float(), is_valid)
+    return torch.where(is_valid, 1 / is_valid.sum(dim=-1, keepdim=True), 0)
+
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
+
+def _mean(values: torch.Tensor, shares: torch.Tensor) -> Metric:
+    """A mean over tokens that count `shares`, 0 where invalid."""
+    return Metric.mean(float((values * shares).sum(dtype=torch.float64)), float(shares.sum(dtype=torch.float64)))
+
+
+def _row_means(values: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+    """The mean of each row that has a valid token, in fp64: (b,)."""
+    lengths = is_valid.sum(dim=-1)
+    totals = torch.where(is_valid, values, 0).sum(dim=-1, dtype=torch.float64)
+    return totals[lengths > 0] / lengths[lengths > 0]
+
+
+def _share(chosen: torch.Tensor) -> Metric:
+    """The share of rows that are chosen; (b,) bool."""
+    return Metric.mean(float(chosen.sum()), len(chosen))
+
+
+def _weight_metrics(weights: torch.Tensor, raw: torch.Tensor, is_valid: torch.Tensor, weighting: Weighting) -> Metrics:
+    """rollout_corr/rollout_is_*, of the weights before batch normalisation, as in verl.
+
+    Fractions tell how many were above `upper` and below `lower` (1 / upper without one) before they were bounded; max
+    and min are those before too, where a row has one weight.
+    """
+    if not is_valid.any():
+        return {}
+    prefix, upper = "rollout_corr/rollout_is", weighting.upper
+    lower = 1 / upper if weighting.lower is None else weighting.lower
+    one_a_row = weighting.level in ("seq_mean", "seq_sum")
+    metrics = _distribution(prefix, weights, raw if one_a_row else weights, is_valid, bounds=(0.0, upper), ideal=1.0)
+    metrics |= _fractions(prefix, "_ratio", raw, is_valid, weighting.level, (lower, upper))
+    metrics["actor/is_weight_clipfrac"] = _mean(raw > upper, is_valid)
+    mean, square = _mean(weights, is_valid).value, _mean(weights.square(), is_valid).value
+    metrics[f"{prefix}_eff_sample_size"] = Metric.last(mean * mean / square if square else 0.0)
+    if weighting.lower is not None:
+        metrics[f"{prefix}_oob_ratio"] = _mean((raw < lower) | (raw > upper), is_valid)
+    return metrics
+
+
+def _rejection_metrics(
+    statistic: torch.Tensor, passes: torch.Tensor, is_valid: torch.Tensor, rejection: Rejection
+) -> Metrics:
+    """rollout_corr/rollout_rs_<option>_*, in the unit of the statistic (logarithms for k1 and ratio), as in verl."""
+    if not is_valid.any():
+        return {}
+    prefix, bounds = f"rollout_corr/rollout_rs_{rejection.name}", (rejection.lower, rejection.upper)
+    metrics = _distribution(prefix, statistic, statistic, is_valid, bounds, ideal=0.0)
+    metrics |= _fractions(prefix, "", statistic, is_valid, rejection.level, bounds)
+    if rejection.measure in ("ratio", "diff"):
+        name = f"actor/train_infer_{ROLL_LEVELS[rejection.level]}_{rejection.measure}_mask_mean"
+        metrics[name] = _mean(passes, is_valid)
+    return metrics | _masked_fractions(prefix, passes, is_valid)
+
+
+def _distribution(
+    prefix: str,
+    values: torch.Tensor,
+    extremes: torch.Tensor,
+    is_valid: torch.Tensor,
+    bounds: tuple[float, float],
+    ideal: float,
+) -> Metrics:
+    """Mean, standard deviation (of values within the bounds) and extremes over tokens; the same of the rows' means."""
+    by_row, extremes = _row_means(values, is_valid), extremes[is_valid]
+    return {
+        f"{prefix}_mean": _mean(values, is_valid),
+        f"{prefix}_std": Metric.last(float(values[is_valid].double().clamp(*bounds).std(correction=0))),
+        f"{prefix}_max": Metric.max(float(extremes.max())),
+        f"{prefix}_min": Metric.min(float(extremes.min())),
+        f"{prefix}_seq_mean": Metric.mean(float(by_row.sum()), len(by_row)),
+        f"{prefix}_seq_std": Metric.last(float(by_row.std()) if len(by_row) > 1 else 0.0),
+        f"{prefix}_seq_max": Metric.max(float(by_row.max())),
+        f"{prefix}_seq_min": Metric.min(float(by_row.min())),
+        f"{prefix}_seq_max_deviation": Metric.max(float((by_row - ideal).abs().max())),
+    }
+
+
+def _fractions(
+    prefix: str, infix: str, values: torch.Tensor, is_valid: torch.Tensor, level: str, bounds: tuple[float, float]
+) -> Metrics:
+    """Shares of values out of bounds: of tokens, runs or rows, whichever have one value; and of the rows' means."""
+    (lower, upper), shares, by_row = bounds, _unit_shares(is_valid, level), _row_means(values, is_valid)
+    return {
+        f"{prefix}{infix}_fraction_high": _mean(values > upper, shares),
+        f"{prefix}{infix}_fraction_low": _mean(values < lower, shares),
+        f"{prefix}_seq_fraction_high": _share(by_row > upper),
+        f"{prefix}_seq_fraction_low": _share(by_row < lower),
+    }
+
+
+def _masked_fractions(prefix: str, is_kept: torch.Tensor, is_valid: torch.Tensor) -> Metrics:
+    """Shares of tokens that were rejected, and of rows that lost one."""
+    is_lost = is_valid & ~is_kept
+    return {
+        f"{prefix}_masked_fraction": _mean(is_lost, is_valid),
+        f"{prefix}_seq_masked_fraction": _share(is_lost.any(dim=-1)[is_valid.any(dim=-1)]),
+    }
+
+
+def _train_infer_metrics(log_ratio: torch.Tensor, difference: torch.Tensor, is_valid: torch.Tensor) -> Metrics:
+    """ROLL's actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean: means over rows of their means."""
+    lengths = is_valid.sum(dim=-1)[is_valid.any(dim=-1)]
+    mean_ratio, mean_diff = (_row_means(values, is_valid) for values in (log_ratio, difference))
+    by_row = {
+        "ratio_token": _row_means(log_ratio.exp(), is_valid),
+        "ratio_segment": _row_means(_over(log_ratio, is_valid, "segment").exp(), is_valid),
+        "ratio_geometric": mean_ratio.exp(),
+        "ratio_sequence": (mean_ratio * lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(),
+        "diff_token": mean_diff,
+        "diff_segment": mean_diff,  # the mean of a row's runs, each counted by its tokens, is the row's mean
+        "diff_geometric": mean_diff,
+        "diff_sequence": mean_diff * lengths,
+    }
+    return {
+        f"actor/train_infer_{name}_mean": Metric.mean(float(rows.sum()), len(rows)) for name, rows in by_row.items()
+    }
