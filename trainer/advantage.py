@@ -1,17 +1,17 @@
-"""From scores to advantages, on the driver: ROLL's three functions on the batch of the trainer, which calls them in turn.
+"""From scores to advantages, on the driver: ROLL's three functions, which the trainer calls in turn.
 
     reward_postprocess     one number for each answer, normalised and clipped        response_level_rewards (B,)
     compute_token_reward   that number on the answer's tokens, less the KL penalty   token_level_rewards (B, R)
     compute_advantage      the registered estimator, whitening, clipping             advantages, returns (B, R)
 
-Columns are verl's: token_level_scores (B, R) is the reward as it came, on the last valid token of an answer as a rule;
-all (B, R) columns belong to the R response tokens. A batch in ROLL's layout works too: response_level_rewards instead of
-token scores, ref_log_probs instead of ref_log_prob, and a response_mask over the whole sequence, one column wider than
-the columns that belong to predictions. `pipeline_config` is any object that has the options it needs as attributes,
-under our names or ROLL's; one that it lacks is off. Nothing that is given is changed, but for the two controllers.
+Columns are verl's: (B, R) belongs to the R response tokens, and token_level_scores (B, R) is the reward as it came, on
+the last valid token of an answer as a rule. A batch in ROLL's layout works too: response_level_rewards instead of token
+scores, ref_log_probs instead of ref_log_prob, and a response_mask over the whole sequence, one column wider than what
+belongs to predictions. `pipeline_config` is any object that has the options as attributes, under our names or ROLL's;
+one that it lacks is off. Nothing that is given is changed, but for the two controllers.
 
-Estimators have verl's meaning: grpo normalises within the group itself. In ROLL's terms, where rewards are normalised
-first and every estimator but gae is REINFORCE, the recipes are (algorithm.norm_mean_type, norm_std_type, adv_estimator):
+Estimators have verl's meaning: grpo normalises within the group itself. In ROLL rewards are normalised first, and
+every estimator but gae is REINFORCE; its recipes as (algorithm.norm_mean_type, norm_std_type, adv_estimator):
 
     GRPO         group, group, reinforce   = grpo without these, at gamma 1 and without KL in the reward
     Dr.GRPO      group, null, reinforce    = grpo with norm_adv_by_std_in_grpo=false, likewise
@@ -76,9 +76,9 @@ def reward_postprocess(
     Raises ValueError for an unknown type, or a column or controller that is missing.
     """
     stage = "reward_postprocess"
-    check(data, ["response_mask"] + ([] if "response_level_rewards" in data else ["token_level_scores"]), stage)
-    scores, valid = _response_scores(data)
-    mean_type, std_type = (getattr(pipeline_config, name, None) for name in ("norm_mean_type", "norm_std_type"))
+    scores, valid = _response_scores(data, stage)
+    mean_type = getattr(pipeline_config, "norm_mean_type", None)
+    std_type = getattr(pipeline_config, "norm_std_type", None)
     groups, domains, running = None, None, None
     if "group" in (mean_type, std_type):
         check(data, ["uid"], f"{stage}: normalisation by group")
@@ -86,9 +86,7 @@ def reward_postprocess(
     if "running" in (mean_type, std_type):
         domains, running = _running(data, running_ctrl)
         update_running(running, scores, valid, domains)
-    rewards = normalise_scores(
-        scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running
-    )
+    rewards = normalise_scores(scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running)
     rewards, clipped = _clip(rewards, getattr(pipeline_config, "reward_clip", None), valid)
     result = data.select()
     result.batch["response_level_rewards"] = rewards
@@ -118,7 +116,9 @@ def compute_token_reward(
     reference = "ref_log_probs" if "ref_log_probs" in data else "ref_log_prob"
     check(data, ["response_mask"], stage)
     if is_penalised:
-        check(data, ["old_log_probs", reference], f"{stage}: KL in the reward")
+        check(data, ["old_log_probs", reference], f"{stage}, for the KL in the reward")
+        if kl_ctrl is None:
+            raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs the controller of its coefficient.")
     mask = _response_mask(data)
     rewards = _place_rewards(data, mask)
     metrics: Numbers = {}
@@ -129,11 +129,9 @@ def compute_token_reward(
             rewards, data.batch["old_log_probs"], data.batch[reference], mask, coefficient, kind
         )
         metrics |= {"critic/kl": mean_kl, "critic/kl_coef": coefficient}
-        if is_penalised:
-            if kl_ctrl is None:
-                raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs a controller.")
+        if is_penalised and kl_ctrl is not None:
             rewards = penalised
-            kl_ctrl.update(current_kl=mean_kl, n_steps=int((mask != 0).any(-1).sum()))
+            kl_ctrl.update(mean_kl, int((mask != 0).any(-1).sum()))
             metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
     bound = getattr(pipeline_config, "reward_clip", None)
     if bound is not None:
@@ -161,8 +159,8 @@ def compute_advantage(
 
     Reads token_level_rewards (B, R), response_mask unless another is given, and the columns that the estimator names as
     arguments (`ESTIMATOR_COLUMNS`). Writes raw_advantages (B, R), as the estimator gives them; advantages, these
-    whitened and clipped as asked for; and returns, neither. All are 0 under mask 0. With a clip meta_info["metrics"]
-    gains critic/advantage_clip_frac, over valid tokens.
+    whitened and clipped as asked for; and returns, neither. With a clip meta_info["metrics"] gains
+    critic/advantage_clip_frac, over valid tokens.
 
     whiten_rewards: of all valid tokens before the estimator, which moves the mean of every token, so that a longer
     answer loses more; token_level_rewards stay as they are in the batch (ROLL: replaced). whiten_advantages: of all
@@ -204,9 +202,7 @@ def compute_advantage(
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-def _call_estimator(
-    name: str, data: DataProto, given: dict[str, Any], stage: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls a registered estimator with what is given, the columns of the batch that it may read, and no other."""
     function = get_adv_estimator_fn(name)
     parameters = inspect.signature(function).parameters
@@ -235,12 +231,14 @@ def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:
     return mask[:, 1:] if mask.shape[-1] == width + 1 else mask
 
 
-def _response_scores(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+def _response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The reward of each answer (B,), and which rows count (B,)."""
+    check(data, ["response_mask"], stage)
     mask = _response_mask(data)
     valid = (mask != 0).any(dim=-1)
     if "response_level_rewards" in data:
         return torch.where(valid, data.batch["response_level_rewards"].float(), 0), valid
+    check(data, ["token_level_scores"], stage)
     return outcome_scores(data.batch["token_level_scores"], mask), valid
 
 
@@ -258,12 +256,12 @@ def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(is_unchanged[:, None], scores, placed)
 
 
-def _running(
-    data: DataProto, controllers: Controllers | None
-) -> tuple[list[Any], MutableMapping[Any, RunningMoments]]:
+def _running(data: DataProto, controllers: Controllers | None) -> tuple[list[Any], MutableMapping[Any, RunningMoments]]:
     """The domain of each row, and the moments by domain."""
     if controllers is None:
-        raise ValueError("reward_postprocess: running_ctrl is None; running statistics need RunningMoments to stand in.")
+        raise ValueError(
+            "reward_postprocess: running_ctrl is None; running statistics need RunningMoments to stand in."
+        )
     if not isinstance(controllers, MutableMapping):
         return ["all"] * len(data), {"all": controllers}
     column = "domain" if "domain" in data.non_tensor_batch else "data_source"

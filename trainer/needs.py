@@ -18,19 +18,39 @@ def is_on_policy(config: PPOConfig) -> bool:
 
 
 def needs_old_log_prob(config: PPOConfig) -> bool:
-    """Whether anything reads the policy's log-probs of before the update: later optimizer steps, the KL in the reward,
-    the estimator, or the choice of tokens for the loss."""
-    return (
+    """Whether a pass computes the policy's log-probs of before the update, because something reads them: later
+    optimizer steps, the correction of the rollout, the KL in the reward, the estimator, or the choice of tokens for the
+    loss. With bypass_mode the rollout's stand for them."""
+    return not config.algorithm.rollout_correction.bypass_mode and (
         not is_on_policy(config)
+        or needs_rollout_is_weights(config)
+        or config.algorithm.rollout_correction.rollout_rs is not None
         or config.algorithm.use_kl_in_reward
         or needs_selected(config)
         or takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "old_log_probs")
     )
 
 
+def needs_reward_function(config: PPOConfig) -> bool:
+    """Whether a reward function is called; without it a reward model alone scores."""
+    return config.reward.function_weight != 0
+
+
+def needs_rollout_is_weights(config: PPOConfig) -> bool:
+    """Whether the loss is weighed by how far trainer and rollout engine were apart before the update; with bypass_mode
+    the workers weigh it themselves, by where the policy is now."""
+    correction = config.algorithm.rollout_correction
+    return correction.rollout_is is not None and not correction.bypass_mode
+
+
 def needs_critic(config: PPOConfig) -> bool:
     """Whether the estimator reads values, which a critic has to learn."""
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "values")
+
+
+def needs_greedy_baseline(config: PPOConfig) -> bool:
+    """Whether the estimator compares answers with the greedy one, which the same rollout then gives."""
+    return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "reward_baselines")
 
 
 def needs_sum_pi_squared(config: PPOConfig) -> bool:

@@ -15,9 +15,11 @@ import numpy as np
 from codetiming import Timer
 from transformers import PreTrainedTokenizerBase
 
-from trainer.advantage import compute_advantage, token_rewards
+from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
+from trainer.baselines import take_greedy_baselines
 from trainer.checkpoint import find_checkpoint, prune, read_state, write_checkpoint
 from trainer.data import PromptDataset
+from trainer.needs import needs_greedy_baseline
 from trainer.resume import flat_config
 from trainer.rewards import Rewards, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
@@ -27,10 +29,12 @@ from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
 from trainer.validation_metrics import validation_metrics
 from verl_lite.config import PPOConfig, ValKwargs
-from verl_lite.core_algos import get_kl_controller
-from verl_lite.metrics import values
+from verl_lite.core_algos import RunningMoments, get_kl_controller
+from verl_lite.metrics import Metric, values
+from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import get_random_state, set_random_state
+from verl_lite.rollout_correction import correct_rollout, keep_rewards
 from verl_lite.rollout_diff import rollout_probs_diff
 from workers.rollout.base import SamplingParams
 
@@ -72,6 +76,7 @@ class RayPPOTrainer:
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
         self.tracking, self.samples, self.run_dir = tracking, samples, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.running_moments: dict[str, RunningMoments] = {}  # of scores, by data_source
         self.needs_old_log_prob = actor.needs_old_log_prob
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
@@ -106,12 +111,13 @@ class RayPPOTrainer:
                         batch |= self.critic.compute_values(batch)
                 with self.timed("adv"):
                     batch = self.estimate_advantages(batch)
+                    lesson = self.choose_rows(batch)
                 if self.critic:
                     with self.timed("update_critic"):
-                        self.metrics |= self.critic.update(batch, self.steps.global_step)
+                        self.metrics |= self.critic.update(lesson, self.steps.global_step)
                 if self.steps.past_critic_warmup:
                     with self.timed("update_actor"):
-                        self.metrics |= self.actor.update(batch, self.steps.global_step)
+                        self.metrics |= self.actor.update(lesson, self.steps.global_step)
                     with self.timed("update_weights"):
                         self.metrics |= self.actor.update_weights(version=self.steps.global_step)
             if self.steps.due(self.config.trainer.save_freq):
@@ -126,7 +132,7 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------------------------------------- the stages
 
     def collect(self, prompts: DataProto) -> DataProto:
-        """Samples rollout.n answers for each prompt."""
+        """Samples rollout.n answers for each prompt, and a greedy one where its score is the baseline (ReMax)."""
         rollout = self.config.rollout
         sampling = SamplingParams(
             temperature=rollout.temperature,
@@ -135,17 +141,26 @@ class RayPPOTrainer:
             max_tokens=self.config.data.max_response_length,
             ignore_eos=rollout.ignore_eos,
         )
-        batch = self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step)
+        greedy = needs_greedy_baseline(self.config)
+        batch = self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step, greedy_too=greedy)
         self.metrics |= batch.meta_info.pop("metrics")
+        if self.config.algorithm.rollout_correction.bypass_mode:  # the policy that sampled is the one of the ratio
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         return batch
 
-    def generate(self, prompts: DataProto, sampling: SamplingParams, n: int, purpose: str, step: int) -> DataProto:
-        """Answers `n` times each prompt; rows of one prompt stand together. Adds sample and sample_id."""
-        rows = prompts.repeat(n, interleave=True)
-        sample = np.tile(np.arange(n), len(prompts))
+    def generate(
+        self, prompts: DataProto, sampling: SamplingParams, n: int, purpose: str, step: int, greedy_too: bool = False
+    ) -> DataProto:
+        """Answers `n` times each prompt; rows of one prompt stand together. Adds sample and sample_id.
+
+        greedy_too: after the `n` of each prompt stands one more answer, greedy, and is_greedy says which they are.
+        """
+        rows = prompts.repeat(n + greedy_too, interleave=True)
+        sample = np.tile(np.arange(n + greedy_too), len(prompts))
         uids = rows.non_tensor_batch["uid"]
         names = [f"{purpose}/{self.steps.global_step}/{uid}/{k}" for uid, k in zip(uids, sample, strict=True)]
         rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
+        rows.non_tensor_batch |= {"is_greedy": sample == n} if greedy_too else {}
         rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
         return rows.select(batch_keys=[], meta_info_keys=[]) | self.actor.generate(rows)
 
@@ -153,7 +168,9 @@ class RayPPOTrainer:
         """Adds the rewards, most of which were computed while others still generated."""
         scores = self.rewards.score(batch)
         self.metrics |= scores.meta_info.pop("metrics")
-        return mask_failed(batch | scores)
+        batch, metrics = take_greedy_baselines(mask_failed(batch | scores))
+        self.metrics |= metrics
+        return batch
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
         """Adds the log-probs that ratios are taken against; logs how far the rollout engine's are from them."""
@@ -165,11 +182,51 @@ class RayPPOTrainer:
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
-        """Adds token_level_rewards (the scores, less the KL penalty where it is asked for), advantages and returns."""
-        rewards = token_rewards(batch, self.config.algorithm, self.kl_ctrl)
-        self.metrics |= rewards.meta_info.pop("metrics")
-        batch = batch | rewards
-        return batch | compute_advantage(batch, self.config.algorithm)
+        """Adds token_level_rewards (the scores as the options shape them), advantages and returns."""
+        algorithm = self.config.algorithm
+        batch, score_metrics = reward_postprocess(batch, algorithm, self.running_moments)
+        batch, reward_metrics = compute_token_reward(batch, algorithm, self.kl_ctrl)
+        batch = self.correct_rollout(batch)
+        batch = compute_advantage(
+            batch,
+            algorithm.gamma,
+            algorithm.lam,
+            algorithm.adv_estimator,
+            advantage_clip=algorithm.advantage_clip,
+            whiten_advantages=algorithm.whiten_advantages,
+            whiten_rewards=algorithm.whiten_rewards,
+            pipeline_config=algorithm,
+        )
+        metrics = score_metrics | reward_metrics | batch.meta_info.pop("metrics", {})
+        self.metrics |= {name: Metric.last(value) for name, value in metrics.items()}
+        return batch
+
+    def correct_rollout(self, batch: DataProto) -> DataProto:
+        """Adds rollout_is_weights and takes what is rejected out of response_mask, as algorithm.rollout_correction
+        says; logs how far the rollout engine is from the trainer. Without old log-probs of the trainer the workers
+        compare during the update."""
+        if not (self.needs_old_log_prob and self.config.rollout.calculate_log_probs):
+            return batch
+        columns, options = batch.batch, self.config.algorithm.rollout_correction
+        mask, rewards = columns["response_mask"], columns["token_level_rewards"]
+        weights, kept, metrics = correct_rollout(columns["old_log_probs"], columns["rollout_log_probs"], mask, options)
+        self.metrics |= metrics
+        batch = batch.select()
+        batch.batch["response_mask"] = kept
+        batch.batch["token_level_rewards"] = keep_rewards(rewards, mask, kept)
+        if weights is not None:
+            batch.batch["rollout_is_weights"] = weights
+        return batch
+
+    def choose_rows(self, batch: DataProto) -> DataProto:
+        """The rows that actor and critic learn from: all, or with algorithm.use_pf_ppo as many, drawn by score."""
+        if not self.config.algorithm.use_pf_ppo:
+            return batch
+        options, seed = self.config.algorithm.pf_ppo, [self.config.trainer.seed, self.steps.global_step]
+        chosen = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
+        distinct = len(set(chosen.non_tensor_batch["sample_id"]))
+        self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(distinct, len(batch))
+        return chosen
 
     # ------------------------------------------------------------------------------------------------- validation
 
@@ -213,6 +270,7 @@ class RayPPOTrainer:
             "config": flat_config(self.config),
             "steps": self.steps.state_dict(),
             "kl_coef": self.kl_ctrl.value,
+            "running_moments": {domain: moments.state_dict() for domain, moments in self.running_moments.items()},
             "random": get_random_state(),
         }
 
@@ -234,6 +292,9 @@ class RayPPOTrainer:
                 role.load(str(folder / name))
             self.steps.load_state_dict(state["steps"])
             self.kl_ctrl.value = state["kl_coef"]
+            for domain, moments in state["running_moments"].items():
+                self.running_moments[domain] = RunningMoments()
+                self.running_moments[domain].load_state_dict(moments)
             set_random_state(state["random"])
 
     @contextmanager

@@ -31,6 +31,8 @@ _ROLLOUT = "workers/rollout/single_turn.py"
 _REWARD = "trainer/rewards.py"
 _ACTOR = "workers/actor_rollout.py"
 _ADVANTAGE = "trainer/advantage.py"
+_BASELINE = "trainer/baselines.py"
+_EPISODES = "workers/rollout/episodes.py"  # which is not here yet
 _PLANNER = "verl_lite/seqlen_balance.py"
 
 COLUMNS: tuple[Column, ...] = (
@@ -44,6 +46,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("prompt_mask", ("B", "P"), "int64", "1 on the prompt's own tokens", _PROMPTS),
     Column("sample", ("B",), "int64", "which of the answers to its prompt a row is, from 0", _DRIVER),
     Column("sample_id", ("B",), "object", "a name for the row that no other row of the run has", _DRIVER),
+    Column("is_greedy", ("B",), "bool", "greedy answers, whose scores are baselines; absent = none", _DRIVER),
     Column("responses", ("B", "R"), "int64", "token ids of the answer, right-padded", _ROLLOUT),
     Column("response_mask", ("B", "R"), "int64", "1 where the policy acted and gradient flows", _ROLLOUT),
     Column("input_ids", ("B", "P+R"), "int64", "prompt and answer", _ROLLOUT),
@@ -53,14 +56,23 @@ COLUMNS: tuple[Column, ...] = (
     Column("policy_version", ("B",), "int64", "the weight update after which the answer was sampled", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "stop, length or abort", _ROLLOUT),
     Column("token_level_scores", ("B", "R"), "float32", "the reward, on the last token of the answer", _REWARD),
+    Column("rm_scores", ("B",), "float32", "the reward model's score, before its weight", "workers/reward_model.py"),
     Column("reward_failed", ("B",), "object", "True where the reward function gave no number", _REWARD),
     Column("old_log_probs", ("B", "R"), "float32", "log-probs by the trainer before the update", _ACTOR),
     Column("entropys", ("B", "R"), "float32", "entropy of the policy at each answer token", _ACTOR),
+    Column("sum_pi_squared", ("B", "R"), "float32", "sum over the vocabulary of squared probabilities", _ACTOR),
     Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", "workers/reference.py"),
     Column("values", ("B", "R"), "float32", "expected return from each answer token on", "workers/critic.py"),
-    Column("token_level_rewards", ("B", "R"), "float32", "scores less the KL penalty, if any", _ADVANTAGE),
+    Column("reward_baselines", ("B",), "float32", "score of the greedy answer to the row's prompt", _BASELINE),
+    Column("traj_id", ("B",), "object", "the episode that a row is a step of", _EPISODES),
+    Column("step", ("B",), "int64", "which step of its episode a row is", _EPISODES),
+    Column("state_hash", ("B",), "object", "a name for the state that the step starts from", _EPISODES),
+    Column("response_level_rewards", ("B",), "float32", "the score of the answer, normalised and clipped", _ADVANTAGE),
+    Column("token_level_rewards", ("B", "R"), "float32", "that on its tokens, less the KL penalty", _ADVANTAGE),
+    Column("raw_advantages", ("B", "R"), "float32", "advantages as the estimator gives them", _ADVANTAGE),
     Column("advantages", ("B", "R"), "float32", "how much better than expected each action was", _ADVANTAGE),
     Column("returns", ("B", "R"), "float32", "what the critic learns to predict", _ADVANTAGE),
+    Column("rollout_is_weights", ("B", "R"), "float32", "weight of a token for having been sampled elsewhere", _DRIVER),
     Column("is_padding", ("B",), "bool", "rows that only make the batch divide; absent = none", _PLANNER),
     Column("mini_batch", ("B", "E"), "int64", "the optimizer step of each row in each epoch", _PLANNER),
     Column("micro_batch", ("B", "E"), "int64", "the forward pass within it", _PLANNER),

@@ -34,7 +34,7 @@ def generate(
 
     prompts: prompts and prompt_mask (B, P); uid and sample (B,), which name the random numbers of a row together with
         `seed` and `step`: the same row gives the same answer on any rank, in any company. Rows marked `is_padding` are
-        not run.
+        not run; those marked `is_greedy` are decoded greedily instead of as `sampling` says.
     on_finished: gets (row, completion) of those that ended in one engine step.
     Returns the token columns of `lay_out`, and policy_version and finish_reason of each row.
     """
@@ -43,14 +43,17 @@ def generate(
         prompts.batch["is_padding"] if "is_padding" in prompts.batch.keys() else torch.zeros(len(ids), dtype=torch.bool)
     )
     uid, sample = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample"]
+    greedy = prompts.non_tensor_batch.get("is_greedy", np.zeros(len(ids), dtype=bool))
+    greedy_sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
     completions: list[Completion | None] = [None] * len(ids)
     for row in range(len(ids)):
         if not skip[row]:
+            one = greedy_sampling if greedy[row] else sampling
             engine.submit(
                 Request(
                     request_id=str(row),
                     prompt_ids=tuple(ids[row][mask[row]].tolist()),
-                    sampling=replace(sampling, seed=derive_seed(seed, step, uid[row], int(sample[row]))),
+                    sampling=replace(one, seed=derive_seed(seed, step, uid[row], int(sample[row]))),
                 )
             )
     while engine.unfinished:
