@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_lite.config import PolicyLossConfig, PPOConfig
-from verl_lite.config_keys import unknown_value
+from verl_lite.config import PFPPOConfig, PolicyLossConfig, PPOConfig
+from verl_lite.config_checks import value_of
+from verl_lite.config_keys import KEYS, unknown_value
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.pf_ppo import REWEIGHT_METHODS
 from verl_lite.policy_losses import RATIO_LOSSES, SEQUENCE_MEANS
+from verl_lite.registry import takes
+from verl_lite.reward_norm import NORM_TYPES
 
 Problems = Iterator[str]
 
 GROUP_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"})
 """Advantage estimators that compare the samples of one prompt with each other."""
-CRITIC_ESTIMATORS = frozenset({"gae"})
-_EPISODES = "the step columns of episodes (traj_id, step, state_hash), which the trainer does not have"
+MEAN_FREE_ESTIMATORS = GROUP_ESTIMATORS | {"reinforce_plus_plus_baseline"}
+"""Those whose result a number added to all scores of a prompt does not change."""
+WHITENING_ESTIMATORS = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"})
+"""Those whose advantages are whitened over the batch by themselves."""
+_EPISODES = "the step columns of episodes (traj_id, step, state_hash), which single-turn answers do not have"
 NOT_PROVIDED = {
-    "gae": "the values of a critic, which the trainer does not have yet",
-    "remax": "the scores of greedy answers, which the trainer does not generate yet",
-    "optimal_token_baseline": "sum_pi_squared, which the actor does not compute yet",
-    "tir_optimal_token_baseline": "sum_pi_squared, which the actor does not compute yet",
     "step_reinforce": _EPISODES,
     "gigpo": _EPISODES,
 }
@@ -41,6 +43,7 @@ LOSS_OF_OPTION = {
     "topr_positive_weight": "topr",
     "topr_negative_weight": "topr",
     "kimi15_tau": "kimi15",
+    "cispo_unified_mask": "cispo",
 }
 """The policy loss that reads each option of `actor.policy_loss`."""
 
@@ -74,10 +77,12 @@ def _loss_options(config: PPOConfig) -> Problems:
     """Options of the policy loss that it needs, or that would have no effect with it."""
     actor, options = config.actor, config.actor.policy_loss
     mode = options.loss_mode
-    if mode in TOKEN_SELECTIONS:
+    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    if mode == "kl_cov" and actor.ppo_epochs == 1 and mini >= prompts:
         yield (
-            f"actor.policy_loss.loss_mode={mode} chooses tokens over the whole batch, and the trainer does not hand "
-            "the choice to its ranks yet: use vanilla, with actor.clip_ratio_high=0.28 to keep entropy"
+            f"actor.policy_loss.loss_mode=kl_cov has no effect with actor.ppo_epochs=1 and actor.ppo_mini_batch_size="
+            f"{mini} of data.train_batch_size={prompts} prompts: in the one optimizer step of a batch all ratios are "
+            "1, and so its penalty |log ratio| has no gradient: set a smaller actor.ppo_mini_batch_size, or more epochs"
         )
     if mode in SEQUENCE_MEANS and actor.loss_agg_mode != "seq-mean-token-mean":
         yield (
@@ -137,8 +142,111 @@ def estimator(config: PPOConfig) -> Problems:
             f"rollout.n=1: {chosen} compares the samples of one prompt with each other, and one sample teaches "
             "nothing: set rollout.n to at least 2, such as 8"
         )
-    if warmup > 0 and chosen not in CRITIC_ESTIMATORS:
+    if warmup > 0 and not may_have_critic(chosen):
         yield (
             f"trainer.critic_warmup={warmup}: {chosen} has no critic, so nothing would learn in these steps: "
             "set it to 0"
         )
+    steps = config.trainer.total_training_steps
+    if steps is not None and 0 < steps <= warmup:
+        yield (
+            f"trainer.critic_warmup={warmup} with trainer.total_training_steps={steps}: the policy would never learn; "
+            "set fewer steps of warm-up"
+        )
+
+
+def may_have_critic(estimator: str) -> bool:
+    """Whether an estimator reads values; also for one of the user's own (pkg.module:function), not imported here."""
+    function = ADV_ESTIMATOR_REGISTRY.get(estimator)
+    return function is None or takes(function, "values")
+
+
+def critic(config: PPOConfig) -> Problems:
+    """The critic's options, where there is a critic; and that there are none where there is not."""
+    chosen, mode = config.algorithm.adv_estimator, config.critic.loss_agg_mode
+    if mode is not None and mode not in LOSS_AGG_MODES:
+        yield unknown_value("critic.loss_agg_mode", mode, LOSS_AGG_MODES)
+    if may_have_critic(chosen):
+        return
+    given = [
+        f"{key.name}={value_of(config, key.name)}"
+        for key in KEYS.values()
+        if key.name.startswith("critic.") and value_of(config, key.name) != key.default
+    ]
+    if given:
+        yield (
+            f"{', '.join(given)}: without effect, because algorithm.adv_estimator={chosen} has no critic (verl's "
+            "default is gae, the default here grpo): set algorithm.adv_estimator=gae, or leave all critic.* out"
+        )
+
+
+def shaping(config: PPOConfig) -> Problems:
+    """What is done to scores before the estimator, and to advantages after it."""
+    algorithm = config.algorithm
+    for name in ("norm_mean_type", "norm_std_type"):
+        kind = getattr(algorithm, name)
+        if kind is not None and kind not in NORM_TYPES:
+            yield unknown_value(f"algorithm.{name}", kind, NORM_TYPES) + "; or null"
+        elif kind == "group" and config.rollout.n == 1 and not config.trainer.val_only:
+            yield (
+                f"algorithm.{name}=group with rollout.n=1: a group of one answer has no spread, and its reward would "
+                "be 0: set rollout.n to at least 2, such as 8, or use batch or running"
+            )
+    for name, why in _without_effect(config).items():
+        value = getattr(algorithm, name)
+        if value not in (None, False):
+            yield f"algorithm.{name}={_shown(value)} with algorithm.adv_estimator={algorithm.adv_estimator}: {why}"
+    yield from _pf_ppo(config)
+
+
+def _without_effect(config: PPOConfig) -> dict[str, str]:
+    """Options that the chosen estimator does by itself, does not see, or cannot stand, each with the reason."""
+    chosen, divides = config.algorithm.adv_estimator, config.algorithm.norm_adv_by_std_in_grpo
+    reasons: dict[str, str] = {}
+    if chosen in WHITENING_ESTIMATORS:
+        reasons["whiten_advantages"] = "it whitens advantages by itself, so leave it out"
+    if chosen in MEAN_FREE_ESTIMATORS:
+        reasons["norm_mean_type"] = (
+            "it subtracts a mean of the group by itself, so leave it out, or normalise with adv_estimator=reinforce"
+        )
+    if chosen in ("grpo", "grpo_vectorized", "grpo_passk") and divides:
+        reasons["norm_std_type"] = (
+            "it divides by the group's standard deviation by itself, so leave it out, or set "
+            "algorithm.norm_adv_by_std_in_grpo=false"
+        )
+    if chosen == "remax":
+        why = "it compares scores with those of greedy answers, which stay as they are, so leave it out"
+        reasons |= dict.fromkeys(("norm_mean_type", "norm_std_type", "reward_clip", "whiten_rewards"), why)
+    if chosen == "gdpo":
+        why = "it reads algorithm.gdpo_reward_keys instead of the score, so leave it out"
+        names = ("norm_mean_type", "norm_std_type", "reward_clip", "whiten_rewards", "use_kl_in_reward")
+        reasons |= dict.fromkeys(names, why)
+    return reasons
+
+
+def _pf_ppo(config: PPOConfig) -> Problems:
+    algorithm, options, untouched = config.algorithm, config.algorithm.pf_ppo, PFPPOConfig()
+    if algorithm.use_pf_ppo and algorithm.adv_estimator != "gae" and ":" not in algorithm.adv_estimator:
+        yield (
+            f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: PF-PPO draws the batch "
+            "of PPO with a critic anew: set adv_estimator=gae, or use_pf_ppo=false"
+        )
+    if options.reweight_method not in REWEIGHT_METHODS:
+        yield unknown_value("algorithm.pf_ppo.reweight_method", options.reweight_method, REWEIGHT_METHODS)
+    for name in ("reweight_method", "weight_pow"):
+        value = getattr(options, name)
+        if not algorithm.use_pf_ppo and value != getattr(untouched, name):
+            yield (
+                f"algorithm.pf_ppo.{name}={value} has no effect with algorithm.use_pf_ppo=false: leave it out, or set "
+                "algorithm.use_pf_ppo=true"
+            )
+    is_idle = options.reweight_method != "pow" and options.weight_pow != untouched.weight_pow
+    if algorithm.use_pf_ppo and is_idle:
+        yield (
+            f"algorithm.pf_ppo.weight_pow={options.weight_pow} has no effect with algorithm.pf_ppo.reweight_method="
+            f"{options.reweight_method}: leave it out, or use pow"
+        )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

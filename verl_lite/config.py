@@ -178,7 +178,7 @@ class CriticConfig:
     forward_micro_batch_size_per_gpu: int | None = opt(None, "null = critic.ppo_micro_batch_size_per_gpu")
     cliprange_value: float = opt(0.5, "a value moves at most this far from the one before the update")
     loss_agg_mode: str | None = opt(None, "null = actor.loss_agg_mode")
-    model: NetworkConfig = section(NetworkConfig, "its network; path null = model.path")
+    model: NetworkConfig = section(NetworkConfig, "its network; path null = the policy's, with its override_config")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
 

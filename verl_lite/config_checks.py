@@ -48,6 +48,16 @@ AT_LEAST: dict[str, float] = {
     "actor.optim.lr_warmup_steps": -1,
     "actor.fsdp_config.wrap_policy.min_num_params": 0,
     "ref.fsdp_config.wrap_policy.min_num_params": 0,
+    "critic.ppo_mini_batch_size": 1,
+    "critic.ppo_epochs": 1,
+    "critic.ppo_max_token_len_per_gpu": 1,
+    "critic.ppo_micro_batch_size_per_gpu": 1,
+    "critic.forward_max_token_len_per_gpu": 1,
+    "critic.forward_micro_batch_size_per_gpu": 1,
+    "critic.optim.lr": 0,
+    "critic.optim.weight_decay": 0,
+    "critic.optim.lr_warmup_steps": -1,
+    "critic.fsdp_config.wrap_policy.min_num_params": 0,
     "ref.log_prob_max_token_len_per_gpu": 1,
     "ref.log_prob_micro_batch_size_per_gpu": 1,
     "rollout.n": 1,
@@ -92,10 +102,17 @@ POSITIVE = (
     "actor.optim.eps",
     "actor.optim.clip_grad",
     "actor.optim.num_cycles",
+    "critic.cliprange_value",
+    "critic.optim.eps",
+    "critic.optim.clip_grad",
+    "critic.optim.num_cycles",
     "rollout.gpu_memory_utilization",
     "rollout.top_p",
     "rollout.val_kwargs.top_p",
     "algorithm.kl_ctrl.target_kl",
+    "algorithm.reward_clip",
+    "algorithm.advantage_clip",
+    "algorithm.pf_ppo.weight_pow",
     "reward.timeout_s",
 )
 
@@ -104,6 +121,8 @@ AT_MOST_ONE = (
     "actor.policy_loss.kl_cov_ratio",
     "actor.optim.lr_warmup_steps_ratio",
     "actor.optim.min_lr_ratio",
+    "critic.optim.lr_warmup_steps_ratio",
+    "critic.optim.min_lr_ratio",
     "rollout.gpu_memory_utilization",
     "rollout.val_kwargs.top_p",
     "algorithm.gamma",
@@ -117,6 +136,7 @@ ALL_OR_AT_LEAST_ONE = (
     "data.val_max_samples",
     "actor.fsdp_config.fsdp_size",
     "ref.fsdp_config.fsdp_size",
+    "critic.fsdp_config.fsdp_size",
     "rollout.val_kwargs.top_k",
 )
 
@@ -128,6 +148,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
     "ref.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
     "ref.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
+    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
+    "critic.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
+    "critic.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
     "rollout.dtype": ("auto", "fp32", "bf16"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "trainer.device": ("auto", "cpu", "cuda"),
@@ -153,7 +176,8 @@ def validate(
     Raises:
         ConfigError: all problems together.
     """
-    from verl_lite.algorithm_checks import estimator, losses  # imports torch, which printing the options does not need
+    # imports torch, which printing the options does not need
+    from verl_lite.algorithm_checks import critic, estimator, losses, shaping
 
     trainer = config.trainer
     if slots is None and trainer.n_gpus_per_node is not None:
@@ -164,6 +188,8 @@ def validate(
         *_micro_batches(config),
         *losses(config),
         *estimator(config),
+        *shaping(config),
+        *critic(config),
         *_sampling(config),
         *_engine(config, rollout_engines),
         *_run(config, trackers),
@@ -200,25 +226,31 @@ def _ranges(config: PPOConfig) -> Problems:
         value = value_of(config, name)
         if value not in choices:
             yield unknown_value(name, value, choices)
-    betas = config.actor.optim.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"actor.optim.betas={betas}: two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]"
+    for name in ("actor.optim.betas", "critic.optim.betas"):
+        betas = value_of(config, name)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield f"{name}={betas}: two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]"
 
 
 def _batch_sizes(config: PPOConfig) -> Problems:
-    prompts, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    if mini > prompts:
-        yield (
-            f"actor.ppo_mini_batch_size={mini} is larger than data.train_batch_size={prompts}; both count prompts, and "
-            f"a mini-batch is a part of the batch: set actor.ppo_mini_batch_size to at most {prompts}"
-        )
+    prompts = config.data.train_batch_size
+    for name in ("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
+        mini = value_of(config, name)
+        if mini is not None and mini > prompts:
+            yield (
+                f"{name}={mini} is larger than data.train_batch_size={prompts}; both count prompts, and "
+                f"a mini-batch is a part of the batch: set {name} to at most {prompts}"
+            )
 
 
 def _micro_batches(config: PPOConfig) -> Problems:
     """Exactly the size that use_dynamic_bsz asks for, and a token budget that holds the longest sample."""
     actor, longest = config.actor, config.data.max_prompt_length + config.data.max_response_length
+    critic = config.critic
     roles = (
         ("actor.", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", actor),
+        ("critic.", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", critic),
+        ("critic.", "use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu", critic),
         ("ref.log_prob_", "use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu", config.ref),
         ("rollout.log_prob_", "use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu", config.rollout),
     )
@@ -231,7 +263,9 @@ def _micro_batches(config: PPOConfig) -> Problems:
                 f"{start}{size_key}={size} has no effect with {start}{dynamic_key}=true, where {start}{budget_key} "
                 f"rules: leave the size out, or set {start}{dynamic_key}=false"
             )
-        if not is_dynamic and size is None and actor.ppo_micro_batch_size_per_gpu is None:
+        # what `size` falls back to; for a critic's forward that is the size of its update
+        inherited = actor.ppo_micro_batch_size_per_gpu or (start == "critic." and critic.ppo_micro_batch_size_per_gpu)
+        if not is_dynamic and size is None and not inherited:
             yield (
                 f"{start}{dynamic_key}=false needs {start}{size_key}, which is null: give a number of sequences, "
                 f"or set {start}{dynamic_key}=true"
@@ -360,7 +394,7 @@ def _slots(config: PPOConfig, slots: int | None, available: int | None) -> Probl
             f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide trainer.n_gpus_per_node={here}: "
             f"an engine takes whole devices of one machine; use one of {_divisors(here)}"
         )
-    for name in ("actor.fsdp_config.fsdp_size", "ref.fsdp_config.fsdp_size"):
+    for name in ("actor.fsdp_config.fsdp_size", "ref.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size"):
         size = value_of(config, name)
         if size > 0 and slots % size != 0:
             yield f"{name}={size} does not divide the {slots} devices; use -1 or one of {_divisors(slots)}"
@@ -393,6 +427,8 @@ def _files(config: PPOConfig) -> Problems:
         yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
     else:
         yield from _model_folder("model.path", config.model.path, "config.json")
+    if config.critic.model.path is not None:
+        yield from _model_folder("critic.model.path", config.critic.model.path, "config.json")
     if config.model.tokenizer_path is not None:
         yield from _model_folder("model.tokenizer_path", config.model.tokenizer_path, "tokenizer_config.json")
     reward = config.reward.custom_reward_function.path

@@ -210,6 +210,7 @@ _CRITIC: dict[str, Rule] = {
     "critic.rollout_n": NoEffect("rollout.n is the only place"),
     "critic.data_loader_seed": NoEffect("trainer.seed is the root of every random number"),
     "critic.load_weight": NoEffect("weights are always loaded"),
+    "critic.nccl_timeout": NoEffect("verl does not read it either"),
     "critic.engine": NoEffect("FSDP2 is always used"),
     "critic.megatron": _MEGATRON,
     "critic.veomni": _MEGATRON,
@@ -293,8 +294,6 @@ _ROLLOUT: dict[str, Rule] = {
 }
 
 _ALGORITHM: dict[str, Rule] = {
-    "algorithm.use_pf_ppo": Only((False,), "", "it is not here"),
-    "algorithm.pf_ppo": NoEffect("algorithm.use_pf_ppo is false"),
     "algorithm.filter_groups.enable": Only((False,), "no groups are filtered", "dynamic sampling is not here yet"),
     "algorithm.filter_groups": NoEffect("algorithm.filter_groups.enable is false"),
     "algorithm.rollout_correction.rollout_is": Only((), "", "importance weights against the rollout are not here yet"),
@@ -369,7 +368,17 @@ _TRAINER: dict[str, Rule] = {
     "ray_kwargs.ray_init.runtime_env": NoEffect("workers use the driver's interpreter, folder and environment"),
 }
 
-RULES: dict[str, Rule] = {**_DATA, **_MODEL, **_ACTOR, **_CRITIC, **_REF, **_ROLLOUT, **_ALGORITHM, **_REWARD, **_TRAINER}
+RULES: dict[str, Rule] = {
+    **_DATA,
+    **_MODEL,
+    **_ACTOR,
+    **_CRITIC,
+    **_REF,
+    **_ROLLOUT,
+    **_ALGORITHM,
+    **_REWARD,
+    **_TRAINER,
+}
 
 VALUES: dict[str, dict[Any, Any]] = {
     "rollout.dtype": _DTYPES,

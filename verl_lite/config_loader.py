@@ -47,6 +47,7 @@ _PATHS = frozenset(
         "data.val_files",
         "model.path",
         "model.tokenizer_path",
+        "critic.model.path",
         "reward.custom_reward_function.path",
         "trainer.default_local_dir",
         "trainer.resume_from_path",
@@ -60,6 +61,8 @@ _MICRO_BATCH = {
     "actor.ppo_micro_batch_size_per_gpu": "actor.use_dynamic_bsz",
     "ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_use_dynamic_bsz",
     "rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_use_dynamic_bsz",
+    "critic.ppo_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
+    "critic.forward_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
 }
 
 
@@ -183,8 +186,6 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
     if verdict.refusal is not None:
         state.problems.append(f"{verdict.refusal} ({assignment.source})")
     if verdict.target is None:
-        if path[0] == "critic" and value is not None and assignment.source == COMMAND_LINE:
-            state.provenance["critic"] = assignment.shown()
         return []
     source = f"{assignment.source}, as {name}"
     raw = assignment.raw if verdict.value == value else None
@@ -313,12 +314,13 @@ def _imply_fixed_micro_batches(state: _State) -> None:
 
 
 def _refuse_silent_critic(state: _State) -> None:
-    """verl's default estimator has a critic and this project's has none: `critic.*` alone must not mean GRPO."""
-    critic = state.provenance.pop("critic", None)
-    if critic and state.provenance["algorithm.adv_estimator"] == "default":
+    """verl's default estimator has a critic (gae), this project's has none (grpo): `critic.*` alone must not mean
+    GRPO, not even where it asks for a default value, which `config_checks` cannot see."""
+    given = [name for name, source in state.provenance.items() if name.startswith("critic.") and _rank(source) > 1]
+    if given and state.provenance["algorithm.adv_estimator"] == "default":
         state.problems.append(
-            f"{critic}: there is no critic here yet, and without algorithm.adv_estimator verl would train one (gae); "
-            "say algorithm.adv_estimator=grpo if that is meant"
+            f"{', '.join(given)}: a critic is trained where algorithm.adv_estimator needs values, and the default here "
+            "is grpo (verl's is gae), which has none: say algorithm.adv_estimator=gae, or leave all critic.* out"
         )
 
 

@@ -166,7 +166,11 @@ def test_every_key_that_is_not_taken_as_it_is_has_its_sentence(gsm8k: LoadedConf
         ("trainer.v1.trainer_mode=separate_async", "asynchronous"),
         ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
         ("model_engine=megatron", "FSDP2"),
-        ("critic.optim.lr=1e-5", "algorithm.adv_estimator"),
+        ("critic.optim.lr=1e-5", "say algorithm.adv_estimator=gae"),  # a default here, and yet it means a critic
+        ("critic.strategy=megatron", "FSDP2"),
+        ("critic.model.lora_rank=8", "LoRA"),
+        ("critic.ulysses_sequence_parallel_size=2", "sequence parallelism"),
+        ("critic.model.fsdp_config.model_dtype=bf16", "mixed_precision.param_dtype"),
         ("reward_model.model.path", "not key=value"),
     ],
 )
@@ -178,9 +182,57 @@ def test_what_would_change_the_run_is_refused(argument: str, fragment: str) -> N
     assert fragment in problem
 
 
-def test_critic_options_have_no_effect_where_the_estimator_has_no_critic() -> None:
-    loaded = load_config(["model.path=m", "critic.optim.lr=1e-5", "algorithm.adv_estimator=grpo"])
-    assert any(note.startswith("critic.optim.lr=1e-05 has no effect") for note in loaded.notes)
+# The critic's part of a PPO run in the manner of verl's examples.
+CRITIC = shlex.split(
+    """
+    algorithm.adv_estimator=gae
+    critic.enable=True
+    critic.strategy=fsdp2
+    critic.optim.lr=1e-5
+    critic.optim.lr_warmup_steps_ratio=0.05
+    critic.optim.warmup_style=cosine
+    critic.grad_clip=0.5
+    critic.model.path=~/models/critic
+    critic.model.tokenizer_path=m
+    critic.model.use_remove_padding=True
+    critic.model.enable_gradient_checkpointing=False
+    critic.model.fsdp_config.param_offload=True
+    critic.model.fsdp_config.forward_prefetch=True
+    critic.fsdp.optimizer_offload=True
+    critic.fsdp.dtype=bfloat16
+    critic.ppo_micro_batch_size=64
+    critic.ppo_micro_batch_size_per_gpu=32
+    critic.ulysses_sequence_parallel_size=1
+    critic.rollout_n=5
+    critic.ppo_infer_max_token_len_per_gpu=32768
+    critic.checkpoint.save_contents=['model']
+    """
+)
+
+
+def test_a_pasted_critic_loads() -> None:
+    loaded = load_config(["model.path=m", *CRITIC])
+    critic = loaded.config.critic
+    assert critic.model.path is not None and critic.model.path.endswith("/models/critic")
+    assert not critic.model.path.startswith("~") and not critic.model.enable_gradient_checkpointing
+    assert (critic.optim.clip_grad, critic.optim.lr_scheduler_type) == (0.5, "cosine")
+    assert (critic.optim.lr, critic.optim.lr_warmup_steps_ratio) == (1e-5, 0.05)
+    assert critic.fsdp_config.param_offload and critic.fsdp_config.optimizer_offload
+    assert critic.fsdp_config.mixed_precision.param_dtype == "bf16"
+    assert (critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu) == (False, 32)
+    assert critic.forward_max_token_len_per_gpu == 32768
+    given = {argument.partition("=")[0] for argument in CRITIC}
+    renamed_or_dropped = given - set(KEYS)
+    assert all(any(note.startswith(name) for note in loaded.notes) for name in renamed_or_dropped)
+
+
+def test_a_critic_needs_its_estimator_to_be_named() -> None:
+    """Where one is named, `config_checks` says what has no effect."""
+    named = load_config(["model.path=m", "critic.optim.lr=1e-5", "algorithm.adv_estimator=grpo"])
+    assert named.config.algorithm.adv_estimator == "grpo"
+    by_recipe = load_config(["recipe=x", "critic.ppo_epochs=2"], recipe_loader=lambda _: {
+        "algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-5})  # fmt: skip
+    assert by_recipe.config.critic.ppo_epochs == 2
 
 
 def test_the_name_here_wins_over_the_name_in_verl_within_one_source(tmp_path: object) -> None:
@@ -230,7 +282,7 @@ def test_no_rule_hides_a_key_that_exists() -> None:
 def test_every_rule_leads_to_a_key_or_says_why() -> None:
     for name, rule in RULES.items():
         if isinstance(rule, Renamed):
-            assert rule.to in KEYS, name
+            assert rule.to in KEYS or rule.to in schema_of(PPOConfig).sections, name
         elif isinstance(rule, Only):
             assert rule.otherwise, name
             verdict = judge(name, "SOMETHING ELSE")
@@ -315,7 +367,30 @@ data: {tokenizer: null, use_shm: false, train_files: a.parquet, val_files: b.par
   video_key: videos, audio_key: audios, trust_remote_code: false, custom_cls: {path: null, name: null},
   return_multi_modal_inputs: true, sampler: {class_path: null, class_name: null}, datagen: {path: null, name: null},
   apply_chat_template_kwargs: {}, mm_processor_kwargs: {}, gen_batch_size: null}
-critic: {_target_: x, enable: null, optim: {lr: 1.0e-05}, model: {path: m}, cliprange_value: 0.5}
+critic: {_target_: x, enable: null, strategy: fsdp, rollout_n: 1,
+  optim: {_target_: x, optimizer: AdamW, optimizer_impl: torch.optim, lr: 1.0e-05, lr_warmup_steps: -1,
+    lr_warmup_steps_ratio: 0.0, total_training_steps: -1, weight_decay: 0.01, betas: [0.9, 0.999], clip_grad: 1.0,
+    min_lr_ratio: 0.0, num_cycles: 0.5, lr_scheduler_type: constant, warmup_style: null,
+    override_optimizer_config: null},
+  model: {_target_: x, path: ~/models/deepseek-llm-7b-chat, tokenizer_path: "${actor_rollout_ref.model.path}",
+    override_config: {}, external_lib: "${actor_rollout_ref.model.external_lib}", trust_remote_code: false,
+    use_shm: false, enable_gradient_checkpointing: true, enable_activation_offload: false, use_remove_padding: false,
+    lora_rank: 0, lora_alpha: 16, target_modules: all-linear, tiled_mlp: {enabled: false},
+    fsdp_config: {_target_: x, param_offload: false, optimizer_offload: false, offload_policy: false,
+      reshard_after_forward: true, wrap_policy: {min_num_params: 0}, fsdp_size: -1, forward_prefetch: false,
+      model_dtype: fp32, use_orig_params: false, seed: 42, full_determinism: false, dtype: bfloat16,
+      use_torch_compile: true, forward_only: false, strategy: fsdp}},
+  fsdp: {fsdp_size: -1, param_offload: false, forward_prefetch: false, dtype: bfloat16},
+  ppo_mini_batch_size: "${actor_rollout_ref.actor.ppo_mini_batch_size}", ppo_micro_batch_size: null,
+  ppo_micro_batch_size_per_gpu: "${oc.select:.ppo_micro_batch_size,null}",
+  use_dynamic_bsz: "${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}", ppo_max_token_len_per_gpu: 32768,
+  forward_max_token_len_per_gpu: "${.ppo_max_token_len_per_gpu}", forward_micro_batch_size: null,
+  forward_micro_batch_size_per_gpu: "${.ppo_micro_batch_size_per_gpu}", ulysses_sequence_parallel_size: 1,
+  ppo_infer_max_token_len_per_gpu: 32768, ppo_infer_micro_batch_size_per_gpu: null, grad_clip: 1.0,
+  ppo_epochs: "${actor_rollout_ref.actor.ppo_epochs}", shuffle: "${actor_rollout_ref.actor.shuffle}",
+  data_loader_seed: 42, cliprange_value: 0.5, loss_agg_mode: "${actor_rollout_ref.actor.loss_agg_mode}",
+  checkpoint: {save_contents: [model, optimizer, extra], load_contents: [model], async_save: false},
+  profiler: {enable: false}, nccl_timeout: 600}
 reward_model: {enable: false, reward_manager: naive, num_workers: null, model: {path: x}, strategy: fsdp,
   launch_reward_fn_async: false, sandbox_fusion: {url: null, max_concurrent: 64}}
 custom_reward_function: {path: null, name: compute_score}
@@ -358,4 +433,6 @@ def test_verls_whole_default_configuration_is_understood(tmp_path: object) -> No
     assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
     assert config.rollout.update_weights_bucket_megabytes == 2048
     assert config.actor.fsdp_config.mixed_precision.param_dtype == "bf16"
+    assert config.critic.ppo_mini_batch_size == 256 and config.critic.loss_agg_mode == "token-mean"
+    assert config.critic.forward_max_token_len_per_gpu == 32768
     assert not any("_target_" in note for note in loaded.notes)
