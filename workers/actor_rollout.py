@@ -33,7 +33,8 @@ class ActorRolloutWorker(Worker):
     """Generates with the policy and trains it.
 
     config: the whole configuration. total_training_steps: for the learning-rate schedule.
-    rewards: handle of the reward pool; finished samples are sent to it while others still generate.
+    rewards: handle of the reward pool; finished samples are sent to it while others still generate. None = no reward
+        function is called.
     """
 
     def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
@@ -92,7 +93,7 @@ class ActorRolloutWorker(Worker):
         meta_info: sampling (`SamplingParams`), step, seed and `purpose`, which keys the rewards of this call.
         """
         self.phases.enter(Phase.ROLLOUT, self.rollout)
-        if not self.rollout.has_weights:  # a save or a critic's warm-up took the device since the last update
+        if not self.rollout.has_weights:  # another model took the device since the last update, as a critic's warm-up
             self.update_weights(self.version)
         meta, started = prompts.meta_info, time.perf_counter()
         sampling: SamplingParams = meta["sampling"]
@@ -108,7 +109,7 @@ class ActorRolloutWorker(Worker):
             step=meta["step"],
             response_length=self.config.data.max_response_length,
             pad_token_id=self.tokenizer.pad_token_id,
-            on_finished=send_rewards if self.is_collecting("rollout") else lambda finished: None,
+            on_finished=send_rewards if self.rewards and self.is_collecting("rollout") else lambda finished: None,
         )
         seconds = time.perf_counter() - started
         tokens = int(result.batch["response_mask"].sum())
@@ -169,7 +170,7 @@ class ActorRolloutWorker(Worker):
         outputs = output_tensor
         if isinstance(outputs, torch.Tensor):
             outputs = outputs_of_logits(data, outputs, self._calculates_entropy)
-        loss, metrics = actor_loss(data, outputs, self.config.actor)
+        loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)
         return loss, _of_actor(metrics)
 
     @property

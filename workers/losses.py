@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from verl_lite.config import ActorConfig, CriticConfig
+from verl_lite.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_lite.core_algos import (
     agg_loss,
     compute_value_loss,
@@ -26,23 +26,31 @@ from verl_lite.core_algos import (
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import accepts
-from verl_lite.rollout_diff import rollout_probs_diff
+from verl_lite.rollout_correction import correct_rollout
+from verl_lite.rollout_diff import mismatch_metrics, rollout_probs_diff
 from workers.loss_metrics import as_metrics, loss_metrics, policy_movement
 
+REINFORCE = "gpg"
+"""The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
 LOSS_COLUMNS = ("selected", "scores")
 """Columns that the driver sends where the policy loss names them: see `trainer.needs`."""
 
 
 def actor_loss(
-    data: DataProto, outputs: dict[str, torch.Tensor], config: ActorConfig
+    data: DataProto,
+    outputs: dict[str, torch.Tensor],
+    config: ActorConfig,
+    correction: RolloutCorrectionConfig | None = None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Loss of one micro-batch, to be summed over micro-batches and ranks.
 
-    data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, selected (b, R) and scores (b,) where the step
-        needs them. Without old_log_probs the update is strictly on-policy and the ratio is 1 by construction.
+    data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, rollout_is_weights, selected (b, R) and scores
+        (b,) where the step needs them. Without old_log_probs the update is strictly on-policy and the ratio is 1 by
+        construction.
     outputs: log_probs (b, R) with gradient; entropys (b, R) where asked for.
     data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any); without
         them data is taken for the whole mini-batch.
+    correction: with its bypass_mode old_log_probs are the rollout's, and the policy loss is corrected here.
     Metrics: see `workers.loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss where there are any.
     """
     batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
@@ -53,7 +61,7 @@ def actor_loss(
     def aggregate(values: torch.Tensor) -> torch.Tensor:
         return agg_loss(values, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor, **counts)
 
-    loss, metrics = _policy_loss(data, log_probs, old_log_probs, config, counts)
+    loss, metrics = _policy_loss(data, log_probs, old_log_probs, config, counts, correction)
     parts, token_values = {"pg_loss": loss}, {}
     if "entropys" in outputs:
         token_values["entropy"] = outputs["entropys"]
@@ -69,6 +77,7 @@ def actor_loss(
     metrics |= loss_metrics(parts, token_values, ratio, mask, config, tokens)
     if "rollout_log_probs" in batch.keys():
         metrics |= rollout_probs_diff(log_probs.detach(), batch["rollout_log_probs"], mask)
+        metrics |= mismatch_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)
     return loss, metrics
 
 
@@ -78,13 +87,21 @@ def _policy_loss(
     old_log_probs: torch.Tensor,
     config: ActorConfig,
     counts: dict[str, int | None],
+    correction: RolloutCorrectionConfig | None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The registered loss, with the columns that it names and the global denominators.
 
     A function with verl's signature, which does not name the denominators, finds them where verl has them: in
     config.global_batch_info, to be handed to `agg_loss`.
     """
-    loss_fn, batch = get_policy_loss_fn(config.policy_loss.loss_mode), data.batch
+    batch, loss_mode = data.batch, config.policy_loss.loss_mode
+    mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
+    found: dict[str, Metric] = {}
+    if correction is not None and correction.bypass_mode:
+        counts = _counted(mask, counts)
+        weights, mask, found = _corrected_by_now(log_probs.detach(), old_log_probs, mask, correction)
+        loss_mode = REINFORCE if correction.loss_type == "reinforce" else loss_mode
+    loss_fn = get_policy_loss_fn(loss_mode)
     given: dict[str, Any] = {name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()}
     options: Any = config
     if accepts(loss_fn, "batch_num_tokens"):
@@ -96,13 +113,37 @@ def _policy_loss(
         old_log_probs,
         log_probs,
         batch["advantages"],
-        batch["response_mask"],
+        mask,
         config.loss_agg_mode,
         options,
-        None,
+        weights,
         **given,
     )
-    return loss, as_metrics(metrics, batch["response_mask"])
+    return loss, as_metrics(metrics, mask) | found
+
+
+def _corrected_by_now(
+    log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    options: RolloutCorrectionConfig,
+) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, Metric]]:
+    """Weights, the mask without what is rejected, and metrics, by the policy of now against the rollout's.
+
+    The denominators of the loss stay those of the mini-batch before rejection, since no rank knows what the others
+    reject: a rejected answer (with token-mean: a rejected token) counts as one without loss, and the gradient does not
+    depend on the cut. Metrics that need the whole batch (standard deviations, the effective sample size) are left out.
+    """
+    weights, kept, metrics = correct_rollout(log_probs, rollout_log_probs, response_mask, options)
+    metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
+    return weights, kept, metrics | rollout_probs_diff(log_probs, rollout_log_probs, response_mask)
+
+
+def _counted(mask: torch.Tensor, counts: dict[str, int | None]) -> dict[str, int | None]:
+    """The denominators that are given, else those of the mask."""
+    lengths = (mask != 0).sum(dim=-1)
+    whole = {"batch_num_tokens": int(lengths.sum()), "global_batch_size": int((lengths > 0).sum())}
+    return {name: whole[name] if count is None else count for name, count in counts.items()}
 
 
 def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: bool) -> dict[str, torch.Tensor]:
