@@ -103,8 +103,9 @@ def differing_keys(saved: Mapping[str, Any], config: PPOConfig, allowed: Collect
     return [f"{name}: {old} in the checkpoint, {new} now" for name, old, new in values if old != new]
 
 
-def refuse_another_run(config: PPOConfig, run_dir: Path) -> None:
-    """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration.
+def refuse_another_run(config: PPOConfig, run_dir: Path, total_steps: int) -> None:
+    """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration, or one
+    after which no step is left to do.
 
     Asked before anything heavy starts; the data's fingerprint is compared when the loader is restored.
     """
@@ -112,10 +113,18 @@ def refuse_another_run(config: PPOConfig, run_dir: Path) -> None:
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     if folder is None:
         return
-    differing = differing_keys(read_state(folder)["config"], config, trainer.resume_allow)
+    state = read_state(folder)
+    differing = differing_keys(state["config"], config, trainer.resume_allow)
     if differing:
         raise UserError(
             f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nGive the old values; or "
             "start a new run with trainer.resume_mode=disable; or, if the change is meant, name the keys: "
             f"trainer.resume_allow=[{','.join(line.split(':')[0] for line in differing)}]"
+        )
+    done = state["steps"]["global_step"]
+    if done >= total_steps and not trainer.val_only:
+        raise UserError(
+            f"{folder} is at step {done} of {total_steps}: nothing is left to do. For more steps raise "
+            "trainer.total_training_steps (or trainer.total_epochs); to look at it, trainer.val_only=true or "
+            "`python -m trainer.main_eval`"
         )

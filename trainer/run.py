@@ -24,6 +24,7 @@ from verl_lite.config import PPOConfig
 from verl_lite.config_loader import help_config, load_config, print_config, save_config, validate
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
+from verl_lite.random_state import seed_random_state
 
 MOST_DEFAULT_CPU_SLOTS = 2
 
@@ -55,9 +56,10 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         if part is not None:
             console.print(part.report)
     run_dir = make_run_dir(config)
-    refuse_another_run(config, run_dir)
     save_config(loaded, run_dir / "config.yaml")
     total_steps = count_steps(config, len(data.train))
+    refuse_another_run(config, run_dir, total_steps)
+    seed_random_state(config.trainer.seed)
     console.print(launch_table(config, slots, total_steps))
     console.start(total_steps)
     with (

@@ -13,6 +13,13 @@ import numpy as np
 import torch
 
 
+def seed_random_state(seed: int) -> None:
+    """Starts all generators from one seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def get_random_state() -> dict[str, Any]:
     """The states of now; torch's of the CPU and, where CUDA is in use, of all devices of this process."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl_lite.random_state import get_random_state, set_random_state
+from verl_lite.random_state import get_random_state, seed_random_state, set_random_state
 
 
 def draw() -> list[float]:
@@ -22,3 +22,12 @@ def test_the_sequences_continue(tmp_path: Path) -> None:
     draw()
     set_random_state(torch.load(tmp_path / "state.pt", weights_only=False))
     assert [draw() for _ in range(3)] == expected
+
+
+def test_one_seed_starts_all() -> None:
+    seed_random_state(5)
+    first = draw()
+    seed_random_state(5)
+    assert draw() == first
+    seed_random_state(6)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))

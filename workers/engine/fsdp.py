@@ -23,6 +23,7 @@ from verl_lite.config import FSDPConfig, NetworkConfig, OptimConfig
 from verl_lite.device import compute_dtype, dist_backend, empty_cache, keep_freed_memory
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from verl_lite.random_state import seed_random_state
 from workers.engine import checkpoint
 from workers.engine.optimizer import ShardedAdamW, lr_factor
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
@@ -61,7 +62,7 @@ class FSDPEngine:
         keep_freed_memory(device)
         ensure_process_group(device)
         self.mesh = shard_mesh(device, fsdp_config.fsdp_size)
-        torch.manual_seed(seed)
+        seed_random_state(seed)
         self.policy = self._build_policy(build_policy, forward_only)
         self.parameters = self._sharded_parameters()
         self.optimizer = None
