@@ -6,15 +6,19 @@ micro-batches there are, and the global denominators of the loss. Ranks obey; no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer.needs import is_on_policy, needs_old_log_prob
+from trainer.loss_columns import loss_columns
+from trainer.needs import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
+from trainer.reward_inputs import RewardInputs
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric, combine, join
 from verl_lite.protocol import DataProto
+from verl_lite.rewards import RewardResult
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
 
@@ -123,7 +127,8 @@ class ActorRole(TrainedRole):
         return answers
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys of the batch under the weights of now."""
+        """old_log_probs and entropys of the batch under the weights of now, and sum_pi_squared for estimators that
+        read it."""
         rollout = self.config.rollout
         cut = MicroBatching.of(
             self.config,
@@ -131,8 +136,14 @@ class ActorRole(TrainedRole):
             rollout.log_prob_max_token_len_per_gpu,
             rollout.log_prob_micro_batch_size_per_gpu,
         )
-        call = self.group.compute_log_prob
-        return self.infer(call, batch, cut, temperature=rollout.temperature, calculate_entropy=True)
+        return self.infer(
+            self.group.compute_log_prob,
+            batch,
+            cut,
+            temperature=rollout.temperature,
+            calculate_entropy=True,
+            calculate_sum_pi_squared=needs_sum_pi_squared(self.config),
+        )
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
@@ -146,12 +157,15 @@ class ActorRole(TrainedRole):
         )
         columns = [*TRAIN_COLUMNS, "advantages"]
         # strictly on-policy there are no old log-probs: the update itself is where trainer and rollout can be compared
-        if not is_on_policy(config):
+        if not is_on_policy(config) or config.algorithm.rollout_correction.bypass_mode:
             columns.append("old_log_probs")
         elif config.rollout.calculate_log_probs:
             columns.append("rollout_log_probs")
+        chosen = loss_columns(batch, config, step)
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
-        data = self.arrange(batch, plan, columns, temperature=config.rollout.temperature)
+        columns += ["rollout_is_weights"] if needs_rollout_is_weights(config) else []
+        data = batch | DataProto.from_dict(chosen)
+        data = self.arrange(data, plan, [*columns, *chosen], temperature=config.rollout.temperature)
         metrics = combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
         lengths = batch.batch["attention_mask"].sum(1).numpy()
         return metrics | {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
@@ -224,3 +238,35 @@ class ReferenceRole(ModelRole):
             ref.log_prob_micro_batch_size_per_gpu,
         )
         return self.infer(self.group.compute_ref_log_prob, batch, cut, temperature=self.config.rollout.temperature)
+
+
+class RewardModelRole(ModelRole):
+    """The reward model, as the driver sees it.
+
+    inputs: what it reads of a batch. weight: what its score counts times, beside that of the reward function.
+    """
+
+    def __init__(self, group: WorkerGroup, config: PPOConfig, inputs: RewardInputs) -> None:
+        super().__init__(group, config)
+        self.inputs = inputs
+        self.weight = config.reward_model.weight
+
+    def score(self, batch: DataProto) -> list[RewardResult]:
+        """A score for each row, 0 for an empty answer; failed where the model cannot read the row, or gives no finite
+        number."""
+        options = self.config.reward_model
+        cut = MicroBatching.of(
+            self.config,
+            options.use_dynamic_bsz,
+            options.forward_max_token_len_per_gpu,
+            options.micro_batch_size_per_gpu,
+        )
+        rows, errors = self.inputs(batch)
+        scores = self.infer(self.group.compute_rm_score, rows, cut).batch["rm_scores"].tolist()
+        return [_reward_result(score, error) for score, error in zip(scores, errors, strict=True)]
+
+
+def _reward_result(score: float, error: str | None) -> RewardResult:
+    if error is None and not math.isfinite(score):
+        error = f"The reward model gave {score}; expected a finite number."
+    return RewardResult(score) if error is None else RewardResult.failure(error)

@@ -16,7 +16,7 @@ from verl_lite.masked import masked_mean
 from verl_lite.policy_losses import TokenLosses, clip_range, masked_log_ratio, policy_loss
 
 
-@policy_loss(chooses=True)
+@policy_loss()
 def compute_policy_loss_clip_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -40,7 +40,7 @@ def compute_policy_loss_clip_cov(
     return torch.where(selected, 0, losses), {"pg_clipfrac": selected, "ppo_kl": -log_ratio}
 
 
-@policy_loss(chooses=True)
+@policy_loss()
 def compute_policy_loss_kl_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -104,10 +104,11 @@ def select_kl_cov(
     config: Any,
     *,
     log_prob: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Tokens (B, T) bool that kl_cov penalises, to be chosen over the whole batch.
 
-    The max(kl_cov_ratio times the valid tokens, 1) of largest covariance, see `select_clip_cov`.
+    The max(kl_cov_ratio times the valid tokens, 1) of largest covariance, see `select_clip_cov`. Nothing is drawn.
     """
     is_valid = response_mask != 0
     new = old_log_prob if log_prob is None else log_prob

@@ -11,6 +11,7 @@ compare a token with all others in `covariance_losses`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from verl_lite.masked import (
     masked_sum,
 )
 from verl_lite.metrics import Metric
+from verl_lite.registry import takes
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
 RATIO_TYPES = ("token", "segment")
@@ -34,6 +36,8 @@ SEQUENCE_MEANS = frozenset({"gspo", "sapo", "geo_mean"})
 
 RATIO_LOSSES = frozenset({"vanilla", "cispo", "tis", "topr"})
 """Losses that read ratio_type."""
+
+FORMULA_ARGUMENTS = 5  # old_log_prob, log_prob, advantages, response_mask, config
 
 TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Losses (B, T), and by name what to average over valid tokens as metrics (B, T)."""
@@ -45,6 +49,8 @@ class PolicyLossFn(Protocol):
     old_log_prob, log_prob, advantages, response_mask: (B, T). loss_agg_mode, batch_num_tokens, global_batch_size (of
     the whole mini-batch): see `agg_loss`. config: any object with the named options as attributes, such as ActorConfig.
     rollout_is_weights: (B, T), if given they multiply the token losses. Returns (scalar loss, metrics).
+    A loss that names more arguments gets more of the batch: `selected` (B, T) bool, tokens chosen over the whole batch
+    (`covariance_losses`), and `scores` (B,), how good each answer is.
     """
 
     def __call__(
@@ -63,14 +69,14 @@ class PolicyLossFn(Protocol):
 
 
 def policy_loss(
-    *, always: str | None = None, row_weights: bool = False, chooses: bool = False
+    *, always: str | None = None, row_weights: bool = False
 ) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
     """Decorator: makes a formula f(old_log_prob, log_prob, advantages, response_mask, config) a `PolicyLossFn`.
 
     always: the aggregation mode of losses that are defined with one; the argument loss_agg_mode is then not read.
-    row_weights: a row is weighed by the geometric mean of its rollout_is_weights. chooses: the loss takes `selected`
-    (B, T) by keyword; without it the mini-batch must be given whole (ValueError), so that the choice is everyone's.
-    Other keywords go to the formula. Raises ValueError naming an argument whose shape does not match.
+    row_weights: a row is weighed by the geometric mean of its rollout_is_weights. What else the formula names, the loss
+    takes by keyword. Without `selected` (B, T), where it is named, the mini-batch must be given whole (ValueError), so
+    that the choice is everyone's. Raises ValueError naming an argument whose shape does not match.
     """
 
     def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
@@ -92,7 +98,7 @@ def policy_loss(
             checked = given | {name: tensor for name, tensor in optional.items() if tensor is not None}
             check_shapes(formula.__name__, response_mask=response_mask, **checked)
             is_valid = response_mask != 0
-            if chooses and extras.get("selected") is None:
+            if takes(formula, "selected") and extras.get("selected") is None:
                 _require_whole(formula.__name__, is_valid, batch_num_tokens)
             masked = (torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values())
             losses, averages = formula(*masked, response_mask, config, **extras)
@@ -113,6 +119,10 @@ def policy_loss(
 
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(loss_function, attribute, getattr(formula, attribute))
+        own = [*inspect.signature(formula).parameters.values()][FORMULA_ARGUMENTS:]
+        signature = inspect.signature(loss_function)
+        named = [*signature.parameters.values()][:-1] + [each.replace(kind=each.KEYWORD_ONLY) for each in own]
+        loss_function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
         return loss_function
 
     return decorate

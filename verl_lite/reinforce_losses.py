@@ -35,11 +35,16 @@ def compute_policy_loss_cispo(
 ) -> TokenLosses:
     """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log_prob: clipped tokens keep a gradient (arXiv:2506.13585).
 
-    config: the clip ranges, ratio_type. ROLL's cispo_epsilon_low and _high are the clip ranges here; its unified mask
-    is not offered.
+    config: the clip ranges, ratio_type; ROLL's cispo_epsilon_low and _high are the clip ranges here.
+    config.policy_loss.cispo_unified_mask: no loss where PPO's clip would drop it, r above the range with A > 0 or below
+    it with A < 0.
     """
     low, high = clip_range(config)
-    return _truncated(old_log_prob, log_prob, advantages, response_mask, config, 1 - low, 1 + high)
+    losses, averages = _truncated(old_log_prob, log_prob, advantages, response_mask, config, 1 - low, 1 + high)
+    if getattr(config.policy_loss, "cispo_unified_mask", False):  # verl's config has no such option
+        ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).exp()
+        losses = torch.where(torch.where(advantages > 0, ratio <= 1 + high, ratio >= 1 - low), losses, 0)
+    return losses, averages
 
 
 @policy_loss()

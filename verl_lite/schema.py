@@ -33,6 +33,7 @@ _ACTOR = "workers/actor_rollout.py"
 _ADVANTAGE = "trainer/advantage.py"
 _BASELINE = "trainer/baselines.py"
 _EPISODES = "workers/rollout/episodes.py"  # which is not here yet
+_LOSS = "trainer/loss_columns.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
 
 COLUMNS: tuple[Column, ...] = (
@@ -72,6 +73,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("raw_advantages", ("B", "R"), "float32", "advantages as the estimator gives them", _ADVANTAGE),
     Column("advantages", ("B", "R"), "float32", "how much better than expected each action was", _ADVANTAGE),
     Column("returns", ("B", "R"), "float32", "what the critic learns to predict", _ADVANTAGE),
+    Column("selected", ("B", "R"), "bool", "tokens that the policy loss treats differently", _LOSS),
+    Column("scores", ("B",), "float32", "how good the answer is, for losses that read it", _LOSS),
     Column("rollout_is_weights", ("B", "R"), "float32", "weight of a token for having been sampled elsewhere", _DRIVER),
     Column("is_padding", ("B",), "bool", "rows that only make the batch divide; absent = none", _PLANNER),
     Column("mini_batch", ("B", "E"), "int64", "the optimizer step of each row in each epoch", _PLANNER),

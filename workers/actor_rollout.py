@@ -143,7 +143,8 @@ class ActorRolloutWorker(Worker):
         self.phases.enter(Phase.TRAIN, self.engine)
         asked = ("temperature", "calculate_entropy", "calculate_sum_pi_squared")
         outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in asked})
-        return DataProto.from_dict(tensors={"old_log_probs": outputs.pop("log_probs"), **outputs})
+        columns = {"log_probs": "old_log_probs", "entropys": "entropys", "sum_pi_squared": "sum_pi_squared"}
+        return DataProto.from_dict(tensors={columns[name]: value for name, value in outputs.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:

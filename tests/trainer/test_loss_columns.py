@@ -1,0 +1,115 @@
+"""What the driver adds to the batch for losses that compare a token with all others, or read scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.loss_columns import loss_columns
+from trainer.needs import needs_old_log_prob
+from trainer.roles import ActorRole
+from verl_lite.config import PPOConfig
+from verl_lite.protocol import DataProto
+
+ROWS, PROMPT, RESPONSE = 8, 2, 5
+
+
+def config_of(loss_mode: str, **options: Any) -> PPOConfig:
+    config = PPOConfig()
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 4, 4, 2
+    config.actor.policy_loss.loss_mode = loss_mode
+    for name, value in options.items():
+        setattr(config.actor.policy_loss, name, value)
+    return config
+
+
+def batch() -> DataProto:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, RESPONSE + 1, (ROWS,), generator=generator)
+    mask = (torch.arange(RESPONSE) < lengths[:, None]).long()
+    mask[3] = 0
+    attention = torch.cat([torch.ones(ROWS, PROMPT, dtype=torch.long), mask], dim=1)
+    return DataProto.from_dict(
+        {
+            "responses": torch.arange(ROWS)[:, None].expand(ROWS, RESPONSE).contiguous(),
+            "response_mask": mask,
+            "input_ids": attention,
+            "attention_mask": attention,
+            "position_ids": attention,
+            "old_log_probs": -torch.rand(ROWS, RESPONSE, generator=generator) - 0.1,
+            "rollout_log_probs": torch.zeros(ROWS, RESPONSE),
+            "advantages": torch.randn(ROWS, RESPONSE, generator=generator),
+            "token_level_scores": torch.where(torch.arange(RESPONSE) == lengths[:, None] - 1, 2.0, 0.0),
+        }
+    )
+
+
+class Group:
+    """Notes what the ranks would get."""
+
+    world_size = 2
+
+    def update_actor(self, data: DataProto) -> list[DataProto]:
+        self.data = data
+        return [DataProto(meta_info={"metrics": {}})]
+
+
+def sent(config: PPOConfig, data: DataProto, step: int = 1) -> Any:
+    """The tensors of the planned batch that an update sends."""
+    group: Any = Group()
+    ActorRole(group, config).update(data, step)
+    return group.data.batch
+
+
+def test_kl_cov_gets_the_largest_covariances_of_the_whole_batch() -> None:
+    config, data = config_of("kl_cov", kl_cov_ratio=0.25), batch()
+    config.actor.ppo_mini_batch_size = 2
+    kept = data.batch["response_mask"].nonzero().tolist()
+    log_probs, advantages = (
+        [float(data.batch[name][r, t]) for r, t in kept] for name in ("old_log_probs", "advantages")
+    )
+    covariance = (np.array(advantages) - np.mean(advantages)) * (np.array(log_probs) - np.mean(log_probs))
+    largest = np.argsort(-covariance)[: int(0.25 * len(kept))]
+    columns = sent(config, data)
+    rows = columns["responses"][:, 0].tolist()
+    found = {(rows[place], t) for place, t in columns["selected"].nonzero().tolist()}
+    assert found == {tuple(kept[i]) for i in largest}
+
+
+def test_the_draw_of_clip_cov_follows_from_seed_and_step() -> None:
+    config = config_of("clip_cov", clip_cov_ratio=0.2, clip_cov_lb=-1.0, clip_cov_ub=1.0)
+
+    def selected(step: int, seed: int = 1) -> list[list[bool]]:
+        config.trainer.seed = seed
+        torch.manual_seed(step)  # other random numbers do not matter
+        torch.rand(3)
+        return loss_columns(batch(), config, step)["selected"].tolist()
+
+    assert np.sum(selected(1)) == int(0.2 * int(batch().batch["response_mask"].sum()))
+    assert selected(1) == selected(1) and len({str(selected(step)) for step in range(5)}) > 1
+    assert selected(1) != selected(1, seed=2)
+
+
+def test_the_choice_needs_the_log_probs_of_before_the_update() -> None:
+    assert not needs_old_log_prob(config_of("vanilla"))
+    assert needs_old_log_prob(config_of("clip_cov"))
+    columns = sent(config_of("clip_cov"), batch())
+    assert "old_log_probs" not in columns.keys(), "strictly on-policy the ratio is 1 all the same"
+
+
+def test_topr_gets_scores_and_others_get_neither() -> None:
+    columns = sent(config_of("topr"), batch())
+    rows = columns["responses"][:, 0]
+    assert columns["scores"].tolist() == [0.0 if row == 3 else 2.0 for row in rows.tolist()] and rows.shape == (ROWS,)
+    assert not {"selected", "scores"} & set(sent(config_of("vanilla"), batch()).keys())
+
+
+def test_a_loss_of_ones_own_that_nobody_chooses_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(old_log_prob: Any, log_prob: Any, selected: Any) -> None: ...
+
+    monkeypatch.setattr("trainer.needs.get_policy_loss_fn", lambda name: loss)
+    with pytest.raises(Exception, match="loss_mode=mine:loss takes `selected`.*TOKEN_SELECTIONS"):
+        loss_columns(batch(), config_of("mine:loss"), 1)
