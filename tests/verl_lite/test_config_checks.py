@@ -104,6 +104,14 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
             {"actor.policy_loss.loss_mode": "vanila"},
             "actor.policy_loss.loss_mode=vanila is not known; known: .*did you mean vanilla.; or pkg.module:function",
         ),
+        (
+            {"actor.policy_loss.loss_mode": "kl_cov", "actor.ppo_mini_batch_size": 1024},
+            "actor.policy_loss.loss_mode=kl_cov has no effect with .*mini_batch_size=1024 of .*=1024 prompts",
+        ),
+        (
+            {"actor.policy_loss.cispo_unified_mask": True},
+            "actor.policy_loss.cispo_unified_mask=True has no effect with .*=vanilla: it belongs to cispo",
+        ),
         ({"actor.kl_loss_type": "k9"}, "actor.kl_loss_type=k9 is not known; known: .*low_var_kl"),
         ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty=full is not known"),
         (

@@ -5,6 +5,7 @@ Independence of how a batch is cut is in test_split_invariance.py, vanilla PPO a
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -321,6 +322,25 @@ def test_topr_by_scores() -> None:
     assert (good.item(), bad.item()) == (pytest.approx(-(1 - math.log(2))), pytest.approx(-(1 - math.log(2))))
     good, _ = call("topr", one(0.5, -1.0), scores=torch.tensor([1.0]))
     assert good.item() == pytest.approx(-(1 + math.log(2)))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "is_dropped"),
+    [(1.5, 1.0, True), (1.5, -1.0, False), (0.8, 1.0, False), (0.8, -1.0, True), (1.0, 1.0, False), (1.2, 1.0, False)],
+)
+def test_cispo_unified_mask(ratio: float, advantage: float, is_dropped: bool) -> None:
+    """The clip range is [0.9, 1.3]; dropped is what PPO's clip would drop."""
+    options = PolicyLossConfig(cispo_unified_mask=True)
+    config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, policy_loss=options)
+    loss, _ = call("cispo", one(ratio, advantage), config)
+    plain, _ = call("cispo", one(ratio, advantage))
+    assert loss.item() == (0.0 if is_dropped else plain.item()) and plain.item() != 0
+
+
+def test_a_loss_names_what_else_it_reads() -> None:
+    for name, argument in {"clip_cov": "selected", "kl_cov": "selected", "topr": "scores", "vanilla": None}.items():
+        named = set(inspect.signature(get_policy_loss_fn(name)).parameters) & {"selected", "scores"}
+        assert named == ({argument} if argument else set())
 
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov"])
