@@ -58,6 +58,9 @@ AT_LEAST: dict[str, float] = {
     "critic.optim.weight_decay": 0,
     "critic.optim.lr_warmup_steps": -1,
     "critic.fsdp_config.wrap_policy.min_num_params": 0,
+    "reward_model.forward_max_token_len_per_gpu": 1,
+    "reward_model.micro_batch_size_per_gpu": 1,
+    "reward_model.fsdp_config.wrap_policy.min_num_params": 0,
     "ref.log_prob_max_token_len_per_gpu": 1,
     "ref.log_prob_micro_batch_size_per_gpu": 1,
     "rollout.n": 1,
@@ -137,6 +140,7 @@ ALL_OR_AT_LEAST_ONE = (
     "actor.fsdp_config.fsdp_size",
     "ref.fsdp_config.fsdp_size",
     "critic.fsdp_config.fsdp_size",
+    "reward_model.fsdp_config.fsdp_size",
     "rollout.val_kwargs.top_k",
 )
 
@@ -151,8 +155,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "critic.optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
     "critic.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
+    "reward_model.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
+    "reward_model.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
     "rollout.dtype": ("auto", "fp32", "bf16"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.backend": ("ray", "inline"),
     "trainer.resume_mode": ("disable", "auto", "resume_path"),
@@ -178,6 +185,8 @@ def validate(
     """
     # imports torch, which printing the options does not need
     from verl_lite.algorithm_checks import critic, estimator, losses, shaping
+    from verl_lite.correction_checks import rollout_correction
+    from verl_lite.reward_checks import rewards
 
     trainer = config.trainer
     if slots is None and trainer.n_gpus_per_node is not None:
@@ -190,6 +199,8 @@ def validate(
         *estimator(config),
         *shaping(config),
         *critic(config),
+        *rollout_correction(config),
+        *rewards(config),
         *_sampling(config),
         *_engine(config, rollout_engines),
         *_run(config, trackers),
@@ -246,11 +257,12 @@ def _batch_sizes(config: PPOConfig) -> Problems:
 def _micro_batches(config: PPOConfig) -> Problems:
     """Exactly the size that use_dynamic_bsz asks for, and a token budget that holds the longest sample."""
     actor, longest = config.actor, config.data.max_prompt_length + config.data.max_response_length
-    critic = config.critic
+    critic, scorer = config.critic, config.reward_model
     roles = (
         ("actor.", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", actor),
         ("critic.", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", critic),
         ("critic.", "use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu", critic),
+        ("reward_model.", "use_dynamic_bsz", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu", scorer),
         ("ref.log_prob_", "use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu", config.ref),
         ("rollout.log_prob_", "use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu", config.rollout),
     )
@@ -394,7 +406,8 @@ def _slots(config: PPOConfig, slots: int | None, available: int | None) -> Probl
             f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide trainer.n_gpus_per_node={here}: "
             f"an engine takes whole devices of one machine; use one of {_divisors(here)}"
         )
-    for name in ("actor.fsdp_config.fsdp_size", "ref.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size"):
+    for role in ("actor", "ref", "critic", "reward_model"):
+        name = f"{role}.fsdp_config.fsdp_size"
         size = value_of(config, name)
         if size > 0 and slots % size != 0:
             yield f"{name}={size} does not divide the {slots} devices; use -1 or one of {_divisors(slots)}"
@@ -427,6 +440,9 @@ def _files(config: PPOConfig) -> Problems:
         yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
     else:
         yield from _model_folder("model.path", config.model.path, "config.json")
+    if config.reward_model.model.path is not None:
+        for marker in ("config.json", "tokenizer_config.json"):
+            yield from _model_folder("reward_model.model.path", config.reward_model.model.path, marker)
     if config.critic.model.path is not None:
         yield from _model_folder("critic.model.path", config.critic.model.path, "config.json")
     if config.model.tokenizer_path is not None:

@@ -19,21 +19,38 @@ PREFIX = "actor_rollout_ref"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do with one verl key: `refusal` stops the run; else it is set as `target`, or dropped if that is None."""
+    """What to do with one verl key: `refusal` stops the run; else it is set as `target`, or dropped if that is None.
+
+    also: other keys to set with it.
+    """
 
     target: str | None = None
     value: Any = None
     note: str | None = None
     refusal: str | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """The same option under another name; `values` translates values that are spelt differently."""
+    """The same option under another name; `values` translates values that are spelt differently, None to nothing.
+
+    also: other keys that the option sets, where it is not left out.
+    """
 
     to: str
     values: Mapping[Any, Any] = field(default_factory=dict)
     why: str = ""
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Any value but null says the same as one value of another option."""
+
+    to: str
+    value: Any
+    why: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class Only:
     otherwise: str
 
 
-Rule = Renamed | NoEffect | Only
+Rule = Renamed | Means | NoEffect | Only
 
 _COMPILED = NoEffect("a matter of speed in verl; nothing is compiled here")
 _CHUNKED = NoEffect("log-probs and entropy are always computed in chunks; actor.log_prob_chunk_tokens is their size")
@@ -66,8 +83,15 @@ _GLOBAL_MICRO = NoEffect(
 )
 _ULYSSES = Only((1,), "no sequence parallelism is used", "sequence parallelism (Ulysses) is not here; leave it at 1")
 _STRATEGY = Only(("fsdp", "fsdp2"), "FSDP2 is always used", "the only training engine here is FSDP2")
+_SHARED_DEVICES = Only(
+    (False,), "the reward model shares the devices of the trainer", "separate devices for the reward model are not here"
+)
 _MEGATRON = Only((), "", "Megatron is not here; the training engine is FSDP2 (actor.fsdp_config.*)")
-_OTHER_LOSS = NoEffect("it belongs to a policy loss (bypass_mode) that is not here; see actor.policy_loss.loss_mode")
+_CORRECTION = "algorithm.rollout_correction"
+_VETO = Only(
+    (), "", f"a veto by token is {_CORRECTION}.rollout_rs=seq_max_k2 with rollout_rs_threshold=log(veto)^2 / 2"
+)
+_IS_BOUNDS = Only((), "", f"both bounds are {_CORRECTION}.rollout_is_threshold=low_high")
 _MULTI_TURN = "multi-turn rollout is not here yet"
 _LORA = "LoRA is not here yet; all parameters are trained"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
@@ -178,12 +202,15 @@ _ACTOR: dict[str, Rule] = {
     "actor.sum_pi_squared_checkpointing": NoEffect("it is computed without gradient, in chunks"),
     "actor.ulysses_sequence_parallel_size": _ULYSSES,
     "actor.use_prefix_grouper": NoEffect("a matter of speed only"),
-    "actor.use_rollout_log_probs": Only((False,), "old log-probs are the trainer's", "it is not here yet"),
+    "actor.use_rollout_log_probs": Renamed(f"{_CORRECTION}.bypass_mode"),
+    "actor.tis_imp_ratio_cap": Renamed(
+        f"{_CORRECTION}.rollout_is_threshold", {-1: None, 0: None}, also={f"{_CORRECTION}.rollout_is": "token"}
+    ),
     "actor.data_loader_seed": NoEffect("trainer.seed is the root of every random number"),
     "actor.rollout_n": NoEffect("rollout.n is the only place"),
     "actor.load_weight": NoEffect("weights are always loaded"),
     "actor.freeze_vision_tower": _TEXT_ONLY,
-    "actor.policy_loss.rollout_correction": _OTHER_LOSS,
+    "actor.policy_loss.rollout_correction": Renamed(_CORRECTION),
     "actor.router_replay.mode": Only(("disabled",), "no router replay is used", "router replay is not here"),
     "actor.router_replay": NoEffect("no router replay is used"),
     "actor.qat": Only((False,), "no quantisation-aware training is used", "quantisation-aware training is not here"),
@@ -293,15 +320,28 @@ _ROLLOUT: dict[str, Rule] = {
     "rollout.agent": NoEffect("samples are driven by the engine's own loop"),
 }
 
+
+def _if_true(value: str) -> dict[Any, Any]:
+    return {True: value, "True": value, "true": value, False: None, "False": None, "false": None}
+
+
 _ALGORITHM: dict[str, Rule] = {
     "algorithm.filter_groups.enable": Only((False,), "no groups are filtered", "dynamic sampling is not here yet"),
     "algorithm.filter_groups": NoEffect("algorithm.filter_groups.enable is false"),
-    "algorithm.rollout_correction.rollout_is": Only((), "", "importance weights against the rollout are not here yet"),
-    "algorithm.rollout_correction.rollout_rs": Only((), "", "rejection of rollouts is not here yet"),
-    "algorithm.rollout_correction.bypass_mode": Only((False,), "", "it is not here yet"),
-    "algorithm.rollout_correction": NoEffect("no rollout correction is switched on"),
-    "algorithm.rollout_is": Only((False,), "", "importance weights against the rollout are not here yet"),
-    "actor.tis_imp_ratio_cap": Only((-1,), "", "importance weights against the rollout are not here yet"),
+    # spellings of 2025
+    f"{_CORRECTION}.bypass_old_logprob_for_rollout": Renamed(f"{_CORRECTION}.bypass_mode"),
+    f"{_CORRECTION}.use_policy_gradient": Renamed(f"{_CORRECTION}.loss_type", _if_true("reinforce")),
+    f"{_CORRECTION}.use_pure_rollout_correction": Renamed(f"{_CORRECTION}.loss_type", _if_true("reinforce")),
+    f"{_CORRECTION}.rollout_token_veto_threshold": _VETO,
+    f"{_CORRECTION}.rollout_rs_threshold_lower": Only((), "", "both bounds are rollout_rs_threshold=low_high"),
+    "algorithm.rollout_is": Renamed(f"{_CORRECTION}.rollout_is", _if_true("token")),
+    "algorithm.rollout_is_threshold": Renamed(f"{_CORRECTION}.rollout_is_threshold"),
+    "algorithm.rollout_is_threshold_lower": _IS_BOUNDS,
+    "algorithm.rollout_is_level": Only(("token",), "", f"the level is the value of {_CORRECTION}.rollout_is"),
+    "algorithm.rollout_is_mode": Only(
+        ("truncate",), "", f"to drop what is out of bounds say {_CORRECTION}.rollout_is_threshold=low_high"
+    ),
+    "algorithm.rollout_is_veto_threshold": _VETO,
 }
 
 _REWARD: dict[str, Rule] = {
@@ -315,13 +355,33 @@ _REWARD: dict[str, Rule] = {
     "reward.reward_manager.name": _MANAGER,
     "reward.reward_manager.source": Only(("register",), "", "write a function: reward.custom_reward_function.path"),
     "reward.reward_manager": NoEffect("each sample is scored by itself"),
-    "reward.reward_model.enable": Only((False,), "", "reward models are not here yet"),
-    "reward.reward_model": NoEffect("no reward model is used"),
+    "reward.reward_model.enable": Renamed("reward_model.enable"),
+    "reward.reward_model.model_path": Renamed("reward_model.model.path"),
+    "reward.reward_model.enable_resource_pool": _SHARED_DEVICES,
+    "reward.reward_model.n_gpus_per_node": NoEffect("the reward model shares the devices of the trainer"),
+    "reward.reward_model.nnodes": NoEffect("the reward model shares the devices of the trainer"),
+    "reward.reward_model.rollout": NoEffect("the reward model runs on the training engine, without an engine server"),
+    "reward.reward_model.profiler": _PROFILER,
     "reward.sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
     "reward.sandbox_fusion": NoEffect("no code sandbox is used"),
     "sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
     "sandbox_fusion": NoEffect("no code sandbox is used"),
-    "reward_model.enable": Only((False,), "", "reward models are not here yet"),
+    "reward_model.model.input_tokenizer": Means(
+        "reward_model.retokenize", True, "the answer is decoded by the policy's tokenizer (model.tokenizer_path)"
+    ),
+    **{f"reward_model.{name}": rule for name, rule in _MODEL.items()},
+    "reward_model.model.tokenizer_path": Only((), "", "its tokenizer lies in the folder reward_model.model.path"),
+    **_fsdp_rules("reward_model.fsdp_config"),
+    **_fsdp_rules("reward_model.fsdp_config", spelt="reward_model.model.fsdp_config"),
+    "reward_model.strategy": _STRATEGY,
+    "reward_model.micro_batch_size": _GLOBAL_MICRO,
+    "reward_model.max_length": Only((), "", "no text is cut; one that is longer than the model's context has no score"),
+    "reward_model.ulysses_sequence_parallel_size": _ULYSSES,
+    "reward_model.enable_resource_pool": _SHARED_DEVICES,
+    "reward_model.n_gpus_per_node": NoEffect("the reward model shares the devices of the trainer"),
+    "reward_model.nnodes": NoEffect("the reward model shares the devices of the trainer"),
+    "reward_model.megatron": _MEGATRON,
+    "reward_model.profiler": _PROFILER,
     "reward_model.reward_manager": _MANAGER,
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": Only((False,), "", "the overlong penalty is not here yet"),
     "reward_model.reward_kwargs.overlong_buffer_cfg": NoEffect("the overlong penalty is off"),
@@ -330,7 +390,7 @@ _REWARD: dict[str, Rule] = {
     "reward_model.num_workers": Renamed("reward.num_workers"),
     "reward_model.launch_reward_fn_async": NoEffect("rewards are always computed while other samples generate"),
     "reward_model.sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
-    "reward_model": NoEffect("no reward model is used"),
+    "reward_model.sandbox_fusion": NoEffect("no code sandbox is used"),
 }
 
 _KEEP_ONE = {True: 1, "True": 1, "true": 1, False: None, "False": None, "false": None}
@@ -381,6 +441,12 @@ RULES: dict[str, Rule] = {
 }
 
 VALUES: dict[str, dict[Any, Any]] = {
+    f"{_CORRECTION}.rollout_rs": {
+        "token": "token_k1",
+        "sequence": "seq_sum_k1",
+        "geometric": "seq_mean_k1",
+        "k3": "seq_mean_k3",
+    },
     "rollout.dtype": _DTYPES,
     "actor.fsdp_config.mixed_precision.param_dtype": _DTYPES,
     "actor.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
@@ -388,6 +454,8 @@ VALUES: dict[str, dict[Any, Any]] = {
     "ref.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
     "critic.fsdp_config.mixed_precision.param_dtype": _DTYPES,
     "critic.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
+    "reward_model.fsdp_config.mixed_precision.param_dtype": _DTYPES,
+    "reward_model.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
 }
 """Values that verl spells differently, for keys that have the same name here."""
 
@@ -418,8 +486,18 @@ def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:
     table = VALUES.get(name, {})
     if isinstance(value, str) and value in table:
         return table[value], None
+    if name == "actor.policy_loss.loss_mode" and value == "bypass_mode":
+        return "vanilla", (
+            f"actor.policy_loss.loss_mode=bypass_mode: {_CORRECTION}.bypass_mode=true says so here, and the loss of "
+            "its loss_type=ppo_clip is vanilla"
+        )
     if name == "trainer.save_freq" and value == -1:
         return value, "trainer.save_freq=-1: a checkpoint is still saved at the end; 0 = never"
+    if name == "reward_model.enable" and value is True:
+        return value, (
+            "reward_model.enable=true: its score is added to the reward function's; verl takes the model's alone, "
+            "which is reward.function_weight=0 here"
+        )
     return value, None
 
 
@@ -427,12 +505,17 @@ def _apply(rule: Rule, name: str, rest: str, value: Any) -> Verdict:
     shown = f"{name}={value}"
     if isinstance(rule, NoEffect):
         return Verdict(note=f"{shown} has no effect here: {rule.why}")
+    if isinstance(rule, Means):
+        note = f"{shown} means {rule.to}={str(rule.value).lower()} here: {rule.why}"
+        return Verdict() if value is None else Verdict(target=rule.to, value=rule.value, note=note)
     if isinstance(rule, Renamed):
         target = f"{rule.to}.{rest}" if rest else rule.to
         known = rule.values.get(value, value) if isinstance(value, str | bool | int) else value
         if known is None:
             return Verdict()
-        return Verdict(target=target, value=known, note=f"{name} is called {target} here: {target}={known}")
+        note = f"{name} is called {target} here: {target}={known}"
+        note += "".join(f", with {other}={setting}" for other, setting in rule.also.items())
+        return Verdict(target=target, value=known, note=note, also=rule.also)
     if value is None or is_interpolation(value) or value in rule.harmless:
         # verl's own default, or a reference to a key that is judged by itself.
         return Verdict(note=f"{shown} has no effect here: {rule.why}" if rule.why and value is not None else None)

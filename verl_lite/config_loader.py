@@ -189,7 +189,11 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
         return []
     source = f"{assignment.source}, as {name}"
     raw = assignment.raw if verdict.value == value else None
-    return [replace(assignment, path=tuple(verdict.target.split(".")), value=verdict.value, raw=raw, source=source)]
+    settings = [(verdict.target, verdict.value, raw), *((name, value, None) for name, value in verdict.also.items())]
+    return [
+        replace(assignment, path=tuple(name.split(".")), value=value, raw=raw, source=source)
+        for name, value, raw in settings
+    ]
 
 
 def _strip_prefix(value: Any) -> Any:
