@@ -9,7 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2Tokenizer,
+)
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHARACTERS = "0123456789 \n+-*/=?.,:()<>abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ!;'\"[]{}_#%&@$^|~`\\"
@@ -81,3 +87,32 @@ def tiny_tokenizer(vocab: int = 64) -> Qwen2Tokenizer:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def tiny_reward_model(folder: str | Path, *, labels: int = 1, vocab: int = 64, seed: int = 1, **sizes: int) -> str:
+    """Writes a random Qwen2 sequence-classification model with its tokenizer into `folder`, and returns its path.
+
+    sizes: hidden, layers, heads. The pad token is 0, so that the score is read at the last token that is not 0.
+    """
+    folder = Path(folder)
+    shape = {"hidden": 32, "layers": 2, "heads": 4} | sizes
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=shape["hidden"],
+        intermediate_size=4 * shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["heads"],
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+        num_labels=labels,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    tiny_tokenizer(vocab).save_pretrained(folder)
+    return str(folder)

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data import PromptDataset
 from trainer.environment import worker_environment
-from trainer.needs import needs_critic
+from trainer.needs import needs_critic, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.reward_inputs import RewardInputs, reward_inputs
 from trainer.rewards import Rewards
-from trainer.roles import ActorRole, CriticRole, ReferenceRole
+from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.samples import SampleWriter
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
@@ -35,6 +36,7 @@ from workers.actor_rollout import ActorRolloutWorker
 from workers.critic import CriticWorker
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
+from workers.reward_model import RewardModelWorker
 from workers.reward_pool import RewardPool
 
 REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
@@ -47,20 +49,28 @@ def needs_reference(config: PPOConfig) -> bool:
 
 @dataclass(frozen=True)
 class RunData:
-    """The tokenizer and the datasets of a run; val is None where there are no validation files."""
+    """The tokenizer and the datasets of a run; val is None where there are no validation files.
+
+    reward_inputs: what the reward model reads, None without one.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     val: PromptDataset | None
+    reward_inputs: RewardInputs | None = None
 
 
 def load_data(config: PPOConfig) -> RunData:
     """Reads, checks and tokenises the data, and tries the reward on two rows: all that can fail cheaply."""
     tokenizer = load_tokenizer(config.model)
-    train = PromptDataset(config.data.train_files, tokenizer, config.data, split="train")
-    val = PromptDataset(config.data.val_files, tokenizer, config.data, split="val") if config.data.val_files else None
-    try_rewards(config, [data for data in (train, val) if data is not None])
-    return RunData(tokenizer, train, val)
+    has_function, files = needs_reward_function(config), config.data
+    train = PromptDataset(files.train_files, tokenizer, files, split="train", needs_ground_truth=has_function)
+    val = None
+    if files.val_files:
+        val = PromptDataset(files.val_files, tokenizer, files, split="val", needs_ground_truth=has_function)
+    if has_function:
+        try_rewards(config, [data for data in (train, val) if data is not None])
+    return RunData(tokenizer, train, val, reward_inputs(config, tokenizer) if config.reward_model.enable else None)
 
 
 def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
@@ -74,8 +84,10 @@ def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
         pool.close()
 
 
-def start_reward_pool(config: PPOConfig, log_dir: Path) -> ServiceHandle:
-    """The reward pool as a service, its processes starting."""
+def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> ServiceHandle | None:
+    """The reward pool as a service, its processes starting; it ends with `stack`. None if no function is called."""
+    if not needs_reward_function(config):
+        return None
     pool = start_service(
         config.trainer.backend,
         ClassWithInitArgs(
@@ -85,8 +97,26 @@ def start_reward_pool(config: PPOConfig, log_dir: Path) -> ServiceHandle:
         log_dir=log_dir,
         max_concurrency=REWARD_CALLS_AT_ONCE,
     )
+    stack.callback(pool.stop)
     pool.call("start")
     return pool
+
+
+def worker_classes(config: PPOConfig, total_steps: int, pool: ServiceHandle | None) -> dict[str, ClassWithInitArgs]:
+    """The workers of each device by role, in the order in which they build their models.
+
+    The actor comes last: its rollout engine takes what memory the others leave.
+    """
+    roles = {}
+    if needs_critic(config):
+        roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
+    if needs_reference(config):
+        roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
+    if config.reward_model.enable:
+        roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
+    actor_steps = max(1, total_steps - config.trainer.critic_warmup)
+    roles["actor_rollout"] = ClassWithInitArgs(ActorRolloutWorker, config, actor_steps, pool)
+    return roles
 
 
 @contextmanager
@@ -106,35 +136,30 @@ def build_trainer(
             start_ray(config.ray_kwargs.ray_init, run_id=run_dir.name)
             stack.callback(stop_ray)
         log_dir = run_dir / "logs"
-        pool = start_reward_pool(config, log_dir)
-        stack.callback(pool.stop)
+        pool = start_reward_pool(config, log_dir, stack)
         slots = config.trainer.n_gpus_per_node
         assert slots is not None
         on_cpu = device_type(config.trainer.device) == "cpu"
-        actor_steps = max(1, steps.total - config.trainer.critic_warmup)
-        roles = {"actor_rollout": ClassWithInitArgs(ActorRolloutWorker, config, actor_steps, pool)}
-        if needs_reference(config):
-            roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
-        if needs_critic(config):
-            roles["critic"] = ClassWithInitArgs(CriticWorker, config, steps.total)
         groups = create_worker_groups(
             backend,
             ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
-            roles,
+            worker_classes(config, steps.total, pool),
             env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
             log_dir=log_dir,
         )
         for group in groups.values():
             stack.callback(group.shutdown)
-        for name in ("critic", "ref", "actor_rollout"):  # last the one whose rollout engine takes what memory is left
-            if name in groups:
-                groups[name].init_model()
+        for group in groups.values():
+            group.init_model()
+        reward_model = None
+        if data.reward_inputs is not None:
+            reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
         yield trainer_class(
             config,
             actor=ActorRole(groups["actor_rollout"], config),
             ref=ReferenceRole(groups["ref"], config) if "ref" in groups else None,
             critic=CriticRole(groups["critic"], config) if "critic" in groups else None,
-            rewards=Rewards(pool, config.reward, run_dir),
+            rewards=Rewards(pool, config.reward, run_dir, reward_model),
             steps=steps,
             val_data=data.val,
             tokenizer=data.tokenizer,
@@ -144,4 +169,5 @@ def build_trainer(
         )
         # only after success: a process that died cannot be asked to close, and the first error must stay the first
         groups["actor_rollout"].close()
-        pool.call("close")
+        if pool is not None:
+            pool.call("close")

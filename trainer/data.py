@@ -36,12 +36,20 @@ class PromptDataset:
 
     files: one path or several, parquet, json or jsonl. split: "train" or "val"; it names the option in messages, and
     the rows: a row's uid is "{split}-{index}", where index counts the rows of all files, dropped ones too.
+    needs_ground_truth: whether a reward function compares answers with reward_model["ground_truth"], which each row
+    then has to have.
     Raises UserError for files, rows or prompts that cannot be used. `report` says how many prompts there are and what
     was dropped or cut.
     """
 
     def __init__(
-        self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, split: str
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        *,
+        split: str,
+        needs_ground_truth: bool = True,
     ) -> None:
         self.split = split
         self._pad_token_id = tokenizer.pad_token_id
@@ -49,7 +57,9 @@ class PromptDataset:
         self._prompt_key = config.prompt_key
         max_samples = config.train_max_samples if split == "train" else config.val_max_samples
         paths = [files] if isinstance(files, str) else list(files)
-        self._files = [read_data_file(path, f"data.{split}_files", config.prompt_key) for path in paths]
+        self._files = [
+            read_data_file(path, f"data.{split}_files", config.prompt_key, needs_ground_truth) for path in paths
+        ]
         self._starts = np.cumsum([0, *(len(file) for file in self._files)])
         total = int(self._starts[-1])
         if total == 0:
@@ -87,7 +97,7 @@ class PromptDataset:
             non_tensors={
                 "raw_prompt": as_column([row[self._prompt_key] for row in rows]),
                 "data_source": as_column([row["data_source"] for row in rows]),
-                "reward_model": as_column([row["reward_model"] for row in rows]),
+                "reward_model": as_column([row.get("reward_model") or {} for row in rows]),
                 "extra_info": as_column([row.get("extra_info") or {} for row in rows]),
                 "uid": as_column([f"{self.split}-{place}" for place in index]),
                 "index": index,
@@ -262,7 +272,13 @@ def build_train_loader(data: PromptDataset, config: PPOConfig) -> StatefulDataLo
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torchdata warns of its own use of a deprecated call
-        return StatefulDataLoader(data, batch_sampler=batches, num_workers=0, collate_fn=_as_is)
+        return StatefulDataLoader(
+            data,
+            batch_sampler=batches,
+            num_workers=0,
+            collate_fn=_as_is,
+            generator=torch.Generator(),  # its own, so that a new iterator draws nothing from the global one
+        )
 
 
 def _as_is(batch: DataProto) -> DataProto:

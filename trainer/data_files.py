@@ -39,9 +39,10 @@ class DataFile(Protocol):
         """Some rows, in the order asked for."""
 
 
-def read_data_file(path: str, option: str, prompt_key: str) -> DataFile:
+def read_data_file(path: str, option: str, prompt_key: str, needs_ground_truth: bool = True) -> DataFile:
     """Opens a file and checks its columns and first rows. option: the configuration key it came from.
 
+    needs_ground_truth: whether rows have to have reward_model["ground_truth"].
     Raises UserError for a missing, unreadable, wrong or multimodal file.
     """
     file = Path(path).expanduser()
@@ -52,11 +53,12 @@ def read_data_file(path: str, option: str, prompt_key: str) -> DataFile:
         )
     if file.suffix == ".parquet":
         table = _read_parquet(file, path, option)
-        return _checked(_ParquetFile(path, table), table.column_names, option, prompt_key, _CHECKED_ROWS)
+        data = _ParquetFile(path, table)
+        return _checked(data, table.column_names, option, prompt_key, _CHECKED_ROWS, needs_ground_truth)
     if file.suffix in (".json", ".jsonl"):
         rows = _read_json(file, path, option)
         columns = sorted({name for row in rows[:_CHECKED_ROWS] for name in row})
-        return _checked(_JsonFile(path, rows), columns, option, prompt_key, len(rows))
+        return _checked(_JsonFile(path, rows), columns, option, prompt_key, len(rows), needs_ground_truth)
     raise UserError(f"{option}={path!r}: expected a file named .parquet, .json or .jsonl")
 
 
@@ -80,11 +82,14 @@ def check_prompt(prompt: Any, where: str) -> None:
             raise UserError(f"{where}: a message's content is {message['content']!r:.200}, expected text")
 
 
-def _checked(data: DataFile, columns: list[str], option: str, prompt_key: str, checked_rows: int) -> DataFile:
+def _checked(
+    data: DataFile, columns: list[str], option: str, prompt_key: str, checked_rows: int, needs_ground_truth: bool
+) -> DataFile:
     """The file, after a look at its columns and the reward columns of its first rows."""
     if len(data) == 0:
         return data
-    missing = [name for name in (prompt_key, "data_source", "reward_model") if name not in columns]
+    required = (prompt_key, "data_source", *["reward_model"] * needs_ground_truth)
+    missing = [name for name in required if name not in columns]
     if missing:
         remedy = "" if prompt_key not in missing else " Set data.prompt_key if the chat messages are in another column."
         raise UserError(
@@ -103,7 +108,7 @@ def _checked(data: DataFile, columns: list[str], option: str, prompt_key: str, c
                 f"{EXAMPLE_ROW['data_source']!r}"
             )
         reward_model = row.get("reward_model")
-        if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
+        if needs_ground_truth and not (isinstance(reward_model, dict) and "ground_truth" in reward_model):
             raise UserError(
                 f"{where}, column 'reward_model': found {reward_model!r:.200}, expected a dict with "
                 f"'ground_truth', as {EXAMPLE_ROW['reward_model']}"

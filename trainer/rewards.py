@@ -1,21 +1,27 @@
-"""The driver's face of the reward pool: asks for the scores of a batch and lays them out as columns.
+"""The scores of a batch: of the reward function, of a reward model, or the weighted sum of both, laid out as columns.
 
-Workers send finished samples to the pool while others still generate; here the driver waits for the rest. A reward that
-failed is a third outcome: its sample is masked, so that it has no weight in any loss, metric or group statistic, and
-it is counted. Past `reward.max_error_rate` the run stops with the first traceback.
+Workers send finished samples to the pool of reward functions while others still generate; here the driver lets the
+reward model score, and then waits for the rest of the pool. A reward that failed is a third outcome: its sample is
+masked, so that it has no weight in any loss, metric or group statistic, and it is counted. Past `reward.max_error_rate`
+the run stops with the first traceback.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from verl_lite.config import RewardConfig
+from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.worker_group import ServiceHandle
 
 
@@ -23,37 +29,79 @@ class RewardFailure(RuntimeError):
     """Too many rewards failed. Carries the first failure's traceback."""
 
 
-class Rewards:
-    """Collects scores. `pool` is the service that runs `workers.reward_pool.RewardPool`."""
+class RewardModel(Protocol):
+    """A model that scores answers, as the driver sees it. weight: what its score counts times."""
 
-    def __init__(self, pool: ServiceHandle, config: RewardConfig, run_dir: Path) -> None:
+    weight: float
+
+    def score(self, batch: DataProto) -> list[RewardResult]:
+        """One result for each row."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One source of scores: its name, what they count times, and a result for each row."""
+
+    name: str
+    weight: float
+    results: list[RewardResult]
+
+
+class Rewards:
+    """Collects scores.
+
+    pool: the service that runs `workers.reward_pool.RewardPool`; None = no reward function is called. model: None = no
+    reward model. There is at least one of them.
+    """
+
+    def __init__(
+        self, pool: ServiceHandle | None, config: RewardConfig, run_dir: Path, model: RewardModel | None = None
+    ) -> None:
         self.pool = pool
         self.config = config
         self.run_dir = run_dir
+        self.model = model
 
     def score(self, batch: DataProto) -> DataProto:
         """Waits for the batch's rewards.
 
-        Reads sample_id and response_mask. Writes token_level_scores (B, R), the score on the last valid token;
-        reward_failed (B,); and the extra values that the reward function returned, as `reward/<name>` (B,).
+        Reads sample_id, response_mask, and what the reward model reads. Writes token_level_scores (B, R), the score on
+        the last valid token; reward_failed (B,); and the extra values that the reward function returned, as
+        `reward/<name>` (B,). With a reward model also `reward/model` and `reward/function`, each before its weight.
         """
-        keys = list(batch.non_tensor_batch["sample_id"])
-        results = self.pool.call("collect", keys)
-        ordered = [results[key] for key in keys]
+        parts = self._parts(batch)
+        ordered = [_weighted_sum(parts, row) for row in zip(*(part.results for part in parts), strict=True)]
         failed = np.array([result.failed for result in ordered], dtype=bool)
         self._check_error_rate(batch, ordered, failed)
         scores = torch.tensor([0.0 if result.failed else result.score for result in ordered])
         mask = batch.batch["response_mask"]
-        last = (mask.sum(1) - 1).clamp(min=0)
+        answered = mask.sum(1) > 0
         token_level_scores = torch.zeros(mask.shape)
-        token_level_scores[torch.arange(len(mask)), last] = scores * (mask.sum(1) > 0)
+        token_level_scores[torch.arange(len(mask)), (mask.sum(1) - 1).clamp(min=0)] = scores * answered
         extras = sorted({name for result in ordered for name in result.extra})
         columns = {f"reward/{name}": _object_column([result.extra.get(name) for result in ordered]) for name in extras}
+        metrics = {"reward/error_rate": Metric.mean(float(failed.sum()), len(failed))}
+        if self.model is not None:
+            own = _part_columns(parts, extras)
+            metrics |= _summaries(own, answered.numpy())
+            columns |= own
         return DataProto.from_dict(
             tensors={"token_level_scores": token_level_scores},
             non_tensors={"reward_failed": failed, **columns},
-            meta_info={"metrics": {"reward/error_rate": Metric.mean(float(failed.sum()), len(failed))}},
+            meta_info={"metrics": metrics},
         )
+
+    def _parts(self, batch: DataProto) -> list[_Part]:
+        """The sources of scores; the pool goes on working while the model scores."""
+        parts = []
+        if self.model is not None:
+            parts.append(_Part("model", self.model.weight, self.model.score(batch)))
+        if self.pool is not None:
+            keys = list(batch.non_tensor_batch["sample_id"])
+            results = self.pool.call("collect", keys)
+            parts.append(_Part("function", self.config.function_weight, [results[key] for key in keys]))
+        return parts
 
     def _check_error_rate(self, batch: DataProto, results: list, failed: np.ndarray) -> None:
         if not failed.any():
@@ -75,8 +123,45 @@ class Rewards:
             raise RewardFailure(
                 f"{failed.sum()} of {len(failed)} rewards failed ({rate:.0%}); reward.max_error_rate="
                 f"{self.config.max_error_rate} allows {self.config.max_error_rate:.0%}. All failures are in {path}. "
-                f"Mend the reward function, or raise the limit. The first failure:\n{results[first].error}"
+                f"Mend the reward, or raise the limit. The first failure:\n{results[first].error}"
             )
+
+
+def _weighted_sum(parts: list[_Part], row: Sequence[RewardResult]) -> RewardResult:
+    """The score of one row, of which `row` has a result from each part; failed where any of them is."""
+    failure = next((result for result in row if result.failed), None)
+    if failure is not None:
+        return failure
+    score = sum(part.weight * result.score for part, result in zip(parts, row, strict=True))
+    return RewardResult(score, {name: value for result in row for name, value in result.extra.items()})
+
+
+def _part_columns(parts: list[_Part], extras: Collection[str]) -> dict[str, np.ndarray]:
+    """reward/<part> (B,), before its weight; None where the part failed.
+
+    Raises UserError if the reward function gave such a name to a value of its own.
+    """
+    for part in parts:
+        if part.name in extras:
+            raise UserError(
+                f"The reward function returned an entry {part.name!r}, which with a reward model is the name of a part "
+                "of the score; call it something else"
+            )
+    return {
+        f"reward/{part.name}": _object_column([None if each.failed else each.score for each in part.results])
+        for part in parts
+    }
+
+
+def _summaries(columns: Mapping[str, np.ndarray], answered: np.ndarray) -> dict[str, Metric]:
+    """Mean, largest and smallest number of each column. answered: (B,) bool, the rows that are not empty."""
+    metrics = {}
+    for name, column in columns.items():
+        numbers = [value for value in column[answered] if value is not None]
+        if numbers:
+            metrics[f"{name}/mean"] = Metric.mean(sum(numbers), len(numbers))
+            metrics |= {f"{name}/max": Metric.max(max(numbers)), f"{name}/min": Metric.min(min(numbers))}
+    return metrics
 
 
 def mask_failed(batch: DataProto) -> DataProto:

@@ -374,6 +374,8 @@ def test_every_number_has_a_range_or_a_reason_to_have_none() -> None:
         "actor.policy_loss.clip_cov_lb",
         "actor.policy_loss.clip_cov_ub",
         "rollout.max_model_len",  # judged by _engine
+        "reward.function_weight",  # negative weights turn a score into a penalty; judged by reward_checks
+        "reward_model.weight",
     }
     ranged = {*AT_LEAST, *POSITIVE, *AT_MOST_ONE, *ALL_OR_AT_LEAST_ONE}
     numbers = {name for name, key in KEYS.items() if key.kind in ("int", "float")}

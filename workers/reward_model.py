@@ -1,0 +1,59 @@
+"""The reward model: a frozen sequence-classification network that scores prompt and answer, batched and packed."""
+
+from __future__ import annotations
+
+from verl_lite.config import PPOConfig
+from verl_lite.device import dist_backend, get_device
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.worker import Worker
+from workers.engine.fsdp import FSDPEngine
+from workers.phase import Phase, process_phases
+from workers.policy.sequence_score import scored_rows, sequence_score
+
+
+class RewardModelWorker(Worker):
+    """Holds the reward model and never changes it."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.phases = process_phases()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the forward-only engine."""
+        device = get_device(self.config.trainer.device)
+        self.init_process_group(dist_backend(device))
+        self.engine = FSDPEngine(
+            self.config.reward_model.model,
+            self.config.reward_model.fsdp_config,
+            None,
+            device=device,
+            total_training_steps=0,
+            build_policy=sequence_score,
+            seed=self.config.trainer.seed,
+            forward_only=True,
+        )
+        self.text_config = self.engine.hf_config.get_text_config()
+        self.phases.add(self.engine)
+        self.engine.move_out()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """rm_scores (n,) of a planned batch of prompts and answers, fp32; 0 in rows with an empty response_mask.
+
+        Raises UserError for a token that the model does not know.
+        """
+        largest, size = int(data.batch["input_ids"].max()), self.text_config.vocab_size
+        if largest >= size:
+            raise UserError(
+                f"reward_model.model.path={self.config.reward_model.model.path!r}: an answer has token {largest}, and "
+                f"the model knows {size} tokens; set reward_model.retokenize=true"
+            )
+        self.phases.enter(Phase.TRAIN, self.engine)
+        rows = data.select()
+        rows.batch.update(scored_rows(data.batch, self.text_config.pad_token_id))
+        scores = self.engine.infer(rows)["scores"]
+        return DataProto.from_dict(tensors={"rm_scores": scores.sum(1)})
