@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from verl_lite.config import ActorConfig, PolicyLossConfig
-from verl_lite.core_algos import POLICY_LOSS_REGISTRY
+from verl_lite.config import ActorConfig, PolicyLossConfig, PPOConfig
+from verl_lite.core_algos import POLICY_LOSS_REGISTRY, agg_loss
 from verl_lite.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
+from workers.actor_rollout import ActorRolloutWorker
 from workers.losses import actor_loss
 
 
@@ -35,3 +38,171 @@ def test_the_loss_of_half_a_mini_batch(name: str, on_policy: bool, ratio_type: s
     assert metrics["ppo_kl"].count == 4
     if on_policy:
         assert metrics["ppo_kl"].value == pytest.approx(0.0, abs=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
+
+SEED_METRICS = (
+    *("pg_loss", "kl_loss", "total_loss", "clipfrac", "approxkl", "policykl", "ratio_mean", "ratio_max", "ratio_min"),
+    *("ppo_ratio_clipfrac", "ppo_ratio_high_clipfrac", "ppo_ratio_low_clipfrac"),
+)
+VERL_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "entropy_loss", "loss", "kl_coef")
+
+
+def two_rows() -> DataProto:
+    """Log-ratios ln 2, 0 and, in the second row, ln 1/2; under mask 0 is a NaN."""
+    d = torch.tensor([[math.log(2.0), 0.0], [math.log(0.5), math.nan]], dtype=torch.float64)
+    old = torch.full((2, 2), -3.0, dtype=torch.float64)
+    return DataProto.from_dict(
+        tensors={
+            "response_mask": torch.tensor([[1, 1], [1, 0]]),
+            "advantages": torch.tensor([[1.0, 1.0], [1.0, math.nan]], dtype=torch.float64),
+            "old_log_probs": old,
+            "ref_log_prob": old + d,
+            "log_probs": old + d,
+            "entropys": torch.tensor([[0.5, 1.0], [0.0, math.nan]], dtype=torch.float64),
+        },
+        meta_info={"num_tokens": 3, "num_sequences": 2},
+    )
+
+
+def loss_of(data: DataProto, config: ActorConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+    return actor_loss(data, {name: data.batch[name] for name in ("log_probs", "entropys")}, config)
+
+
+def test_the_metrics_by_hand() -> None:
+    config = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1, loss_agg_mode="seq-mean-token-mean")
+    loss, metrics = loss_of(two_rows(), config)
+    found = values(metrics)
+    log_2 = math.log(2.0)
+    # token losses -min(r A, clip(r) A): -1.2, -1, -0.5; rows (-1.1, -0.5)
+    expected = {
+        "pg_loss": -0.8,
+        "kl_loss": 0.0,
+        "entropy_loss": (0.75 + 0.0) / 2,
+        "entropy": 0.5,
+        "total_loss": -0.8 - 0.1 * 0.375,
+        "loss": -0.8 - 0.1 * 0.375,
+        "kl_coef": 0.5,
+        "clipfrac": (1 / 2 + 0) / 2,
+        "pg_clipfrac": 1 / 3,
+        "pg_clipfrac_lower": 0.0,
+        "approxkl": (0.5 * log_2**2 / 2 + 0.5 * log_2**2) / 2,
+        "policykl": (log_2 / 2 - log_2) / 2,
+        "ppo_kl": 0.0,
+        "ratio_mean": (1.5 + 0.5) / 2,
+        "ratio_max": 2.0,
+        "ratio_min": 0.5,
+        "ppo_ratio_high_clipfrac": 1 / 3,
+        "ppo_ratio_low_clipfrac": 1 / 3,
+        "ppo_ratio_clipfrac": 2 / 3,
+    }
+    assert found.keys() == expected.keys() == {*SEED_METRICS, *VERL_METRICS}
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-8) and loss.item() == pytest.approx(expected["loss"])
+
+
+def test_segment_ratios_are_reported_by_segment() -> None:
+    _, metrics = loss_of(two_rows(), ActorConfig(ratio_type="segment"))
+    found = values(metrics)
+    turn = math.sqrt(2.0)  # the mean log-ratio of the first row's one turn is ln(2) / 2
+    expected = {"ratio_mean": (turn + 0.5) / 2, "ratio_max": turn, "ppo_ratio_high_clipfrac": 2 / 3, "clipfrac": 2 / 3}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_no_metric_depends_on_the_cut(mode: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows, width = 9, 6
+    mask = (torch.rand(rows, width, generator=generator) > 0.3).long()
+    mask[4] = 0
+    names = ("log_probs", "old_log_probs", "ref_log_prob", "advantages", "entropys")
+    columns = {name: torch.randn(rows, width, generator=generator, dtype=torch.float64) for name in names}
+    counts = {"num_tokens": int(mask.sum()), "num_sequences": 8}
+    data = DataProto.from_dict(tensors={**columns, "response_mask": mask}, meta_info=counts)
+    config = ActorConfig(use_kl_loss=True, entropy_coeff=0.1, loss_agg_mode=mode)
+    whole = values(loss_of(data, config)[1])
+    assert whole.keys() == {*SEED_METRICS, *VERL_METRICS}
+    for cut in ([1] * 9, [4, 1, 4], [2, 7]):
+        starts = [sum(cut[:i]) for i in range(len(cut))]
+        parts = [data[start : start + size] for start, size in zip(starts, cut, strict=True)]
+        found = values(combine(loss_of(part, config)[1] for part in parts))
+        assert found == pytest.approx(whole, rel=1e-6, abs=1e-7), cut
+        # a second mini-batch of the same step: the mean of both, each as a whole
+        twice = values(combine([loss_of(part, config)[1] for part in parts] + [loss_of(data, config)[1]]))
+        assert twice == pytest.approx(whole, rel=1e-6, abs=1e-7), cut
+
+
+# ---------------------------------------------------------------------------------------------------- the loss entry
+
+
+def worker(actor: ActorConfig) -> ActorRolloutWorker:
+    config = PPOConfig(actor=actor)
+    return ActorRolloutWorker(config, total_training_steps=1, rewards=None)
+
+
+@pytest.mark.parametrize("ratio_type", ["token", "segment"])
+def test_logits_and_outputs_give_the_same_loss_and_gradient(ratio_type: str) -> None:
+    """A dense softmax by hand over the positions before each response token."""
+    generator = torch.Generator().manual_seed(2)
+    rows, prompt, width, vocab, temperature = 3, 4, 5, 7, 0.7
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]])
+    ids = torch.randint(vocab, (rows, prompt + width), generator=generator)
+    names = ("advantages", "old_log_probs", "ref_log_prob")
+    columns = {name: torch.randn(rows, width, generator=generator, dtype=torch.float64) - 1 for name in names}
+    data = DataProto.from_dict(
+        tensors={**columns, "response_mask": mask, "input_ids": ids},
+        meta_info={"num_tokens": 7, "num_sequences": 2, "temperature": temperature},
+    )
+    logits = torch.randn(rows, prompt + width, vocab, generator=generator, dtype=torch.float64).requires_grad_()
+    log_probs, entropys = torch.zeros(rows, width, dtype=torch.float64), torch.zeros(rows, width, dtype=torch.float64)
+    for row in range(rows):
+        for t in range(width):
+            p = torch.softmax(logits[row, prompt + t - 1] / temperature, dim=-1)
+            log_probs[row, t] = p[ids[row, prompt + t]].log()
+            entropys[row, t] = -(p * p.log()).sum()
+    entry = worker(ActorConfig(ratio_type=ratio_type, use_kl_loss=True, kl_loss_coef=0.3, entropy_coeff=0.2))
+    by_outputs, expected = entry.loss_func(data, {"log_probs": log_probs, "entropys": entropys})
+    by_logits, metrics = entry.loss_func(data, logits)
+    [expected_gradient] = torch.autograd.grad(by_outputs, logits)
+    [gradient] = torch.autograd.grad(by_logits, logits)
+    torch.testing.assert_close(by_logits, by_outputs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+    assert gradient[:2].abs().max() > 1e-3 and not gradient[2].any()
+    assert {f"actor/{name}" for name in (*SEED_METRICS, *VERL_METRICS)} == metrics.keys()
+    assert values(metrics) == pytest.approx(values(expected), rel=1e-9)
+    with pytest.raises(ValueError, match=r"output_tensor has shape \(3, 8, 7\), expected .* \(3, 9\)"):
+        entry.loss_func(data, logits[:, :-1])
+
+
+def verl_style(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A loss as verl's users register it: denominators from the config, metrics as numbers."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    losses = -advantages * ratio.clamp(max=1 + config.clip_ratio)
+    loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    share = ((ratio > 1 + config.clip_ratio) * response_mask).sum() / response_mask.sum()
+    return loss, {"actor/pg_clipfrac": share.item()}
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_loss_with_verls_signature_does_not_depend_on_the_cut_either(mode: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    names = ("log_probs", "old_log_probs", "advantages")
+    columns = {name: torch.randn(4, 5, generator=generator, dtype=torch.float64) for name in names}
+    columns["response_mask"] = (torch.arange(5) < torch.tensor([[5], [1], [3], [4]])).long()
+    data = DataProto.from_dict(tensors=columns, meta_info={"num_tokens": 13, "num_sequences": 4})
+    options = PolicyLossConfig(loss_mode=f"{__name__}:verl_style")
+    config = ActorConfig(policy_loss=options, loss_agg_mode=mode, loss_scale_factor=None)
+    whole, expected = actor_loss(data, {"log_probs": data.batch["log_probs"]}, config)
+    parts = [actor_loss(part, {"log_probs": part.batch["log_probs"]}, config) for part in (data[:1], data[1:])]
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-12)
+    found = combine(metrics for _, metrics in parts)
+    assert found["actor/pg_clipfrac"].value == pytest.approx(expected["actor/pg_clipfrac"].value)
