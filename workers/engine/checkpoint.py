@@ -20,7 +20,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
 
 from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.device import DTYPES
@@ -110,7 +117,7 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
         dcp.load(state, checkpoint_id=source, no_dist=True)
     weights = {name.removeprefix("model."): state.pop(name).to(target_dtype) for name in list(state)}
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config, dtype=target_dtype)
+        network = _auto_class(config).from_config(config, dtype=target_dtype)
     missing = network.load_state_dict(weights, strict=False, assign=True)
     if missing.unexpected_keys:
         raise UserError(f"checkpoint {path!r}: tensors that its config has no place for: {missing.unexpected_keys[:5]}")
@@ -120,10 +127,16 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
     network.save_pretrained(folder)
 
 
+def _auto_class(config: PretrainedConfig) -> Any:
+    """A critic's folder says that it holds a token classifier; all others hold a language model."""
+    is_critic = any("TokenClassification" in name for name in config.architectures or ())
+    return AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=export.__doc__)
-    parser.add_argument("path", help="the `actor` folder of a checkpoint")
+    parser.add_argument("path", help="the `actor` or `critic` folder of a checkpoint")
     parser.add_argument("target", help="the folder to write")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
     arguments = parser.parse_args()

@@ -1,0 +1,266 @@
+"""The critic: values equal those of transformers, one optimizer step does not depend on the cut, checkpoints fit any
+ranks, values approach returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.tiny_model import tiny_qwen2
+from tests.workers.critic_cases import (
+    CLIP,
+    build_critic,
+    critic_batch,
+    loss_named,
+    trained_critic,
+    value_gradient,
+    value_gradients,
+    values_of,
+    write_critic,
+)
+from tests.workers.engine_cases import PROMPT, Batch, Case, planned
+from tests.workers.ranks import Ranks
+from verl_lite.config import NetworkConfig, PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.metrics import combine
+from workers.critic import critic_network
+from workers.engine.checkpoint import export
+from workers.policy.loading import NetworkSpec, load_model_config
+from workers.policy.value_head import value_head
+
+BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
+CASES = [
+    Case(),
+    Case(micro_batch_size=1),
+    Case(micro_batch_size=3, balance=False, row_order_seed=3),
+    Case(max_token_len=20),
+    Case(max_token_len=33, row_order_seed=1),
+    Case(packed=False),
+    Case(packed=False, micro_batch_size=2, row_order_seed=2),
+    Case(checkpointing=True, max_token_len=40),
+    Case(fsdp_size=1, reshard_after_forward=False, max_token_len=20),
+]
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def path(language_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_critic(language_model, tmp_path_factory.mktemp("critic"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+# ------------------------------------------------------------------------------------------------------- the network
+
+
+@pytest.mark.parametrize("case", [Case(), Case(max_token_len=20), Case(packed=False)])
+def test_values_equal_those_of_transformers(path: str, case: Case) -> None:
+    """The value of a state stands at the token that the state leads to: one place before it in the model's output."""
+    network = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64)
+    data = critic_batch(BATCH).batch
+    with torch.no_grad():
+        inputs = {name: data[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        expected = network(**inputs).logits[:, PROMPT - 1 : -1, 0] * data["response_mask"]
+    assert expected.std() > 0.3
+    _, plan = planned(critic_batch(BATCH), case)
+    found = torch.from_numpy(values_of(path, BATCH, case))
+    assert found.dtype == torch.float32
+    rows = torch.zeros_like(found[: len(expected)])
+    rows[plan.order[~plan.is_padding]] = found[~plan.is_padding]
+    assert (rows - expected).abs().max() < 1e-5
+
+
+def test_the_head_of_a_language_model_starts_at_zero_in_silence(
+    language_model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = build_critic(language_model, Case())
+    data, _ = planned(critic_batch(BATCH), Case())
+    assert not engine.infer(data)["values"].any()
+    backbone = AutoModelForCausalLM.from_pretrained(language_model).model.state_dict()
+    found = dict(engine.full_params())
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in backbone.items())
+    assert capfd.readouterr().err.count("MISSING") == 0
+
+
+def test_wrong_checkpoints_are_one_sentence(path: str, language_model: str, tmp_path: Path) -> None:
+    network = AutoModelForTokenClassification.from_pretrained(language_model, num_labels=3)
+    network.save_pretrained(tmp_path / "three")
+    with pytest.raises(UserError, match="token-classification model with 3 labels; a critic has one"):
+        build_critic(str(tmp_path / "three"), Case())
+    short = AutoModelForTokenClassification.from_pretrained(path)
+    kept = {name: value for name, value in short.state_dict().items() if "layers.1.mlp" not in name}
+    short.save_pretrained(tmp_path / "short", state_dict=kept)
+    with pytest.raises(UserError, match=r"do not fit a Qwen2ForTokenClassification.*model\.layers\.1\.mlp\.down_proj"):
+        build_critic(str(tmp_path / "short"), Case())
+
+
+def test_no_dropout_anywhere(language_model: str) -> None:
+    network = NetworkConfig(path=language_model, override_config={"attention_dropout": 0.5})
+    config = load_model_config(network)
+    policy = value_head(NetworkSpec(network, config, torch.float32, "sdpa", with_weights=True)).train()
+    rates = [module.p for module in policy.modules() if isinstance(module, torch.nn.Dropout)]
+    rates += [module.attention_dropout for module in policy.modules() if hasattr(module, "attention_dropout")]
+    assert len(rates) == 3 and not any(rates), "the head's and one of each layer"
+
+
+def test_without_a_path_of_its_own_the_critic_starts_from_the_policy() -> None:
+    config = PPOConfig()
+    config.model.path, config.model.override_config = "policy", {"rope_theta": 1.0}
+    assert critic_network(config).path == "policy"
+    assert critic_network(config).override_config == {"rope_theta": 1.0}
+    config.critic.model.path = "critic"
+    assert (critic_network(config).path, critic_network(config).override_config) == ("critic", {})
+
+
+# -------------------------------------------------------------------------------------------------------- the update
+
+
+def plain_gradient(path: str, batch: Batch, mode: str) -> dict[str, np.ndarray]:
+    """The clipped value loss by plain transformers: one row at a time, no engine, no shared function."""
+    network = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64)
+    data = critic_batch(batch).batch
+    mask = data["response_mask"]
+    num_tokens, num_sequences = int(mask.sum()), int(mask.any(1).sum())
+    for row in range(batch.rows):
+        real = data["attention_mask"][row].bool()
+        prompt, length = int(real[:PROMPT].sum()), int(real.sum())
+        values = network(data["input_ids"][row][real].unsqueeze(0)).logits[0, prompt - 1 : length - 1, 0]
+        old, target = (data[name][row][: length - prompt].double() for name in ("values", "returns"))
+        clipped = torch.minimum(torch.maximum(values, old - CLIP), old + CLIP)
+        worst = torch.maximum((values - target) ** 2, (clipped - target) ** 2)
+        total, tokens = (worst * mask[row][: length - prompt]).sum(), int(mask[row].sum())
+        divisor = {
+            "token-mean": num_tokens,
+            "seq-mean-token-mean": max(1, tokens) * num_sequences,
+            "seq-mean-token-sum-norm": mask.shape[1] * num_sequences,
+        }[mode]
+        (0.5 * total / divisor).backward()
+    return {name: parameter.grad.numpy() for name, parameter in network.named_parameters()}
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], what: object) -> None:
+    """Every parameter within 1e-5 of the largest entry of its gradient."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = np.abs(found[name] - value).max() / np.abs(value).max()
+        assert error < 1e-5, f"{what}: {name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_does_not_depend_on_the_cut(path: str, mode: str) -> None:
+    for batch in (Batch(), BATCH, Batch(rows=1, seed=5)):
+        expected = plain_gradient(path, batch, mode)
+        for case in CASES:
+            assert_close(value_gradient(path, batch, case, mode), expected, (batch, case))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nor_on_the_number_of_ranks(path: str, two_ranks: Ranks, mode: str) -> None:
+    for batch in (Batch(rows=1, seed=5), BATCH):
+        expected = plain_gradient(path, batch, mode)
+        for results in two_ranks.run(value_gradients, path, batch, CASES, mode):
+            for case, found in zip(CASES, results, strict=True):
+                assert_close(found, expected, (batch, case))
+
+
+@pytest.mark.slow
+def test_nor_on_four_ranks(path: str) -> None:
+    with Ranks(4) as ranks:
+        for batch in (Batch(rows=2, seed=3), BATCH):
+            expected = plain_gradient(path, batch, "token-mean")
+            cases = [*CASES, Case(fsdp_size=2, max_token_len=20)]
+            for results in ranks.run(value_gradients, path, batch, cases, "token-mean"):
+                for case, found in zip(cases, results, strict=True):
+                    assert_close(found, expected, (batch, case))
+
+
+def test_a_loss_normalised_by_its_own_micro_batch_is_found_out(path: str, two_ranks: Ranks) -> None:
+    whole = value_gradient(path, BATCH, Case(), "by_micro_batch")
+    assert_close(value_gradient(path, BATCH, Case(packed=False), "by_micro_batch"), whole, "the whole batch at once")
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_close(value_gradient(path, BATCH, Case(max_token_len=20), "by_micro_batch"), whole, "by tokens")
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_close(value_gradient(path, BATCH, Case(micro_batch_size=3), "by_micro_batch"), whole, "by count")
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_close(two_ranks.run(value_gradient, path, BATCH, Case(), "by_micro_batch")[0], whole, "two ranks")
+
+
+def test_metrics_do_not_depend_on_the_cut_and_are_those_of_a_naive_loop(path: str) -> None:
+    data = critic_batch(BATCH).batch
+    values = torch.from_numpy(values_of(path, BATCH, Case(packed=False)))  # lr 0 below: these are the new values too
+    keep = data["response_mask"].bool()
+    # two mini-batches of 4 rows and one of 1
+    losses, clipped_tokens = [], 0
+    for start in (0, 4, 8):
+        rows, total, tokens = slice(start, start + 4), 0.0, 0
+        for new, old, target in zip(
+            *(column[rows][keep[rows]].tolist() for column in (values, data["values"], data["returns"])), strict=True
+        ):
+            plain, clipped = (new - target) ** 2, (min(max(new, old - CLIP), old + CLIP) - target) ** 2
+            total, tokens, clipped_tokens = (
+                total + max(plain, clipped) / 2,
+                tokens + 1,
+                clipped_tokens + (clipped > plain),
+            )
+        losses.append(total / tokens)
+    for case in (Case(), Case(max_token_len=20), Case(packed=False, micro_batch_size=1)):
+        engine = build_critic(path, case, lr=0.0)
+        batch, _ = planned(critic_batch(BATCH), case, mini_batch_size=4)
+        metrics = combine([engine.train(batch, loss_named("token-mean"), epochs=1)])
+        assert metrics["vf_loss"].value == metrics["loss"].value == pytest.approx(np.mean(losses), rel=1e-5)
+        assert metrics["vf_clipfrac"].value == pytest.approx(clipped_tokens / int(keep.sum()))
+        assert metrics["vpred_mean"].value == pytest.approx(values[keep].mean().item(), rel=1e-4)
+        assert {"grad_norm", "lr"} <= metrics.keys()
+
+
+def test_values_approach_the_returns(language_model: str) -> None:
+    """From the zero head of a language model, on a fixed batch: the loss falls to a small part of that of its mean."""
+    engine = build_critic(language_model, Case(), lr=1e-2, schedule="constant")
+    losses = []
+    batch, _ = planned(critic_batch(BATCH), Case())
+    for _ in range(40):
+        batch.batch["values"] = engine.infer(batch)["values"]
+        losses.append(engine.train(batch, loss_named("token-mean"), epochs=1)["vf_loss"].value)
+    returns = batch.batch["returns"][batch.batch["response_mask"].bool()]
+    assert losses[0] == pytest.approx(float(returns.square().mean()) / 2, rel=1e-5), "values start at 0"
+    assert losses[-1] < 0.1 * losses[0], losses
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_saved_on_two_ranks_continues_on_one(path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    without_stop = trained_critic(path, BATCH, Case(), steps=4)
+    two_ranks.run(trained_critic, path, BATCH, Case(), 2, str(tmp_path / "two"))
+    continued = trained_critic(path, BATCH, Case(), steps=2, load=str(tmp_path / "two"))
+    for name, value in without_stop["parameters"].items():
+        assert np.abs(continued["parameters"][name] - value).max() < 2e-6, name
+    assert [m["lr"] for m in continued["metrics"]] == [m["lr"] for m in without_stop["metrics"][2:]]
+    started = AutoModelForTokenClassification.from_pretrained(path).state_dict()
+    moved = max(np.abs(value - started[name].numpy()).max() for name, value in without_stop["parameters"].items())
+    assert moved > 1e-3
+
+
+def test_a_checkpoint_exports_as_a_value_network_and_starts_a_new_one(language_model: str, tmp_path: Path) -> None:
+    saved = trained_critic(language_model, BATCH, Case(), steps=2, save=str(tmp_path / "critic"))
+    export(str(tmp_path / "critic"), str(tmp_path / "hf"))
+    network = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf")
+    assert network.config.num_labels == 1 and network.score.weight.abs().max() > 0
+    for name, value in network.state_dict().items():
+        assert np.array_equal(value.numpy(), saved["parameters"][name]), name
+    again = dict(build_critic(str(tmp_path / "hf"), Case()).full_params())
+    assert np.array_equal(again["score.weight"].numpy(), saved["parameters"]["score.weight"])
