@@ -90,7 +90,8 @@ def select_clip_cov(
     is_candidate = is_valid & ~is_clipped & (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub)
     candidates = is_candidate.flatten().nonzero().squeeze(-1)
     wanted = max(int(options.clip_cov_ratio * int(is_valid.sum())), 1)
-    order = torch.randperm(len(candidates), generator=generator).to(candidates.device)
+    source = "cpu" if generator is None else generator.device
+    order = torch.randperm(len(candidates), generator=generator, device=source).to(candidates.device)
     selected = torch.zeros(is_valid.numel(), dtype=torch.bool, device=is_valid.device)
     selected[candidates[order[:wanted]]] = True
     return selected.view(is_valid.shape)

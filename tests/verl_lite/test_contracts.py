@@ -1,0 +1,324 @@
+"""The contract over every registered estimator and loss; and that it catches each way of breaking a promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl_lite.config import ActorConfig, PolicyLossConfig
+from verl_lite.contracts import (
+    ROWS,
+    WIDTH,
+    BrokenPromise,
+    check_adv_estimator,
+    check_policy_loss,
+    estimator_batch,
+    loss_batch,
+)
+from verl_lite.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    agg_loss,
+    compute_value_loss,
+    group_ids,
+    masked_mean,
+)
+from verl_lite.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.policy_losses import RATIO_LOSSES
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOSEN = {"selected": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0}
+OPTIONS = PolicyLossConfig(dro_beta=0.5)
+
+# ---------------------------------------------------------------------------------------------------- the registries
+
+
+def test_the_names_of_verl_and_roll_are_there() -> None:
+    assert set(ADV_ESTIMATOR_REGISTRY) >= {
+        *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        *("rloo", "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline"),
+        *("gdpo", "reinforce", "step_reinforce", "gigpo", "agentic_reinforce"),
+    }
+    assert set(POLICY_LOSS_REGISTRY) >= {
+        *("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro", "cispo"),
+        *("tis", "topr", "kimi15"),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
+def test_every_estimator_keeps_its_promises(name: str) -> None:
+    check_adv_estimator(ADV_ESTIMATOR_REGISTRY[name], groups_of_one=name != "grpo_passk")
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSS_REGISTRY))
+def test_every_loss_keeps_its_promises(name: str) -> None:
+    config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, policy_loss=OPTIONS)
+    check_policy_loss(POLICY_LOSS_REGISTRY[name], config, **(CHOSEN if name in TOKEN_SELECTIONS else {}))
+
+
+@pytest.mark.parametrize("name", sorted(RATIO_LOSSES))
+def test_segment_ratios_keep_the_promises(name: str) -> None:
+    check_policy_loss(POLICY_LOSS_REGISTRY[name], ActorConfig(ratio_type="segment", policy_loss=OPTIONS))
+
+
+def test_the_value_loss_keeps_the_promises_of_a_policy_loss() -> None:
+    def value_loss(old: Any, new: Any, returns: Any, mask: Any, mode: str, config: Any, weights: Any, **counts: Any):
+        loss, clipfrac = compute_value_loss(new, returns, old, mask, 0.3, mode, **counts)
+        return loss, {"vf_clipfrac": float(clipfrac)}
+
+    check_policy_loss(value_loss)
+
+
+@pytest.mark.slow
+def test_an_entry_is_checked_the_moment_it_is_registered(tmp_path: Path) -> None:
+    """A module that registers wrong entries is loaded before the tests: the contract has a test for each; it fails."""
+    (tmp_path / "wrong_entry.py").write_text(
+        "import torch\n"
+        "from verl_lite.core_algos import register_adv_est, register_policy_loss\n"
+        "@register_adv_est('wrong_one')\n"
+        "def estimator(token_level_rewards, response_mask, **_):\n"
+        "    return token_level_rewards / response_mask.sum(), token_level_rewards\n"
+        "@register_policy_loss('wrong_one')\n"
+        "def loss(old, new, advantages, mask, mode, config, weights=None, **_):\n"
+        "    return -(advantages * (new - old).exp() * mask).mean(), {}\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "wrong_entry", "-p", "no:cacheprovider"]
+    file = "tests/verl_lite/test_contracts.py"
+    tests = [f"{file}::test_every_{kind}_keeps_its_promises[wrong_one]" for kind in ("estimator", "loss")]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [*command, *tests], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "2 failed" in done.stdout and "BrokenPromise" in done.stdout, done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------- wrong estimators
+
+
+def sound_estimator(token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
+    """Score less the mean of the group: keeps every promise. The wrong ones below differ in one point each."""
+    valid = (response_mask != 0).any(dim=1)
+    scores = torch.where(response_mask != 0, token_level_rewards, 0).sum(dim=1)
+    groups, number = group_ids(index, scores.device)
+    totals = scores.new_zeros(number, 2).index_add(0, groups, torch.stack([scores, valid.to(scores.dtype)], dim=1))
+    centred = scores - (totals[:, 0] / totals[:, 1].clamp(min=1))[groups]
+    advantages = torch.where(response_mask != 0, centred[:, None], 0)
+    return advantages, advantages
+
+
+def test_a_sound_estimator_passes() -> None:
+    check_adv_estimator(sound_estimator)
+
+
+def reads_masked_values(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+    scores = token_level_rewards.sum(dim=1, keepdim=True)
+    advantages = torch.where(response_mask != 0, scores, 0)
+    return advantages, advantages
+
+
+def leaves_values_under_the_mask(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+    scores = torch.where(response_mask != 0, token_level_rewards, 0).sum(dim=1, keepdim=True)
+    return scores.expand_as(token_level_rewards), torch.where(response_mask != 0, scores, 0)
+
+
+def nan_on_an_empty_row(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+    means = (torch.where(response_mask != 0, token_level_rewards, 0).sum(1) / response_mask.sum(1))[:, None]
+    advantages = means * response_mask
+    return advantages, advantages
+
+
+def counts_empty_rows(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+    scores = torch.where(response_mask != 0, token_level_rewards, 0).sum(dim=1)
+    advantages = torch.where(response_mask != 0, (scores - scores.mean())[:, None], 0)
+    return advantages, advantages
+
+
+def looks_at_the_row_before(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+    valid = (response_mask != 0).any(dim=1)
+    scores = torch.where(response_mask != 0, token_level_rewards, 0).sum(dim=1)
+    before = torch.zeros_like(scores)
+    before[valid] = scores[valid].roll(1)
+    advantages = torch.where(response_mask != 0, (scores - before)[:, None], 0)
+    return advantages, advantages
+
+
+def divides_by_a_deviation_of_one_value(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+    kept = token_level_rewards[response_mask != 0]
+    advantages = torch.where(response_mask != 0, (token_level_rewards - kept.mean()) / kept.std(), 0)
+    return advantages, advantages
+
+
+def writes_into_its_argument(token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
+    token_level_rewards.mul_(response_mask).mul_(2)
+    return sound_estimator(token_level_rewards, response_mask, index)
+
+
+def forgets_the_device(token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
+    advantages, _same = sound_estimator(token_level_rewards, response_mask, index)
+    return advantages * torch.ones(WIDTH), advantages
+
+
+def gives_one_number_per_row(token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
+    advantages, returns = sound_estimator(token_level_rewards, response_mask, index)
+    return advantages[:, 0], returns
+
+
+def teaches_nothing(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+    return torch.zeros_like(token_level_rewards), torch.zeros_like(token_level_rewards)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "promise"),
+    [
+        (reads_masked_values, "values under mask 0 never matter"),
+        (leaves_values_under_the_mask, "the result is 0 under mask 0"),
+        (nan_on_an_empty_row, "advantages are finite"),
+        (counts_empty_rows, "rows without a valid token have no weight"),
+        (looks_at_the_row_before, "the order of the rows does not matter"),
+        (divides_by_a_deviation_of_one_value, "a batch with hardly a token is finite"),
+        (writes_into_its_argument, "arguments are not written to"),
+        (forgets_the_device, "new tensors are made on the device of the arguments"),
+        (gives_one_number_per_row, r"advantages are \(B, T\)"),
+        (teaches_nothing, "not all zero"),
+    ],
+)
+def test_a_wrong_estimator_is_caught(wrong: Any, promise: str) -> None:
+    with pytest.raises(BrokenPromise, match=promise):
+        check_adv_estimator(wrong)
+
+
+# ---------------------------------------------------------------------------------------------------- wrong losses
+
+
+def sound_loss(
+    old: Any, new: Any, advantages: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any
+):
+    """-A times the ratio, bounded: keeps every promise. The wrong ones below differ in one point each."""
+    kept = mask != 0
+    log_ratio = torch.where(kept, new - old, 0).clamp(-20, 20)
+    losses = -torch.where(kept, advantages, 0) * log_ratio.exp()
+    return agg_loss(losses, mask, mode, **counts), {"kl": float(masked_mean(-log_ratio.detach(), mask))}
+
+
+def test_a_sound_loss_passes() -> None:
+    check_policy_loss(sound_loss)
+
+
+def losses_of(old: Any, new: Any, advantages: Any, mask: Any) -> torch.Tensor:
+    return -torch.where(mask != 0, advantages, 0) * torch.where(mask != 0, new - old, 0).clamp(-20, 20).exp()
+
+
+def divides_by_its_own_tokens(old: Any, new: Any, advantages: Any, mask: Any, *_: Any, **__: Any) -> Any:
+    return masked_mean(losses_of(old, new, advantages, mask), mask), {}
+
+
+def divides_by_its_own_rows(
+    old: Any, new: Any, advantages: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any
+) -> Any:
+    return agg_loss(losses_of(old, new, advantages, mask), mask, mode, **counts | {"global_batch_size": len(mask)}), {}
+
+
+def multiplies_nan_by_zero(
+    old: Any, new: Any, advantages: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any
+) -> Any:
+    return agg_loss(-advantages * new * mask, mask, mode, **counts), {}
+
+
+def measures_under_the_mask(*args: Any, **counts: Any) -> Any:
+    return sound_loss(*args, **counts)[0], {"kl": float((args[0] - args[1]).detach().mean())}
+
+
+def takes_a_mean_over_nothing(old: Any, new: Any, advantages: Any, mask: Any, *_: Any, **counts: Any) -> Any:
+    rows = losses_of(old, new, advantages, mask).sum(dim=1) / mask.sum(dim=1)
+    return rows.sum() / max(1, counts["global_batch_size"]), {}
+
+
+def divides_by_no_tokens(old: Any, new: Any, advantages: Any, mask: Any, *_: Any, **counts: Any) -> Any:
+    return losses_of(old, new, advantages, mask).sum() / torch.tensor(counts["batch_num_tokens"]), {}
+
+
+def overflows(
+    old: Any, new: Any, advantages: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any
+) -> Any:
+    ratio = torch.where(mask != 0, new - old, 0).square().exp()
+    return agg_loss(-torch.where(mask != 0, advantages, 0) * ratio, mask, mode, **counts), {}
+
+
+def clips_in_place(old: Any, new: Any, advantages: Any, *rest: Any, **counts: Any) -> Any:
+    return sound_loss(old, new, advantages.clamp_(-0.5, 0.5), *rest, **counts)
+
+
+def mixes_devices(old: Any, new: Any, advantages: Any, mask: Any, *rest: Any, **counts: Any) -> Any:
+    loss, metrics = sound_loss(old, new, advantages, mask, *rest, **counts)
+    return loss * torch.ones(()), metrics
+
+
+def has_no_gradient(old: Any, new: Any, *rest: Any, **counts: Any) -> Any:
+    return sound_loss(old, new.detach(), *rest, **counts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "promise"),
+    [
+        (divides_by_its_own_tokens, "the parts of a mini-batch sum to the whole"),
+        (divides_by_its_own_rows, "the parts of a mini-batch sum to the whole"),
+        (multiplies_nan_by_zero, "values under mask 0 never reach the (loss|gradient)"),
+        (measures_under_the_mask, "metrics do not read under mask 0"),
+        (takes_a_mean_over_nothing, "the loss is finite"),
+        (divides_by_no_tokens, "a part without a token has loss 0"),
+        (overflows, "a log-ratio out of bounds stays finite"),
+        (clips_in_place, "arguments are not written to"),
+        (mixes_devices, "new tensors are made on the device of the arguments"),
+        (has_no_gradient, "a loss is a scalar with a gradient"),
+    ],
+)
+def test_a_wrong_loss_is_caught(wrong: Any, promise: str) -> None:
+    with pytest.raises(BrokenPromise, match=promise):
+        check_policy_loss(wrong)
+
+
+# ---------------------------------------------------------------------------------------------------- precision
+
+
+def as_type(columns: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else value
+        for name, value in columns.items()
+    }
+
+
+@pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
+def test_estimators_compute_in_fp32_at_least(name: str) -> None:
+    """bf16 columns give what the same numbers give as fp32, in fp32; integers are numbers too."""
+    estimator = ADV_ESTIMATOR_REGISTRY[name]
+    columns = as_type(estimator_batch(groups_of_one=name != "grpo_passk"), torch.bfloat16)
+    for found, expected in zip(estimator(**columns), estimator(**as_type(columns, torch.float32)), strict=True):
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+    whole = columns | {"token_level_rewards": (columns["token_level_rewards"] * 4).round()}
+    integers = whole | {"token_level_rewards": whole["token_level_rewards"].long()}
+    for found, expected in zip(estimator(**integers), estimator(**whole), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSS_REGISTRY))
+def test_losses_compute_in_fp32_at_least(name: str) -> None:
+    columns = as_type(loss_batch(), torch.bfloat16)
+    config, results = ActorConfig(policy_loss=OPTIONS, ratio_type="segment" if name in RATIO_LOSSES else "token"), []
+    for dtype in (torch.bfloat16, torch.float32):
+        given = as_type(columns, dtype)
+        log_prob = given.pop("log_prob").clone().requires_grad_()
+        weights = given.pop("rollout_is_weights")
+        order = (given["old_log_prob"], log_prob, given["advantages"], given["response_mask"])
+        extras = CHOSEN if name in TOKEN_SELECTIONS else {}
+        loss, _ = POLICY_LOSS_REGISTRY[name](*order, "token-mean", config, weights, **extras)
+        loss.backward()
+        assert loss.dtype == torch.float32 and log_prob.grad is not None and log_prob.grad.dtype == dtype
+        results.append((loss.detach(), log_prob.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1].bfloat16()), "the gradient is rounded once, at the end"
