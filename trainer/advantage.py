@@ -116,7 +116,8 @@ def compute_token_reward(
     reference = "ref_log_probs" if "ref_log_probs" in data else "ref_log_prob"
     check(data, ["response_mask"], stage)
     if is_penalised:
-        check(data, ["old_log_probs", reference], f"{stage}, for the KL in the reward")
+        needed = ["old_log_probs"] + (["ref_log_prob"] if reference == "ref_log_prob" else [])
+        check(data, needed, f"{stage}, for the KL in the reward")
         if kl_ctrl is None:
             raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs the controller of its coefficient.")
     mask = _response_mask(data)
@@ -264,9 +265,10 @@ def _running(data: DataProto, controllers: Controllers | None) -> tuple[list[Any
         )
     if not isinstance(controllers, MutableMapping):
         return ["all"] * len(data), {"all": controllers}
-    column = "domain" if "domain" in data.non_tensor_batch else "data_source"
-    check(data, [column], "reward_postprocess: running statistics")
-    return data.non_tensor_batch[column].tolist(), controllers
+    if "domain" in data.non_tensor_batch:
+        return data.non_tensor_batch["domain"].tolist(), controllers
+    check(data, ["data_source"], "reward_postprocess: running statistics")
+    return data.non_tensor_batch["data_source"].tolist(), controllers
 
 
 def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> tuple[torch.Tensor, float]:

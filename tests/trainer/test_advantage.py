@@ -1,25 +1,45 @@
-"""Every estimator that a configuration may name works on the columns that the trainer has."""
+"""Rewards and advantages on the driver: seed 003's three functions, by hand and against loops, in both layouts."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.advantage import compute_advantage
+from trainer.advantage import ESTIMATOR_COLUMNS, compute_advantage, compute_token_reward, reward_postprocess
 from verl_lite.algorithm_checks import NOT_PROVIDED
 from verl_lite.config import AlgorithmConfig
-from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl_lite.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    AdaptiveKLController,
+    FixedKLController,
+    RunningMoments,
+    register_adv_est,
+)
 from verl_lite.protocol import DataProto
+from verl_lite.registry import takes
+
+NEEDED = {
+    "values": torch.tensor([[0.1, 0.2], [0.3, 0.1], [0.0, 0.0], [0.0, 0.0]]),
+    "reward_baselines": torch.tensor([0.5, 0.5, 1.0, 1.0]),
+    "old_log_probs": torch.full((4, 2), -1.0),
+    "sum_pi_squared": torch.full((4, 2), 0.3),
+}
 
 
-def batch() -> DataProto:
+def batch(**more: torch.Tensor) -> DataProto:
+    """Two prompts of two answers; the last one failed."""
     return DataProto.from_dict(
         tensors={
             "token_level_rewards": torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]),
             "response_mask": torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]]),
+            **more,
         },
         non_tensors={
             "uid": np.array(["a", "a", "b", "b"], dtype=object),
@@ -28,26 +48,346 @@ def batch() -> DataProto:
     )
 
 
+def scored(scores: list[float], lengths: list[int], uids: list[str], width: int = 4, **more: torch.Tensor) -> DataProto:
+    """A batch as the trainer has it: the score on the last valid token; length 0 = a failed reward."""
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    token_level_scores = torch.zeros(len(scores), width)
+    for row, (score, length) in enumerate(zip(scores, lengths, strict=True)):
+        token_level_scores[row, max(0, length - 1)] = score
+    return DataProto.from_dict(
+        tensors={"token_level_scores": token_level_scores, "response_mask": mask, **more},
+        non_tensors={"uid": np.array(uids, dtype=object), "data_source": np.array(["maths"] * len(uids), dtype=object)},
+    )
+
+
+def options(**given: Any) -> SimpleNamespace:
+    """A user's own configuration object."""
+    return SimpleNamespace(**given)
+
+
+def advantages_of(data: DataProto, name: str, config: Any = None, **kwargs: Any) -> torch.Tensor:
+    return compute_advantage(data, 1.0, 1.0, name, pipeline_config=config, **kwargs).batch["advantages"]
+
+
+# ---------------------------------------------------------------------------------------------------- seed 003
+
+
+def test_the_example_of_the_seed_runs_as_it_stands() -> None:
+    """With ROLL's columns: one reward for each answer, a mask over prompt and answer, ref_log_probs."""
+    mask = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 1]])
+    tensors = {
+        "response_level_rewards": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        "response_mask": mask,
+        "old_log_probs": torch.full((4, 4), -1.0) * mask[:, 1:],
+        "ref_log_probs": torch.full((4, 4), -1.5) * mask[:, 1:],
+    }
+    data = DataProto.from_dict(tensors, {"uid": ["a", "a", "b", "b"]}, {"metrics": {"kept": 1.0}})
+    pipeline_config = options(
+        norm_mean_type=None, norm_std_type=None, reward_clip=None, adv_estimator="grpo", add_token_level_kl=True,
+        kl_penalty="kl",
+    )  # fmt: skip
+    kl_ctrl, running_ctrl = FixedKLController(0.1), {"maths": RunningMoments()}
+
+    # Step 1: Post-process response-level rewards
+    data, reward_metrics = reward_postprocess(data, pipeline_config, running_ctrl)
+
+    # Step 2: Add token-level KL penalty
+    data, kl_metrics = compute_token_reward(data, pipeline_config, kl_ctrl)
+
+    # Step 3: Compute advantages
+    data = compute_advantage(
+        data=data,
+        gamma=1.0,
+        lambd=1.0,
+        adv_estimator="grpo",
+        advantage_clip=5.0,
+        whiten_advantages=True,
+    )
+
+    # Access results
+    advantages = data.batch["advantages"]
+    returns = data.batch["returns"]
+
+    # each valid token costs 0.1 * 0.5; the answer's own reward stands on its last token
+    expected = [[0, -0.05, -0.05, 0.95], [0, -0.05, -0.05, 0], [0, -0.05, 0, 0], [0, -0.05, -0.05, 0.95]]
+    assert data.batch["token_level_rewards"].tolist() == [pytest.approx(row) for row in expected]
+    # scores 0.85, -0.1 | -0.05, 0.85: +-1/sqrt(2), then whitened over 3 + 2 + 1 + 3 tokens, six of them above
+    raw = np.array([1, 1, 1, -1, -1, -1, 1, 1, 1]) * math.sqrt(0.5)
+    whitened = (raw - raw.mean()) / raw.std(ddof=1)
+    assert advantages[mask[:, 1:].bool()].tolist() == pytest.approx(whitened.tolist(), abs=1e-4)
+    assert returns[0].tolist() == pytest.approx([0, *[math.sqrt(0.5)] * 3], abs=1e-5), "returns are not whitened"
+    assert torch.equal(data.batch["raw_advantages"], returns)
+    assert reward_metrics == {"critic/reward_clip_frac": 0.0}
+    assert kl_metrics["critic/kl"] == pytest.approx(0.5) and kl_metrics["critic/kl_coef"] == 0.1
+    assert data.meta_info["metrics"] == {"kept": 1.0, "critic/advantage_clip_frac": 0.0}, "none is overwritten"
+
+
+def test_whitening_of_no_one_and_two_valid_tokens() -> None:
+    """What ROLL's own test of compute_advantage expects, at gamma 0."""
+    rewards = torch.tensor([[1.0, 3.0, 5.0]])
+    for mask, expected in (
+        ([0, 0, 0], [0.0, 0.0, 0.0]),
+        ([0, 1, 0], [0.0, 3.0, 0.0]),
+        ([1, 1, 0], [-math.sqrt(0.5), math.sqrt(0.5), 0.0]),
+    ):
+        data = DataProto.from_dict({"token_level_rewards": rewards, "response_mask": torch.tensor([[0, *mask]])})
+        for whiten in ({"whiten_advantages": True}, {"whiten_rewards": True}):
+            got = compute_advantage(data, 0.0, 1.0, "reinforce", **whiten).batch["advantages"]
+            assert got.tolist()[0] == pytest.approx(expected, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- rewards
+
+
+def test_groups_are_told_by_uid_and_failed_rows_count_nowhere() -> None:
+    data = scored([1.0, 10.0, 3.0, 777.0, 20.0], [2, 1, 4, 0, 3], ["a", "b", "a", "a", "b"])
+    config = options(norm_mean_type="group", norm_std_type="group")
+    result, _ = reward_postprocess(data, config)
+    by_two = math.sqrt(0.5)  # (1 - 2) / sqrt(2), whatever the spread
+    expected = [-by_two, -by_two, by_two, 0.0, by_two]
+    assert result.batch["response_level_rewards"].tolist() == pytest.approx(expected, abs=1e-5)
+    result, _ = compute_token_reward(result, config)
+    placed = result.batch["token_level_rewards"]
+    assert placed[2].tolist() == pytest.approx([0, 0, 0, by_two], abs=1e-5)
+    assert placed[4].tolist() == pytest.approx([0, 0, by_two, 0], abs=1e-5)
+    assert placed[3].tolist() == [777.0, 0, 0, 0], "under an empty mask, where nobody reads it"
+
+
+def test_clips_and_their_fractions_are_over_rows_and_tokens_that_count() -> None:
+    data = scored([5.0, -5.0, 1.0, 9.0], [2, 4, 1, 0], ["a", "a", "b", "b"])
+    result, metrics = reward_postprocess(data, options(reward_clip=2.0))
+    assert result.batch["response_level_rewards"].tolist() == [2.0, -2.0, 1.0, 0.0]
+    assert metrics == {"critic/reward_clip_frac": pytest.approx(2 / 3)}
+    # the rewards of tokens are clipped too: the penalty takes 3 off every token of the second row
+    result.batch["old_log_probs"] = torch.tensor([[0.0] * 4, [3.0] * 4, [0.0] * 4, [0.0] * 4])
+    result.batch["ref_log_prob"] = torch.zeros(4, 4)
+    config = options(reward_clip=2.0, use_kl_in_reward=True, kl_penalty="k1")
+    result, metrics = compute_token_reward(result, config, FixedKLController(1.0))
+    assert result.batch["token_level_rewards"][:3].tolist() == [[0, 2, 0, 0], [-2, -2, -2, -2], [1, 0, 0, 0]]
+    assert metrics["critic/token_reward_clip_frac"] == pytest.approx(4 / 7)
+
+
+def test_scores_of_several_tokens_stay_where_they_are_unless_their_sum_changes() -> None:
+    data = scored([1.0, 4.0], [4, 4], ["a", "b"])
+    data.batch["token_level_scores"][0] = torch.tensor([0.25, 0.0, 0.5, 0.25])
+    for config in (options(), options(reward_clip=3.0)):
+        result, _ = reward_postprocess(data, config)
+        rewards = compute_token_reward(result, config)[0].batch["token_level_rewards"]
+        assert rewards[0].tolist() == [0.25, 0.0, 0.5, 0.25]
+        assert rewards[1].tolist() == [0, 0, 0, min(4.0, getattr(config, "reward_clip", 4.0))]
+
+
+def test_running_statistics_by_domain_and_by_one_controller() -> None:
+    data = scored([1.0, 3.0, 10.0, 30.0], [2, 2, 2, 2], ["a", "a", "b", "b"])
+    data.non_tensor_batch["data_source"] = np.array(["maths", "maths", "code", "code"], dtype=object)
+    config = options(norm_mean_type="running", norm_std_type=None)
+    moments: dict[str, RunningMoments] = {}
+    first = reward_postprocess(data, config, moments)[0].batch["response_level_rewards"]
+    assert first.tolist() == [-1.0, 1.0, -10.0, 10.0]
+    assert set(moments) == {"maths", "code"} and moments["maths"].count == 2
+    second = reward_postprocess(scored([9.0, 7.0], [2, 0], ["a", "a"]), config, moments)[0]
+    assert second.batch["response_level_rewards"].tolist() == pytest.approx([9 - 13 / 3, 0.0]), "1, 3 and 9 so far"
+    one = RunningMoments()
+    alone = reward_postprocess(data, config, one)[0].batch["response_level_rewards"]
+    assert alone.tolist() == [-10.0, -8.0, -1.0, 19.0] and one.count == 4
+    data.non_tensor_batch["domain"] = np.array(["x", "y", "x", "y"], dtype=object)  # ROLL's column goes first
+    domains = reward_postprocess(data, config, {})[0].batch["response_level_rewards"]
+    assert domains.tolist() == [-4.5, -13.5, 4.5, 13.5]
+    with pytest.raises(ValueError, match="running_ctrl is None"):
+        reward_postprocess(data, config)
+
+
+# ---------------------------------------------------------------------------------------------------- KL
+
+
+def kl_batch() -> DataProto:
+    """KL of the rows: (0.1 + 0.3) / 2 = 0.2, 0.4, and a failed one."""
+    old = torch.tensor([[-1.0, -1.0, 9.0, 9.0], [-1.0, 9.0, 9.0, 9.0], [math.nan] * 4])
+    ref = torch.tensor([[-1.1, -1.3, -7.0, -7.0], [-1.4, -7.0, -7.0, -7.0], [-1.0] * 4])
+    return scored([1.0, 0.0, 5.0], [2, 1, 0], ["a", "a", "b"], old_log_probs=old, ref_log_prob=ref)
+
+
+def test_the_penalty_of_a_step_uses_the_coefficient_of_before() -> None:
+    config, controller = AlgorithmConfig(use_kl_in_reward=True), AdaptiveKLController(0.5, target_kl=0.25, horizon=100)
+    result, metrics = compute_token_reward(kl_batch(), config, controller)
+    rewards = result.batch["token_level_rewards"]
+    assert rewards[0].tolist() == pytest.approx([-0.05, 1 - 0.15, 0, 0])
+    assert rewards[1].tolist() == pytest.approx([-0.2, 0, 0, 0])
+    assert metrics["critic/kl"] == metrics["actor/reward_kl_penalty"] == pytest.approx(0.3)
+    assert metrics["critic/kl_coef"] == metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    # 0.3 / 0.25 - 1 = 0.2, over the two rows that count
+    assert controller.value == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))
+
+
+def test_without_the_penalty_the_kl_is_only_measured() -> None:
+    controller = AdaptiveKLController(0.5, target_kl=0.25, horizon=100)
+    result, metrics = compute_token_reward(kl_batch(), AlgorithmConfig(), controller)
+    assert metrics == {"critic/kl": pytest.approx(0.3), "critic/kl_coef": 0.0}
+    assert torch.equal(result.batch["token_level_rewards"], kl_batch().batch["token_level_scores"])
+    assert controller.value == 0.5
+    without = kl_batch()
+    without.pop(["ref_log_prob"])
+    assert compute_token_reward(without, AlgorithmConfig())[1] == {}
+
+
+def test_what_the_penalty_needs_is_named() -> None:
+    config, data = AlgorithmConfig(use_kl_in_reward=True), kl_batch()
+    with pytest.raises(ValueError, match="kl_ctrl is None"):
+        compute_token_reward(data, config)
+    data.pop(["ref_log_prob"])
+    with pytest.raises(ValueError, match="for the KL in the reward: column 'ref_log_prob' is missing .*reference.py"):
+        compute_token_reward(data, config, FixedKLController(0.1))
+
+
+# ---------------------------------------------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize("norm_std", [True, False])
+def test_rolls_grpo_is_ours(norm_std: bool) -> None:
+    """Normalised by group and then REINFORCE, against the estimator that normalises by itself; no KL, gamma 1."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(0, 5, (24,), generator=generator).tolist()
+    scores = torch.rand(24, generator=generator).tolist()
+    uids = [f"p{row % 4}" for row in range(24)]
+    data = scored(scores, lengths, uids)
+    roll = options(norm_mean_type="group", norm_std_type="group" if norm_std else None)
+    normalised = compute_token_reward(reward_postprocess(data, roll)[0], roll)[0]
+    verl = AlgorithmConfig(norm_adv_by_std_in_grpo=norm_std)
+    plain = compute_token_reward(reward_postprocess(data, verl)[0], verl)[0]
+    torch.testing.assert_close(
+        advantages_of(normalised, "reinforce"), advantages_of(plain, "grpo", verl), atol=1e-5, rtol=0
+    )
+    assert 0 in lengths and advantages_of(plain, "grpo", verl).abs().sum() > 1
+
+
+def test_whitening_and_clipping_by_hand() -> None:
+    data = batch()
+    raw = np.array([1.0, 1.0, 0.0, 0.0, 2.0])  # reinforce at gamma 1: what is still to come, over five valid tokens
+    whitened = (raw - raw.mean()) / raw.std(ddof=1)
+    result = compute_advantage(data, 1.0, 1.0, "reinforce", advantage_clip=1.0, whiten_advantages=True)
+    valid = data.batch["response_mask"].bool()
+    assert result.batch["advantages"][valid].tolist() == pytest.approx(np.clip(whitened, -1, 1).tolist(), abs=1e-5)
+    assert result.batch["raw_advantages"][valid].tolist() == raw.tolist() == result.batch["returns"][valid].tolist()
+    assert result.meta_info["metrics"] == {"critic/advantage_clip_frac": pytest.approx(1 / 5)}
+    assert bool((result.batch["advantages"][~valid] == 0).all())
+    # rewards are whitened over all valid tokens before: 0, 1, 0, 0, 2
+    rewards = np.array([0.0, 1.0, 0.0, 0.0, 2.0])
+    rewards = (rewards - rewards.mean()) / rewards.std(ddof=1)
+    result = compute_advantage(data, 1.0, 1.0, "reinforce", whiten_rewards=True)
+    to_come = [rewards[0] + rewards[1], rewards[1], rewards[2] + rewards[3], rewards[3], rewards[4]]
+    assert result.batch["advantages"][valid].tolist() == pytest.approx(to_come, abs=1e-5)
+    assert torch.equal(result.batch["token_level_rewards"], data.batch["token_level_rewards"])
+
+
+def test_another_mask_may_be_given() -> None:
+    data, chosen = batch(), torch.tensor([[1, 1], [0, 0], [1, 0], [0, 0]])
+    got = advantages_of(data, "grpo", response_mask=chosen)
+    assert got[0].tolist() == pytest.approx([1.0, 1.0], abs=1e-5), "a group of one: mean 0, std 1"
+    assert got[1].tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"response_mask has shape \(4, 3\), expected .* \(4, 2\)"):
+        advantages_of(data, "grpo", response_mask=torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("name", sorted(set(ADV_ESTIMATOR_REGISTRY) - set(NOT_PROVIDED)))
 def test_estimators_that_pass_the_checks_work_on_the_trainers_columns(name: str) -> None:
     config = AlgorithmConfig(adv_estimator=name)
     if name == "gdpo":
         config.gdpo_reward_keys = ["correct"]
-    advantages = compute_advantage(batch(), config).batch["advantages"]
+    advantages = advantages_of(batch(**NEEDED), name, config)
     assert bool(torch.isfinite(advantages).all()) and bool((advantages[3] == 0).all()) and advantages[2, 1] == 0
     assert advantages[0, 1] > advantages[1, 1]
 
 
-@pytest.mark.parametrize("name", sorted(NOT_PROVIDED))
-def test_estimators_that_are_refused_do_need_more(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: .* is missing"):
-        compute_advantage(batch(), AlgorithmConfig(adv_estimator=name))
+@pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
+def test_a_missing_column_is_named_with_who_needs_and_who_writes_it(name: str) -> None:
+    """Every column that an estimator names, taken away by itself."""
+    everything = batch(**NEEDED)
+    everything.non_tensor_batch |= {
+        "traj_id": np.array(["t", "t", "u", "u"], dtype=object),
+        "step": np.array([0, 1, 0, 1]),
+        "state_hash": np.array(["s"] * 4, dtype=object),
+    }
+    config = AlgorithmConfig(gdpo_reward_keys=["correct"])
+    assert bool(torch.isfinite(advantages_of(everything, name, config)).all())
+    named = [argument for argument in ESTIMATOR_COLUMNS if takes(ADV_ESTIMATOR_REGISTRY[name], argument)]
+    for column in [ESTIMATOR_COLUMNS[argument] for argument in named if argument != "rollout_is_weights"]:
+        is_tensor = column in everything.batch.keys()
+        data = everything.select()
+        data.pop([column] if is_tensor else [], [] if is_tensor else [column])
+        message = f"compute_advantage with adv_estimator={name}: column '{column}' is missing .*\\.py writes it"
+        with pytest.raises(ValueError, match=message):
+            advantages_of(data, name, config)
+
+
+def test_an_estimator_gets_what_it_names_and_no_more() -> None:
+    seen: dict[str, Any] = {}
+
+    def mine(token_level_rewards, response_mask, index, config, old_log_probs, rollout_is_weights=None):  # type: ignore[no-untyped-def]
+        seen.update(index=index, config=config, old_log_probs=old_log_probs, weights=rollout_is_weights)
+        return token_level_rewards, token_level_rewards
+
+    register_adv_est("mine")(mine)
+    try:
+        config = options(any="thing")
+        advantages_of(batch(**NEEDED), "mine", config)
+        assert list(seen["index"]) == ["a", "a", "b", "b"] and seen["config"] is config and seen["weights"] is None
+        advantages_of(batch(**NEEDED, rollout_is_weights=torch.ones(4, 2)), "mine", config)
+        assert seen["weights"] is not None
+        with pytest.raises(ValueError, match="column 'old_log_probs' is missing"):
+            advantages_of(batch(), "mine")
+    finally:
+        del ADV_ESTIMATOR_REGISTRY["mine"]
+    with pytest.raises(ValueError, match="Unknown advantage estimator simply: mine"):
+        advantages_of(batch(), "mine")
+
+
+def test_weights_of_the_rollout_correction_reach_the_token_baseline() -> None:
+    data = batch(**NEEDED)
+    weighted = batch(**NEEDED, rollout_is_weights=torch.tensor([[1.0, 1.0], [3.0, 3.0], [1.0, 1.0], [1.0, 1.0]]))
+    plain, changed = (advantages_of(each, "optimal_token_baseline") for each in (data, weighted))
+    # both rows of the group have weight 1 - 2/e + 0.3, returns 1 and 0: the baseline is 1/2, or 1/10 when one has 9
+    assert plain[0, 0].item() == pytest.approx(0.5) and changed[0, 0].item() == pytest.approx(0.9)
 
 
 def test_gdpo_reads_the_values_of_the_reward_function() -> None:
-    config = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["correct"])
-    advantages = compute_advantage(batch(), config).batch["advantages"]
+    advantages = advantages_of(batch(), "gdpo", AlgorithmConfig(gdpo_reward_keys=["correct"]))
     # group a: +-1/sqrt(2); group b has one row that counts: 2 (mean 0, std 1); whitened over five tokens
     raw = np.array([math.sqrt(0.5)] * 2 + [-math.sqrt(0.5)] * 2 + [2.0])
     expected = (raw - raw.mean()) / raw.std(ddof=1)
     assert advantages.flatten()[:5].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------- nothing changes
+
+
+def test_neither_batch_nor_configuration_is_changed() -> None:
+    data = kl_batch()
+    before, keys = copy.deepcopy(data), set(data.batch.keys())
+    config = options(
+        norm_mean_type="group", norm_std_type="batch", reward_clip=0.5, use_kl_in_reward=True, kl_penalty="k3",
+        adv_estimator="grpo",
+    )  # fmt: skip
+    given = dict(vars(config))
+    result, _ = reward_postprocess(data, config)
+    result, _ = compute_token_reward(result, config, FixedKLController(0.1))
+    compute_advantage(result, 1.0, 1.0, "grpo", 0.1, True, True, pipeline_config=config)
+    assert vars(config) == given
+    assert set(data.batch.keys()) == keys and data.meta_info == before.meta_info
+    for name in keys:
+        torch.testing.assert_close(data.batch[name], before.batch[name], equal_nan=True, rtol=0, atol=0)
+
+
+def test_values_under_the_mask_never_matter() -> None:
+    mean_types, std_types = ("group", "batch"), ("group", "batch", None)
+    for mean_type, std_type in itertools.product(mean_types, std_types):
+        results = []
+        for filler in (0.0, 50.0):
+            data = kl_batch()
+            outside = data.batch["response_mask"] == 0
+            for name in ("old_log_probs", "ref_log_prob"):
+                data.batch[name] = torch.where(outside, filler, data.batch[name])
+            config = options(norm_mean_type=mean_type, norm_std_type=std_type, use_kl_in_reward=True, kl_penalty="k1")
+            data, _ = reward_postprocess(data, config)
+            data, _ = compute_token_reward(data, config, FixedKLController(0.1))
+            results.append(advantages_of(data, "reinforce", whiten_advantages=True))
+        assert torch.equal(*results)

@@ -295,3 +295,57 @@ def test_greedy_validation_beside_the_sampled_one(tmp_path: Path) -> None:
     assert parts.calls[1:6] == ["generate val0", "reward", "log_samples", "generate val1", "reward"]
     assert result.before["val-core/task/acc/mean@1"] == 0.5
     assert result.after["val-aux/task/greedy/acc/mean@1"] == 0.5
+
+
+def test_running_moments_of_scores_are_saved_and_restored(tmp_path: Path) -> None:
+    """Two steps, a checkpoint, one more: as three steps in one go."""
+    settings = {
+        "trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2,
+        "algorithm__adv_estimator": "reinforce", "algorithm__norm_mean_type": "running",
+        "algorithm__norm_std_type": "running",
+    }  # fmt: skip
+    for name in ("cut", "whole"):
+        (tmp_path / name).mkdir()
+    first = make(tmp_path / "cut", Parts(failing=("p0/0",)), reward__max_error_rate=0.5, **settings)
+    first.steps.total = 2
+    first.fit()
+    assert first.running_moments["task"].count == 2 * 5, "the failed row of each step is not among them"
+    parts, whole = Parts(), Parts()
+    second = make(tmp_path / "cut", parts, trainer__resume_mode="auto", **settings)
+    second.fit()
+    assert second.running_moments["task"].count == 2 * 5 + 6
+    third = make(tmp_path / "whole", whole, **settings)
+    third.running_moments["task"] = first.running_moments["task"]
+    third.steps.global_step = 2
+    third.fit()
+    assert second.running_moments["task"].state_dict() == third.running_moments["task"].state_dict()
+    assert torch.equal(parts.batches["update"].batch["advantages"], whole.batches["update"].batch["advantages"])
+
+
+def test_pf_ppo_draws_what_is_learnt_from_and_logs_what_was_sampled(tmp_path: Path) -> None:
+    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "algorithm__adv_estimator": "gae"}
+    batches = []
+    for _ in range(2):
+        parts = Parts(on_policy=False)
+        make(tmp_path, parts, critic=True, algorithm__use_pf_ppo=True, **settings).fit()
+        batches.append(parts.batches["update"])
+        logged = dict(parts.logged)[3]
+        assert logged["critic/score/mean"] == 0.5, "three of the six answers have score 1"
+        assert logged["pf_ppo/distinct_rows_frac"] == len(set(batches[-1].non_tensor_batch["sample_id"])) / 6
+    first, second = batches
+    assert len(first) == 6 and bool((first.batch["token_level_scores"].sum(1) == 1).all()), "score 0 has weight 1e-8"
+    assert list(first.non_tensor_batch["sample_id"]) == list(second.non_tensor_batch["sample_id"])
+
+
+def test_shaped_rewards_and_their_metrics_reach_the_log(tmp_path: Path) -> None:
+    parts = Parts(on_policy=False)
+    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "algorithm__adv_estimator": "reinforce"}
+    shaping = {"algorithm__reward_clip": 0.75, "algorithm__advantage_clip": 0.5, "algorithm__use_kl_in_reward": True}
+    make(tmp_path, parts, ref=True, **settings, **shaping).fit()
+    logged = dict(parts.logged)[1]
+    # scores are 0 and 1, the KL of the fakes is 0.1 a token, its coefficient 0.001
+    assert logged["critic/reward_clip_frac"] == 0.5
+    assert logged["critic/kl"] == pytest.approx(0.1) and logged["critic/kl_coef"] == 0.001
+    assert logged["critic/score/max"] == 1.0 and logged["critic/rewards/max"] == pytest.approx(0.75, abs=1e-3)
+    assert logged["critic/advantages/max"] == 0.5 and logged["critic/returns/max"] == pytest.approx(0.75, abs=1e-3)
+    assert logged["critic/advantage_clip_frac"] == pytest.approx(0.5), "all tokens of the answers of score 1"

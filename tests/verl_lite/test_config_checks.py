@@ -118,12 +118,6 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
             {"algorithm.adv_estimator": "gropo"},
             "algorithm.adv_estimator=gropo is not known; known: .*did you mean grpo",
         ),
-        (
-            {"algorithm.adv_estimator": "remax"},
-            "algorithm.adv_estimator=remax needs the scores of greedy answers",
-        ),
-        ({"algorithm.adv_estimator": "optimal_token_baseline"}, "algorithm.adv_estimator=.*needs sum_pi_squared"),
-        ({"algorithm.adv_estimator": "tir_optimal_token_baseline"}, "algorithm.adv_estimator=.*needs sum_pi_squared"),
         ({"algorithm.adv_estimator": "step_reinforce"}, "algorithm.adv_estimator=.*needs the step columns"),
         ({"algorithm.adv_estimator": "gigpo"}, "algorithm.adv_estimator=.*needs the step columns"),
         (
@@ -137,6 +131,75 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
                 "algorithm.gdpo_reward_weights": [1.0, 2.0],
             },
             r"algorithm.gdpo_reward_weights=\[1.0, 2.0\]: one weight for each",
+        ),
+        (
+            {"algorithm.adv_estimator": "reinforce", "algorithm.norm_mean_type": "mean"},
+            "algorithm.norm_mean_type=mean is not known; known: batch, group, running; or null",
+        ),
+        (
+            {"algorithm.adv_estimator": "reinforce", "algorithm.norm_std_type": "group", "rollout.n": 1},
+            "algorithm.norm_std_type=group with rollout.n=1: a group of one answer has no spread",
+        ),
+        (
+            {"algorithm.norm_mean_type": "group"},
+            "algorithm.norm_mean_type=group with algorithm.adv_estimator=grpo: it subtracts a mean .*reinforce",
+        ),
+        (
+            {"algorithm.norm_std_type": "batch"},
+            "algorithm.norm_std_type=batch with algorithm.adv_estimator=grpo: it divides .*_in_grpo=false",
+        ),
+        (
+            {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.whiten_advantages": True},
+            "algorithm.whiten_advantages=true with algorithm.adv_estimator=reinforce_plus_plus: it whitens",
+        ),
+        (
+            {"algorithm.adv_estimator": "gae", "algorithm.whiten_advantages": True},
+            "algorithm.whiten_advantages=true with algorithm.adv_estimator=gae: it whitens",
+        ),
+        (
+            {"algorithm.adv_estimator": "remax", "algorithm.norm_std_type": "batch"},
+            "algorithm.norm_std_type=batch with algorithm.adv_estimator=remax: it compares scores with those of greedy",
+        ),
+        (
+            {"algorithm.adv_estimator": "remax", "algorithm.reward_clip": 1.0},
+            "algorithm.reward_clip=1.0 with algorithm.adv_estimator=remax: it compares",
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "gdpo",
+                "algorithm.gdpo_reward_keys": ["a"],
+                "algorithm.use_kl_in_reward": True,
+            },
+            "algorithm.use_kl_in_reward=true with algorithm.adv_estimator=gdpo: it reads algorithm.gdpo_reward_keys",
+        ),
+        (
+            {"algorithm.use_pf_ppo": True},
+            "algorithm.use_pf_ppo=true with algorithm.adv_estimator=grpo: .* set adv_estimator=gae",
+        ),
+        (
+            {"algorithm.pf_ppo.weight_pow": 3.0},
+            "algorithm.pf_ppo.weight_pow=3.0 has no effect with algorithm.use_pf_ppo=false",
+        ),
+        (
+            {"algorithm.pf_ppo.reweight_method": "max_min"},
+            "algorithm.pf_ppo.reweight_method=max_min has no effect with algorithm.use_pf_ppo=false",
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "gae",
+                "algorithm.use_pf_ppo": True,
+                "algorithm.pf_ppo.reweight_method": "max_min",
+                "algorithm.pf_ppo.weight_pow": 3.0,
+            },
+            "algorithm.pf_ppo.weight_pow=3.0 has no effect with algorithm.pf_ppo.reweight_method=max_min",
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "gae",
+                "algorithm.use_pf_ppo": True,
+                "algorithm.pf_ppo.reweight_method": "power",
+            },
+            "algorithm.pf_ppo.reweight_method=power is not known; known: max_min, max_random, pow",
         ),
         ({"algorithm.gdpo_reward_keys": ["a"]}, "algorithm.gdpo_reward_keys=.* has no effect with .*=grpo"),
         ({"rollout.n": 1}, "rollout.n=1: grpo compares the samples of one prompt .* at least 2"),
@@ -302,6 +365,20 @@ def test_problems_come_together(good: PPOConfig) -> None:
         {"actor.policy_loss.loss_mode": "dro", "actor.policy_loss.dro_beta": 0.1},
         {"actor.policy_loss.loss_mode": "topr", "actor.ratio_type": "segment"},
         {"algorithm.adv_estimator": "reinforce_plus_plus", "rollout.n": 1},
+        {"algorithm.adv_estimator": "remax", "rollout.n": 1, "algorithm.use_kl_in_reward": True},
+        {"algorithm.adv_estimator": "optimal_token_baseline"},
+        {"algorithm.adv_estimator": "tir_optimal_token_baseline"},
+        {
+            "algorithm.adv_estimator": "reinforce",
+            "algorithm.norm_mean_type": "group",
+            "algorithm.norm_std_type": "batch",
+            "algorithm.whiten_advantages": True,
+            "algorithm.reward_clip": 5.0,
+            "algorithm.advantage_clip": 5.0,
+        },
+        {"algorithm.norm_adv_by_std_in_grpo": False, "algorithm.norm_std_type": "batch"},
+        {"algorithm.norm_adv_by_std_in_grpo": False, "algorithm.whiten_advantages": True},
+        {"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True, "algorithm.pf_ppo.weight_pow": 3.0},
         {**GAE, "rollout.n": 1, "trainer.critic_warmup": 5, "critic.optim.lr": 3e-5, "critic.ppo_epochs": 2},
         {**GAE, "critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 4},
         {"algorithm.adv_estimator": "my.module:estimate", "critic.optim.lr": 3e-5, "trainer.critic_warmup": 5},

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from verl_lite.config import RolloutConfig
+from verl_lite.protocol import DataProto
 from workers.rollout.base import (
     Completion,
     Request,
@@ -22,6 +24,7 @@ from workers.rollout.base import (
     build_rollout_engine,
     derive_seed,
 )
+from workers.rollout.single_turn import generate
 
 MAX_MODEL_LEN = 320
 STOPS = (0, 2)
@@ -400,3 +403,34 @@ def test_moving_in_and_out_on_a_cpu_changes_nothing(engine: RolloutEngine) -> No
     engine.move_out()
     engine.move_in()
     assert run(engine, [request])["r"] == before
+
+
+def test_a_batch_of_sampled_and_greedy_rows(engine: RolloutEngine, models: Any) -> None:
+    """What ReMax asks for: greedy rows are the argmax of a plain forward; beside them others sample what they would."""
+    lengths = (5, 9, 13)
+    ids, mask = torch.zeros(9, 13, dtype=torch.long), torch.zeros(9, 13, dtype=torch.long)
+    for row in range(9):
+        tokens = torch.tensor(prompt(lengths[row // 3], seed=row // 3))
+        ids[row, 13 - len(tokens) :], mask[row, 13 - len(tokens) :] = tokens, 1
+    uid, sample = np.repeat(np.array(["a", "b", "c"], dtype=object), 3), np.tile(np.arange(3), 3)
+    rows = DataProto.from_dict({"prompts": ids, "prompt_mask": mask}, {"uid": uid, "sample": sample})
+
+    def answer(data: DataProto) -> DataProto:
+        sampling = SamplingParams(temperature=1.3, max_tokens=16)
+        return generate(
+            engine, data, sampling=sampling, seed=1, step=4, response_length=16, pad_token_id=0,
+            on_finished=lambda finished: None,
+        )  # fmt: skip
+
+    plain = answer(rows)
+    rows.non_tensor_batch["is_greedy"] = sample == 2
+    mixed = answer(rows)
+    for row in range(9):
+        if sample[row] < 2:
+            assert torch.equal(mixed.batch["responses"][row], plain.batch["responses"][row])
+            continue
+        tokens = torch.cat([ids[row][mask[row].bool()], mixed.batch["responses"][row]])[None]
+        with torch.no_grad():
+            choices = models[0](tokens).logits[0, lengths[row // 3] - 1 : -1].argmax(-1)
+        assert torch.equal(mixed.batch["responses"][row], choices)
+        assert not torch.equal(mixed.batch["responses"][row], plain.batch["responses"][row])

@@ -18,10 +18,12 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.seeds: list[int] = []
+        self.temperatures: list[float] = []
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
         self.seeds.append(request.sampling.seed)
+        self.temperatures.append(request.sampling.temperature)
 
     @property
     def unfinished(self) -> int:
@@ -83,6 +85,13 @@ def test_seeds_belong_to_the_sample_not_to_its_place() -> None:
     assert len(set(engine.seeds)) == 3
     _, _, moved = run(rows.select_idxs([2, 0, 1]))
     assert moved.seeds == [engine.seeds[2], engine.seeds[0], engine.seeds[1]]
+
+
+def test_rows_marked_greedy_are_sampled_greedily() -> None:
+    rows = prompts()
+    rows.non_tensor_batch["is_greedy"] = np.array([False, True, False])
+    _, _, engine = run(rows)
+    assert engine.temperatures == [1.0, 0.0, 1.0]
 
 
 def test_padding_rows_are_not_run() -> None:
