@@ -180,7 +180,7 @@ def test_nor_on_the_number_of_ranks(path: str, two_ranks: Ranks, mode: str) -> N
 @pytest.mark.slow
 def test_nor_on_four_ranks(path: str) -> None:
     with Ranks(4) as ranks:
-        for batch in (Batch(rows=2, seed=3), BATCH):
+        for batch in (Batch(rows=2, seed=4), BATCH):
             expected = plain_gradient(path, batch, "token-mean")
             cases = [*CASES, Case(fsdp_size=2, max_token_len=20)]
             for results in ranks.run(value_gradients, path, batch, cases, "token-mean"):
