@@ -164,11 +164,11 @@ def _bounded(raw: torch.Tensor, weighting: Weighting) -> torch.Tensor:
 def _unit_shares(is_valid: torch.Tensor, level: str) -> torch.Tensor:
     """What each token counts (B, T), so that what has one statistic (a token, a run of tokens, a row) counts 1."""
     if level == "token":
-        return is_valid.float()
+        return is_valid
     if level == "segment":
         starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
-        return compute_segment_masked_mean(starts.float(), is_valid)
-    return torch.where(is_valid, 1 / is_valid.sum(dim=-1, keepdim=True), 0)
+        return compute_segment_masked_mean(starts.double(), is_valid)
+    return torch.where(is_valid, 1 / is_valid.sum(dim=-1, keepdim=True).double(), 0)
 
 
 # ---------------------------------------------------------------------------------------------------- metrics

@@ -1,0 +1,540 @@
+"""Rollout correction against plain loops: weights, every rejection, every metric; and what must never matter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from statistics import fmean, pstdev, stdev
+
+import pytest
+import torch
+
+from verl_lite.metrics import combine, values
+from verl_lite.rollout_correction import (
+    compute_train_infer_correction,
+    correct_rollout,
+    keep_rewards,
+)
+from verl_lite.rollout_correction_options import (
+    REJECTION_OPTIONS,
+    WEIGHT_LEVELS,
+    Correction,
+    CorrectionOptions,
+    FilterConfig,
+    IsWeightConfig,
+    Rejection,
+    TrainInferCorrectionConfig,
+    Weighting,
+    rejections_of,
+)
+from verl_lite.rollout_diff import mismatch_metrics
+
+ROWS, WIDTH = 8, 9
+Rows = list[list[float | None]]  # None where the mask is 0
+
+
+def batch(seed: int = 0, spread: float = 0.4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs of both and a ragged mask, in fp64: holes, an empty row, a row of one token; NaN under mask 0."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, WIDTH + 1, (ROWS,), generator=generator)
+    mask = (torch.arange(WIDTH) < lengths[:, None]).long()
+    mask[0] = torch.tensor([1, 1, 0, 0, 1, 0, 1, 1, 1])
+    mask[3] = 0
+    mask[5] = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0, 0])
+    rollout = -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) * 2 - 0.1
+    old = rollout + spread * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    rollout[mask == 0], old[mask == 0] = math.nan, math.nan
+    return old, rollout, mask
+
+
+def ragged(tensor: torch.Tensor, mask: torch.Tensor) -> Rows:
+    return [
+        [float(v) if m else None for v, m in zip(*row, strict=True)]
+        for row in zip(tensor.tolist(), mask.tolist(), strict=True)
+    ]
+
+
+def log_ratios(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> Rows:
+    return ragged((old - rollout).clamp(-20, 20), mask)
+
+
+def runs(row: list[float | None]) -> list[list[int]]:
+    """Positions of each run of consecutive tokens."""
+    found: list[list[int]] = []
+    for t, value in enumerate(row):
+        if value is not None and (t == 0 or row[t - 1] is None):
+            found.append([])
+        if value is not None:
+            found[-1].append(t)
+    return found
+
+
+def units(row: list[float | None], level: str) -> list[list[int]]:
+    """What has one statistic: positions of each token, of each run, or of all tokens."""
+    valid = [t for t, value in enumerate(row) if value is not None]
+    if level == "token":
+        return [[t] for t in valid]
+    if level == "segment":
+        return runs(row)
+    return [valid] if valid else []
+
+
+def naive_over(rows: Rows, level: str) -> Rows:
+    fold = {"seq_sum": sum, "seq_max": max}.get(level, fmean)
+    result: Rows = [[None] * len(row) for row in rows]
+    for row, out in zip(rows, result, strict=True):
+        for unit in units(row, level):
+            for t in unit:
+                out[t] = fold([row[u] for u in unit])
+    return result
+
+
+def naive_weights(rows: Rows, level: str, upper: float, lower: float | None, normalize: bool) -> list[list[float]]:
+    exponents = naive_over(rows, level)
+    weights = [[0.0 if x is None else math.exp(min(20.0, max(-20.0, x))) for x in row] for row in exponents]
+    for row in weights:
+        for t, w in enumerate(row):
+            row[t] = min(w, upper) if lower is None else (w if lower <= w <= upper else 0.0)
+    if normalize:
+        one_each = [out[unit[0]] for row, out in zip(rows, weights, strict=True) for unit in units(row, level)]
+        weights = [[w / fmean(one_each) for w in row] for row in weights]
+    return weights
+
+
+MEASURES = {
+    "k1": lambda x, d: -x,
+    "ratio": lambda x, d: x,
+    "k2": lambda x, d: x * x / 2,
+    "k3": lambda x, d: math.exp(x) - 1 - x,
+    "diff": lambda x, d: d,
+}
+
+
+def naive_statistic(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, option: str) -> Rows:
+    level, _, measure = option.rpartition("_")
+    ratios, differences = log_ratios(old, rollout, mask), ragged(old.exp() - rollout.exp(), mask)
+    measured = [
+        [None if x is None else MEASURES[measure](x, d) for x, d in zip(*pair, strict=True)]
+        for pair in zip(ratios, differences, strict=True)
+    ]
+    return naive_over(measured, level)
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("lower", [None, 0.7])
+@pytest.mark.parametrize("name", sorted(WEIGHT_LEVELS))
+def test_weights_are_those_of_a_plain_loop(name: str, lower: float | None, normalize: bool) -> None:
+    old, rollout, mask = batch()
+    options = CorrectionOptions(
+        rollout_is=name,
+        rollout_is_threshold="1.3" if lower is None else f"{lower}_1.3",
+        rollout_is_batch_normalize=normalize,
+    )
+    weights, kept, metrics = correct_rollout(old, rollout, mask, options)
+    expected = naive_weights(log_ratios(old, rollout, mask), WEIGHT_LEVELS[name], 1.3, lower, normalize)
+    assert weights is not None
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert torch.equal(kept, mask), "weights reject nothing"
+    assert ("rollout_corr/rollout_is_batch_norm_factor" in metrics) == normalize
+
+
+def test_weights_by_hand() -> None:
+    half, double = math.log(0.5), math.log(2.0)
+    old = torch.tensor([[double, half, 9.0, double], [half, half, half, half]])
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
+
+    def weights(name: str, threshold: str, **more: bool) -> list[list[float]]:
+        options = CorrectionOptions(rollout_is=name, rollout_is_threshold=threshold, **more)
+        found = correct_rollout(old, torch.zeros(2, 4), mask, options)[0]
+        assert found is not None
+        return [[round(w, 6) for w in row] for row in found.tolist()]
+
+    assert weights("token", "1.5") == [[1.5, 0.5, 0, 1.5], [0.5, 0.5, 0.5, 0]]
+    assert weights("token", "0.6_3") == [[2, 0, 0, 2], [0, 0, 0, 0]], "IcePop: 0 outside"
+    assert weights("sequence", "inf") == [[2, 2, 0, 2], [0.125, 0.125, 0.125, 0]]
+    cube_root = round(2 ** (1 / 3), 6)
+    assert weights("geometric", "inf") == [[cube_root, cube_root, 0, cube_root], [0.5, 0.5, 0.5, 0]]
+    assert weights("segment", "inf") == [[1, 1, 0, 2], [0.5, 0.5, 0.5, 0]], "two runs: (2 * 0.5)^(1/2), and 2"
+    # one weight an answer: mean of 2 and 0.125; one a run: of 1, 2, 0.5; one a token: of 2, 0.5, 2, 0.5, 0.5, 0.5
+    normalised = {"sequence": 2 / 1.0625, "segment": 1 / (3.5 / 3), "token": 2 / 1.0}
+    for name, first in normalised.items():
+        assert weights(name, "inf", rollout_is_batch_normalize=True)[0][0] == round(first, 6), name
+
+
+def test_weights_carry_no_gradient_and_are_finite_at_any_distance() -> None:
+    old = torch.tensor([[-1.0, -500.0, -math.inf, 0.0]], requires_grad=True)
+    rollout = torch.tensor([[-1.0, -1.0, -1.0, -math.inf]])
+    options = CorrectionOptions(rollout_is="token", rollout_is_threshold="inf")
+    weights = correct_rollout(old, rollout, torch.ones(1, 4), options)[0]
+    assert weights is not None and not weights.requires_grad
+    torch.testing.assert_close(weights, torch.tensor([[0.0, -20.0, -20.0, 20.0]]).exp())
+
+
+# ---------------------------------------------------------------------------------------------------- rejection
+
+
+@pytest.mark.parametrize("option", REJECTION_OPTIONS)
+def test_each_rejection_is_that_of_a_plain_loop(option: str) -> None:
+    old, rollout, mask = batch(seed=1)
+    text = {"k1": "0.75_1.4", "ratio": "0.75_1.4", "diff": "-0.1_0.15"}.get(option.rpartition("_")[2], "0.05")
+    options = CorrectionOptions(rollout_rs=option, rollout_rs_threshold=text)
+    bounds = [float(part) for part in text.split("_")] if "_" in text else [-math.inf, float(text)]
+    if option.endswith(("k1", "ratio")):
+        bounds = [math.log(bound) for bound in bounds]
+    statistic = naive_statistic(old, rollout, mask, option)
+    expected = [[int(s is not None and bounds[0] <= s <= bounds[1]) for s in row] for row in statistic]
+    weights, kept, _ = correct_rollout(old, rollout, mask, options)
+    assert kept.tolist() == expected and weights is None
+    assert kept.dtype == mask.dtype
+    assert 0 < kept.sum() < mask.sum(), "the case says something: some pass and some do not"
+
+
+def test_all_criteria_have_to_pass() -> None:
+    old, rollout, mask = batch(seed=2)
+
+    def kept(names: str, thresholds: str) -> torch.Tensor:
+        return correct_rollout(
+            old, rollout, mask, CorrectionOptions(rollout_rs=names, rollout_rs_threshold=thresholds)
+        )[1]
+
+    all_three = kept("token_k1, seq_mean_k3,seq_max_k2", "1.6,0.06, 0.3")
+    expected = kept("token_k1", "1.6") * kept("seq_mean_k3", "0.06") * kept("seq_max_k2", "0.3")
+    assert torch.equal(all_three, expected) and 0 < expected.sum() < kept("token_k1", "1.6").sum()
+    shared = kept("token_k1,seq_sum_ratio", "1.2")
+    expected = kept("token_k1", "1.2") * kept("seq_sum_ratio", "1.2")
+    assert torch.equal(shared, expected) and expected.sum() < kept("token_k1", "1.2").sum()
+
+
+def test_rejection_by_hand() -> None:
+    """k1 bounds pi_rollout / pi_trainer, as in verl; ratio bounds pi_trainer / pi_rollout, as in ROLL."""
+    old = torch.tensor([[0.0, math.log(0.4), math.log(2.5)], [0.0, math.log(1.2), math.log(0.9)]])
+    rollout, mask = torch.zeros(2, 3), torch.ones(2, 3)
+
+    def kept(name: str, text: str) -> list[list[int]]:
+        options = CorrectionOptions(rollout_rs=name, rollout_rs_threshold=text)
+        return correct_rollout(old, rollout, mask, options)[1].int().tolist()
+
+    assert kept("token_k1", "2.0") == [[1, 0, 0], [1, 1, 1]], "a single number is (1/2, 2)"
+    assert kept("token_k1", "0.3_2.0") == [[1, 0, 1], [1, 1, 1]]
+    assert kept("token_ratio", "0.3_2.0") == [[1, 1, 0], [1, 1, 1]]
+    assert kept("seq_sum_k1", "1.01") == [[1, 1, 1], [0, 0, 0]], "0.4 * 2.5 = 1; 1.2 * 0.9 = 1.08"
+    assert kept("seq_mean_k1", "1.03") == [[1, 1, 1], [1, 1, 1]], "1.08^(1/3) = 1.026"
+    assert kept("token_k2", "0.42") == [[1, 1, 1], [1, 1, 1]], "log(2.5)^2 / 2 = 0.4198"
+    assert kept("token_k3", "0.5") == [[1, 1, 0], [1, 1, 1]], "0.4 - 1 - log 0.4 = 0.316; 2.5 - 1 - log 2.5 = 0.584"
+    assert kept("seq_max_k3", "0.5") == [[0, 0, 0], [1, 1, 1]]
+    assert kept("token_diff", "0.6") == [[1, 1, 0], [1, 1, 1]], "0.4 - 1 = -0.6 is in"
+
+
+def test_bounds_are_included() -> None:
+    half = Correction(rejections=(Rejection("token", "k2", -math.inf, 0.5), Rejection("token", "ratio", -1.0, 1.0)))
+    log_ratio = torch.tensor([[1.0, -1.0, 1.0001, -1.0001]], dtype=torch.float64)
+    kept = correct_rollout(log_ratio, torch.zeros_like(log_ratio), torch.ones(1, 4), half)[1]
+    assert kept.tolist() == [[1, 1, 0, 0]]
+    edge = Correction(Weighting("token", upper=math.e, lower=1 / math.e))
+    weights = correct_rollout(log_ratio, torch.zeros_like(log_ratio), torch.ones(1, 4), edge)[0]
+    assert weights is not None and (weights != 0).tolist() == [[True, True, False, False]]
+
+
+# ---------------------------------------------------------------------------------------------------- never matter
+
+EVERYTHING = [
+    CorrectionOptions(
+        rollout_is=name,
+        rollout_is_threshold="0.5_1.5",
+        rollout_is_batch_normalize=True,
+        rollout_rs="token_k1,seq_mean_k3,segment_diff",
+        rollout_rs_threshold="1.5,0.1,0.2",
+    )
+    for name in sorted(WEIGHT_LEVELS)
+]
+
+
+def reported(metrics: dict) -> dict[str, float]:
+    return values(metrics)
+
+
+@pytest.mark.parametrize("options", EVERYTHING, ids=lambda options: options.rollout_is)
+def test_order_padding_and_empty_rows_do_not_matter(options: CorrectionOptions) -> None:
+    old, rollout, mask = batch()
+    weights, kept, metrics = correct_rollout(old, rollout, mask, options)
+    assert weights is not None
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
+
+    def widened(tensor: torch.Tensor, filler: float) -> torch.Tensor:
+        """Rows in another order, two columns before and one after, three rows more."""
+        padded = torch.full((ROWS + 3, WIDTH + 3), filler, dtype=tensor.dtype)
+        padded[:ROWS, 2:-1] = tensor[order]
+        return padded
+
+    nan = math.nan
+    again = correct_rollout(widened(old, nan), widened(rollout, nan), widened(mask, 0), options)
+    assert again[0] is not None
+    torch.testing.assert_close(again[0], widened(weights, 0.0), rtol=1e-12, atol=0)
+    assert torch.equal(again[1], widened(kept, 0))
+    assert reported(again[2]) == pytest.approx(reported(metrics), rel=1e-9, abs=1e-12)
+    assert all(map(math.isfinite, reported(metrics).values()))
+
+
+@pytest.mark.parametrize("options", EVERYTHING, ids=lambda options: options.rollout_is)
+def test_a_batch_without_a_token_has_no_weight_no_metric_and_no_nan(options: CorrectionOptions) -> None:
+    nothing = torch.full((3, 4), math.nan)
+    weights, kept, metrics = correct_rollout(nothing, nothing, torch.zeros(3, 4, dtype=torch.long), options)
+    assert weights is not None and not weights.any() and not kept.any()
+    assert reported(metrics) == {"rollout_corr/rollout_is_batch_norm_factor": 1.0}
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_LEVELS))
+def test_equal_log_probs_are_left_alone(name: str) -> None:
+    old, _, mask = batch()
+    thresholds = {"k1": "0.9999_1.0001", "ratio": "0.9999_1.0001", "diff": "1e-6"}
+    options = CorrectionOptions(
+        rollout_is=name,
+        rollout_is_threshold="0.9999_1.0001",
+        rollout_is_batch_normalize=True,
+        rollout_rs=",".join(REJECTION_OPTIONS),
+        rollout_rs_threshold=",".join(thresholds.get(o.rpartition("_")[2], "1e-6") for o in REJECTION_OPTIONS),
+    )
+    weights, kept, metrics = correct_rollout(old, old, mask, options)
+    assert weights is not None and torch.equal(weights, mask.double())
+    assert torch.equal(kept, mask)
+    found = reported(metrics)
+    for name in ("kl", "k3_kl", "chi2_token", "chi2_seq", "log_ppl_abs_diff", "rollout_rs_masked_fraction"):
+        assert found[f"rollout_corr/{name}"] == 0, name
+    assert found["rollout_corr/ppl_ratio"] == found["rollout_corr/rollout_is_eff_sample_size"] == 1
+
+
+def test_a_sum_over_parts_is_the_whole() -> None:
+    """What is not `last` may be computed in parts: bypass_mode does."""
+    old, rollout, mask = batch()
+    for options in EVERYTHING:
+        options = replace(options, rollout_is_batch_normalize=False)
+        weights, kept, metrics = correct_rollout(old, rollout, mask, options)
+        parts = [correct_rollout(old[r], rollout[r], mask[r], options) for r in (slice(0, 3), slice(3, 4), slice(4, 8))]
+        assert weights is not None
+        assert torch.equal(torch.cat([part[0] for part in parts]), weights)  # type: ignore[misc]
+        assert torch.equal(torch.cat([part[1] for part in parts]), kept)
+        whole = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
+        merged = combine(part[2] for part in parts)
+        assert reported({name: merged[name] for name in whole}) == pytest.approx(reported(whole), rel=1e-9, abs=1e-12)
+        assert {name.removeprefix("rollout_corr/") for name in set(metrics) - set(whole)} == {
+            "rollout_is_std", "rollout_is_seq_std", "rollout_is_eff_sample_size",
+            *(f"rollout_rs_{option}_{kind}" for option in options.rollout_rs.split(",") for kind in ("std", "seq_std")),
+        }  # fmt: skip
+
+
+def test_shapes_that_differ_are_named() -> None:
+    old, rollout, mask = batch()
+    with pytest.raises(ValueError, match=r"correct_rollout: rollout_log_probs has shape \(8, 8\)"):
+        correct_rollout(old, rollout[:, :-1], mask, CorrectionOptions())
+
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
+
+def test_mismatch_metrics_are_those_of_a_plain_loop() -> None:
+    old, rollout, mask = batch(seed=4)
+    x = log_ratios(old, rollout, mask)
+    tokens = [value for row in x for value in row if value is not None]
+    filled = [[value for value in row if value is not None] for row in x if any(v is not None for v in row)]
+    new_rows, roll_rows = (
+        [fmean(v for v in row if v is not None) for row in ragged(t, mask) if any(v is not None for v in row)]
+        for t in (old, rollout)
+    )
+    change = [b - a for a, b in zip(new_rows, roll_rows, strict=True)]
+    expected = {
+        "kl": -fmean(tokens),
+        "k3_kl": fmean(math.exp(v) - 1 - v for v in tokens),
+        "chi2_token": fmean(math.exp(2 * v) for v in tokens) - 1,
+        "chi2_seq": fmean(math.exp(2 * sum(row)) for row in filled) - 1,
+        "training_ppl": fmean(math.exp(-v) for v in new_rows),
+        "training_log_ppl": -fmean(new_rows),
+        "rollout_ppl": fmean(math.exp(-v) for v in roll_rows),
+        "rollout_log_ppl": -fmean(roll_rows),
+        "log_ppl_diff": fmean(change),
+        "log_ppl_abs_diff": fmean(map(abs, change)),
+        "log_ppl_diff_max": max(change),
+        "log_ppl_diff_min": min(change),
+        "ppl_ratio": fmean(map(math.exp, change)),
+    }
+    assert len(filled) == ROWS - 1
+    found = reported(mismatch_metrics(old, rollout, mask))
+    assert found == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("threshold", ["1.3", "0.7_1.3"])
+@pytest.mark.parametrize("name", sorted(WEIGHT_LEVELS))
+def test_weight_metrics_are_those_of_a_plain_loop(name: str, threshold: str) -> None:
+    old, rollout, mask = batch(seed=5, spread=1.5)
+    level = WEIGHT_LEVELS[name]
+    lower = float(threshold.split("_")[0]) if "_" in threshold else None
+    low = 1 / 1.3 if lower is None else lower
+    x = log_ratios(old, rollout, mask)
+    raw = naive_weights(x, level, math.inf, None, False)
+    weights = naive_weights(x, level, 1.3, lower, False)
+    valid = [(r, t) for r in range(ROWS) for t in range(WIDTH) if mask[r, t]]
+    per_unit = [raw[r][unit[0]] for r in range(ROWS) for unit in units(x[r], level)]
+    applied, before = [weights[r][t] for r, t in valid], [raw[r][t] for r, t in valid]
+    by_row, raw_by_row = (
+        [fmean(w[r][t] for t in range(WIDTH) if mask[r, t]) for r in range(ROWS) if mask[r].any()]
+        for w in (weights, raw)
+    )
+    extremes = before if level in ("seq_sum", "seq_mean") else applied
+    mean = fmean(applied)
+    expected = {
+        "mean": mean,
+        "std": pstdev(applied),
+        "max": max(extremes),
+        "min": min(extremes),
+        "eff_sample_size": 1 / fmean((w / mean) ** 2 for w in applied),
+        "ratio_fraction_high": fmean(w > 1.3 for w in per_unit),
+        "ratio_fraction_low": fmean(w < low for w in per_unit),
+        "seq_mean": fmean(by_row),
+        "seq_std": stdev(by_row),
+        "seq_max": max(by_row),
+        "seq_min": min(by_row),
+        "seq_max_deviation": max(abs(w - 1) for w in by_row),
+        "seq_fraction_high": fmean(w > 1.3 for w in raw_by_row),
+        "seq_fraction_low": fmean(w < low for w in raw_by_row),
+    }
+    if lower is not None:
+        expected["oob_ratio"] = fmean(not lower <= w <= 1.3 for w in before)
+    options = CorrectionOptions(rollout_is=name, rollout_is_threshold=threshold)
+    found = reported(correct_rollout(old, rollout, mask, options)[2])
+    prefix = "rollout_corr/rollout_is_"
+    assert {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)} == pytest.approx(expected)
+    assert found["actor/is_weight_clipfrac"] == pytest.approx(fmean(w > 1.3 for w in before))
+    assert 0 < expected["ratio_fraction_high"] < 1 and 0 < expected["ratio_fraction_low"] < 1
+
+
+@pytest.mark.parametrize("option", REJECTION_OPTIONS)
+def test_rejection_metrics_are_those_of_a_plain_loop(option: str) -> None:
+    old, rollout, mask = batch(seed=6)
+    level, _, measure = option.rpartition("_")
+    text = {"k1": "0.8_1.3", "ratio": "0.8_1.3", "diff": "-0.1_0.1"}.get(measure, "0.05")
+    options = CorrectionOptions(rollout_rs=option, rollout_rs_threshold=text)
+    low, high = {"0.8_1.3": (math.log(0.8), math.log(1.3)), "-0.1_0.1": (-0.1, 0.1)}.get(text, (-math.inf, 0.05))
+    statistic = naive_statistic(old, rollout, mask, option)
+    tokens = [s for row in statistic for s in row if s is not None]
+    filled = [[s for s in row if s is not None] for row in statistic if any(s is not None for s in row)]
+    by_row = [fmean(row) for row in filled]
+    per_unit = [statistic[r][unit[0]] for r in range(ROWS) for unit in units(statistic[r], level)]
+    lost = [not low <= s <= high for s in tokens]
+    lost_rows = [any(not low <= s <= high for s in row) for row in filled]
+    expected = {
+        "mean": fmean(tokens),
+        "std": pstdev([min(max(s, low), high) for s in tokens]),
+        "max": max(tokens),
+        "min": min(tokens),
+        "fraction_high": fmean(s > high for s in per_unit),
+        "fraction_low": fmean(s < low for s in per_unit),
+        "seq_mean": fmean(by_row),
+        "seq_std": stdev(by_row),
+        "seq_max": max(by_row),
+        "seq_min": min(by_row),
+        "seq_max_deviation": max(map(abs, by_row)),
+        "seq_fraction_high": fmean(s > high for s in by_row),
+        "seq_fraction_low": fmean(s < low for s in by_row),
+        "masked_fraction": fmean(lost),
+        "seq_masked_fraction": fmean(lost_rows),
+    }
+    found = reported(correct_rollout(old, rollout, mask, options)[2])
+    prefix = f"rollout_corr/rollout_rs_{option}_"
+    assert {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)} == pytest.approx(expected)
+    assert found["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(fmean(lost))
+    assert found["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(fmean(lost_rows))
+    assert found["actor/train_infer_final_mask_mean"] == pytest.approx(1 - fmean(lost))
+    roll = f"actor/train_infer_{ {v: k for k, v in WEIGHT_LEVELS.items()}.get(level) }_{measure}_mask_mean"
+    assert found.get(roll) == (pytest.approx(1 - fmean(lost)) if measure in ("ratio", "diff") else None)
+
+
+# ---------------------------------------------------------------------------------------------------- ROLL
+
+
+def roll_values(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, tuple[Rows, Rows]]:
+    """ROLL's ratio and difference by granularity, token by token."""
+    x, d = log_ratios(old, rollout, mask), ragged(old.exp() - rollout.exp(), mask)
+    return {
+        name: (
+            [[None if v is None else math.exp(v) for v in row] for row in naive_over(x, level)],
+            naive_over(d, level),
+        )
+        for name, level in WEIGHT_LEVELS.items()
+    }
+
+
+def test_rolls_statistics_are_those_of_a_plain_loop() -> None:
+    old, rollout, mask = batch(seed=7)
+    found = reported(correct_rollout(old, rollout, mask, CorrectionOptions())[2])
+    for name, pair in roll_values(old, rollout, mask).items():
+        for kind, rows in zip(("ratio", "diff"), pair, strict=True):
+            by_row = [fmean(v for v in row if v is not None) for row in rows if any(v is not None for v in row)]
+            assert found[f"actor/train_infer_{kind}_{name}_mean"] == pytest.approx(fmean(by_row)), (kind, name)
+
+
+@pytest.mark.parametrize("agg_type", sorted(WEIGHT_LEVELS))
+def test_rolls_filters_and_weights_are_those_of_a_plain_loop(agg_type: str) -> None:
+    old, rollout, mask = batch(seed=8)
+    cfg = TrainInferCorrectionConfig(
+        is_weight=IsWeightConfig(enabled=True, weight_type=agg_type, upper_bound=1.1),
+        filters=[
+            FilterConfig(enabled=True, agg_type=agg_type, ratio_low=0.7, diff_enabled=True, diff_high=0.1),
+            FilterConfig(enabled=False, agg_type="token", ratio_low=1.0, ratio_high=1.0),
+        ],
+    )
+    weights, kept, metrics = compute_train_infer_correction(cfg, mask, old, rollout, 3, 4)
+    ratio, diff = roll_values(old, rollout, mask)[agg_type]
+    for r in range(ROWS):
+        for t in range(WIDTH):
+            if mask[r, t]:
+                assert float(weights[r, t]) == pytest.approx(min(ratio[r][t], 1.1))
+                assert bool(kept[r, t]) == (0.7 <= ratio[r][t] <= 1.2 and -0.2 <= diff[r][t] <= 0.1)
+            else:
+                assert kept[r, t] == 1 and weights[r, t] == 0
+    assert 0 < (kept * mask).sum() < mask.sum()
+    share = reported(metrics)[f"actor/train_infer_{agg_type}_ratio_mask_mean"]
+    inside = [0.7 <= v <= 1.2 for row in ratio for v in row if v is not None]
+    assert share == pytest.approx(fmean(inside))
+    assert all(name.startswith("actor/") for name in metrics)
+
+
+def test_roll_and_verl_coincide_on_truncated_token_weights() -> None:
+    old, rollout, mask = batch(seed=9)
+    cfg = TrainInferCorrectionConfig(is_weight=IsWeightConfig(enabled=True, upper_bound=1.2))
+    verl = CorrectionOptions(rollout_is="token", rollout_is_threshold=1.2)
+    expected = correct_rollout(old, rollout, mask, verl)[0]
+    assert torch.equal(compute_train_infer_correction(cfg, mask, old, rollout)[0], expected)  # type: ignore[arg-type]
+    # a ratio filter of ROLL is k1 of verl with the bounds turned over
+    cfg = TrainInferCorrectionConfig(filters=[FilterConfig(enabled=True, ratio_low=0.8, ratio_high=1.6)])
+    [k1] = rejections_of(CorrectionOptions(rollout_rs="token_k1", rollout_rs_threshold=f"{1 / 1.6}_{1 / 0.8}"))
+    weights, kept, _ = compute_train_infer_correction(cfg, mask, old, rollout)
+    assert torch.equal(kept * mask, correct_rollout(old, rollout, mask, Correction(rejections=(k1,)))[1].double())
+    assert torch.equal(weights, torch.ones_like(old)), "no weights are asked for"
+
+
+# ---------------------------------------------------------------------------------------------------- rewards
+
+
+def test_rewards_of_rejected_tokens_reach_the_tokens_before() -> None:
+    nan = math.nan
+    rewards = torch.tensor([[0.5, 0.0, 3.0, nan], [1.0, 2.0, 4.0, 0.0], [0.0, 7.0, 0.0, 5.0], [1.0, 1.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
+    kept = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
+    expected = torch.tensor([[0.5, 3.0, 0.0, nan], [1.0, 6.0, 0.0, 0.0], [0.0, 7.0, 0.0, 5.0], [1.0, 1.0, 0.0, 0.0]])
+    torch.testing.assert_close(keep_rewards(rewards, mask, kept), expected, equal_nan=True)
+
+
+def test_the_reward_to_go_of_kept_tokens_stays() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(50, 12, generator=generator) < 0.8).long()
+    kept = mask * (torch.rand(50, 12, generator=generator) < 0.6)
+    rewards = torch.randint(-3, 4, (50, 12), generator=generator) * mask
+    moved = keep_rewards(rewards, mask, kept)
+    assert not torch.equal(moved, rewards)
+    for row in range(50):
+        for t in range(12):
+            if kept[row, t]:
+                assert int((moved * kept)[row, t:].sum()) == int(rewards[row, t:].sum())
+    assert torch.equal(moved.sum(1), rewards.sum(1)), "the score of an answer stays"
