@@ -1,0 +1,238 @@
+"""What the reward model reads: token ids where the vocabularies agree, else texts under its own template, never cut."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
+from trainer.reward_inputs import Retokenizer, reward_inputs
+from trainer.roles import RewardModelRole
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+from workers.rollout.base import Completion
+from workers.rollout.single_turn import lay_out
+
+OTHER_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+QUESTIONS, ANSWERS = ["1+2=", "sort 31", "what is 4*4?", "1+2="], ["3", "13<|im_end|>", "16, i think", ""]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_qwen2(tmp_path_factory.mktemp("policy"), hidden=32, layers=1))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model whose tokenizer has more tokens, in another order, and another template."""
+    folder = tmp_path_factory.mktemp("other")
+    tiny_reward_model(folder, vocab=96)
+    tokenizer = tiny_tokenizer(96)
+    tokens = tokenizer.get_vocab()
+    swapped = tokens | {"1": tokens["z"], "z": tokens["1"]}
+    other = type(tokenizer)(
+        vocab=swapped, merges=[], unk_token=None, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"], chat_template=OTHER_TEMPLATE,
+    )  # fmt: skip
+    other.save_pretrained(folder)
+    return str(folder)
+
+
+def config(path: str, **options: object) -> PPOConfig:
+    made = PPOConfig()
+    made.data.max_prompt_length, made.data.max_response_length = 24, 12
+    made.reward_model.enable, made.reward_model.model.path = True, path
+    for name, value in options.items():
+        setattr(made.reward_model, name, value)
+    return made
+
+
+def answered(tokenizer: PreTrainedTokenizerBase) -> DataProto:
+    """The questions with the answers above, as a rollout lays them out; the last answer is empty."""
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in ANSWERS]
+    done = [Completion("", row, [0.0] * len(row), "stop", 0) for row in ids]
+    prompts = torch.full((len(ids), 4), 9)
+    batch = lay_out(prompts, torch.ones_like(prompts), list(done), response_length=12, pad_token_id=0)
+    chats = np.empty(len(ids), dtype=object)
+    chats[:] = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    batch.non_tensor_batch["raw_prompt"] = chats
+    return batch
+
+
+def test_token_ids_go_as_they_are_where_the_vocabularies_agree(policy: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    inputs = reward_inputs(config(tiny_reward_model(tmp_path)), policy)
+    batch = answered(policy)
+    rows, errors = inputs(batch)
+    assert rows.batch["input_ids"] is batch.batch["input_ids"] and errors == [None] * 4
+
+
+def test_a_larger_vocabulary_that_holds_the_policys_is_enough(policy: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tiny_reward_model(tmp_path, vocab=70)
+    tokenizer = tiny_tokenizer(64)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(tmp_path)
+    assert callable(reward_inputs(config(str(tmp_path)), policy))
+
+
+def test_another_vocabulary_asks_for_retokenize(policy: PreTrainedTokenizerBase, other: str) -> None:
+    with pytest.raises(
+        UserError, match=r"differ in 2 of 64 tokens: '1' is 4 .* has id 53 there. Set .*retokenize=true"
+    ):
+        reward_inputs(config(other), policy)
+    assert callable(reward_inputs(config(other, retokenize=True), policy))
+
+
+def test_a_token_that_does_not_exist_there_asks_for_retokenize(tmp_path: Path) -> None:
+    ours = tiny_tokenizer(64)
+    ours.add_tokens(["<think>"])
+    with pytest.raises(UserError, match=r"1 of 65 tokens: '<think>' is 64 for the policy and does not exist there"):
+        reward_inputs(config(tiny_reward_model(tmp_path)), ours)
+
+
+def test_answers_are_rendered_by_the_other_template(policy: PreTrainedTokenizerBase, other: str) -> None:
+    retokenize = reward_inputs(config(other, retokenize=True), policy)
+    assert isinstance(retokenize, Retokenizer)
+    batch = answered(policy)
+    end = "<|endoftext|>"
+    texts = [
+        f"[user] 1+2={end}[assistant] 3{end}",
+        f"[user] sort 31{end}[assistant] 13{end}",  # the end-of-turn token is the policy's, not the text's
+        f"[user] what is 4*4?{end}[assistant] 16, i think{end}",
+        f"[user] 1+2={end}[assistant] {end}",
+    ]
+    assert retokenize.texts(batch) == texts
+    rows, errors = retokenize(batch)
+    theirs = AutoTokenizer.from_pretrained(other)
+    for row, text in enumerate(texts):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert rows.batch["input_ids"][row].tolist()[: len(ids)] == ids
+        assert rows.batch["attention_mask"][row].sum() == len(ids)
+        assert rows.batch["position_ids"][row].tolist()[: len(ids)] == list(range(len(ids)))
+    assert errors == [None] * 4
+    assert rows.batch["response_mask"].any(1).tolist() == [True, True, True, False], "an empty answer is not scored"
+
+
+class WorkerGroup:
+    """The reward model's worker of this process, in the place of a group."""
+
+    world_size = 1
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        scores = worker_scores_of_planned(self.path, data)
+        return DataProto.from_dict(tensors={"rm_scores": scores})
+
+
+def worker_scores_of_planned(path: str, data: DataProto) -> torch.Tensor:
+    from workers.reward_model import RewardModelWorker
+
+    config = PPOConfig()
+    config.trainer.device, config.reward_model.model.path = "cpu", path
+    worker = RewardModelWorker(config)
+    worker.init_model()
+    return worker.compute_rm_score(data).batch["rm_scores"]
+
+
+def role(made: PPOConfig, policy: PreTrainedTokenizerBase) -> RewardModelRole:
+    group = WorkerGroup(str(made.reward_model.model.path))
+    return RewardModelRole(group, made, reward_inputs(made, policy))  # type: ignore[arg-type]
+
+
+def test_scores_under_another_tokenizer_equal_transformers_on_the_texts(
+    policy: PreTrainedTokenizerBase, other: str
+) -> None:
+    made = config(other, retokenize=True, forward_max_token_len_per_gpu=60)
+    batch = answered(policy)
+    found = [result.score for result in role(made, policy).score(batch)]
+    model = AutoModelForSequenceClassification.from_pretrained(other, dtype=torch.float64).eval()
+    theirs = AutoTokenizer.from_pretrained(other)
+    retokenize = reward_inputs(made, policy)
+    assert isinstance(retokenize, Retokenizer)
+    for row, text in enumerate(retokenize.texts(batch)[:3]):
+        with torch.no_grad():
+            expected = model(**theirs(text, add_special_tokens=False, return_tensors="pt")).logits.item()
+        assert found[row] == pytest.approx(expected, abs=1e-5)
+    assert found[3] == 0.0
+
+
+def test_a_text_that_is_too_long_has_no_score_and_says_why(policy: PreTrainedTokenizerBase, other: str) -> None:
+    # "[user] what is 4*4?" and its answer are 12 + 7 + 12 + 11 characters and 2 end tokens: 44; the others are shorter
+    made = config(other, retokenize=True, forward_max_token_len_per_gpu=43)
+    scored = role(made, policy).score(answered(policy))
+    assert [result.failed for result in scored] == [False, False, True, False]
+    assert "44 tokens" in str(scored[2].error)
+    assert "reward_model.forward_max_token_len_per_gpu allows 43" in str(scored[2].error)
+    made.reward_model.forward_max_token_len_per_gpu = None
+    made.actor.ppo_max_token_len_per_gpu = 40
+    assert "actor.ppo_max_token_len_per_gpu allows 40" in str(role(made, policy).score(answered(policy))[2].error)
+
+
+def test_the_models_context_is_a_limit_too(policy: PreTrainedTokenizerBase, other: str) -> None:
+    made = config(other, retokenize=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    made.reward_model.model.override_config = {"max_position_embeddings": 43}
+    _, errors = reward_inputs(made, policy)(answered(policy))
+    assert [error is None for error in errors] == [True, True, False, True]
+    assert "the context of reward_model.model.path allows 43" in str(errors[2])
+
+
+# --- what is refused before anything starts -------------------------------------------------------------------------
+
+
+def test_a_context_that_is_shorter_than_prompt_and_answer_is_refused(
+    policy: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    made = config(tiny_reward_model(tmp_path))
+    made.data.max_response_length = 600
+    with pytest.raises(UserError, match=r"reads at most 512 tokens, fewer than .*max_response_length = 624"):
+        reward_inputs(made, policy)
+
+
+def test_a_tokenizer_without_a_template_is_refused(policy: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tiny_reward_model(tmp_path)
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"reward_model\.retokenize=true: .* has no chat template"):
+        reward_inputs(config(str(tmp_path), retokenize=True), policy)
+
+
+@pytest.mark.parametrize("labels", [None, 2])
+def test_what_cannot_score_is_refused(policy: PreTrainedTokenizerBase, tmp_path: Path, labels: int | None) -> None:
+    path = tiny_qwen2(tmp_path) if labels is None else tiny_reward_model(tmp_path, labels=labels)
+    expected = "no trained head" if labels is None else "has 2 labels"
+    with pytest.raises(UserError, match=rf"reward_model\.model\.path=.*{expected}"):
+        reward_inputs(config(path), policy)
+
+
+def test_a_missing_folder_and_a_wrong_override_name_their_keys(policy: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^reward_model\.model\.path='/no/such"):
+        reward_inputs(config("/no/such/model"), policy)
+    made = config(tiny_reward_model(tmp_path))
+    made.reward_model.model.override_config = {"rope_thetta": 1}
+    with pytest.raises(UserError, match=r"^reward_model\.model\.override_config\.rope_thetta"):
+        reward_inputs(made, policy)
+
+
+def test_scores_that_are_not_finite_are_failures(policy: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tiny_reward_model(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    with torch.no_grad():
+        model.score.weight[0, 0] = torch.nan
+    shutil.rmtree(path)
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    scored = role(config(path), policy).score(answered(policy))
+    assert [result.failed for result in scored] == [True, True, True, False], "the empty answer was not asked about"
+    assert scored[0].error == "The reward model gave nan; expected a finite number."

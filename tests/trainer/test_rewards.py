@@ -1,0 +1,125 @@
+"""The score of an answer: function, model, or the weighted sum of both; failures of either; the columns and metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.rewards import RewardFailure, Rewards, mask_failed
+from verl_lite.config import RewardConfig
+from verl_lite.errors import UserError
+from verl_lite.metrics import values
+from verl_lite.protocol import DataProto
+from verl_lite.rewards import RewardResult
+
+LENGTHS = [3, 1, 2, 0]
+
+
+def batch() -> DataProto:
+    """Four answers of 3, 1, 2 and no tokens."""
+    mask = (torch.arange(3) < torch.tensor(LENGTHS)[:, None]).long()
+    return DataProto.from_dict(
+        tensors={"response_mask": mask, "responses": torch.full((4, 3), 7)},
+        non_tensors={
+            "sample_id": np.array([f"train/1/p/{row}" for row in range(4)], dtype=object),
+            "data_source": np.array(["task"] * 4, dtype=object),
+        },
+    )
+
+
+class Pool:
+    """The reward function's results, by row; notes what it was asked."""
+
+    def __init__(self, results: list[RewardResult]) -> None:
+        self.results, self.asked = results, 0
+
+    def call(self, method: str, keys: list[str]) -> dict[str, RewardResult]:
+        assert method == "collect"
+        self.asked += 1
+        return dict(zip(keys, self.results, strict=True))
+
+    send = stop = None
+
+
+class Model:
+    def __init__(self, results: list[RewardResult], weight: float = 1.0) -> None:
+        self.results, self.weight = results, weight
+
+    def score(self, batch: DataProto) -> list[RewardResult]:
+        assert len(batch) == len(self.results)
+        return self.results
+
+
+def results(*scores: float, **extra: Any) -> list[RewardResult]:
+    return [RewardResult(score, {name: extra[name] for name in extra}) for score in scores]
+
+
+def score(tmp_path: Path, pool: Any = None, model: Any = None, **config: Any) -> DataProto:
+    return Rewards(pool, RewardConfig(**config), tmp_path, model).score(batch())
+
+
+def test_a_function_alone_is_the_score_itself(tmp_path: Path) -> None:
+    scored = score(tmp_path, Pool(results(0.5, 1.0, 2.0, 3.0, acc=1.0)))
+    assert scored.batch["token_level_scores"].tolist() == [[0, 0, 0.5], [1, 0, 0], [0, 2, 0], [0, 0, 0]]
+    assert set(scored.non_tensor_batch) == {"reward_failed", "reward/acc"}
+    assert values(scored.meta_info["metrics"]) == {"reward/error_rate": 0.0}
+
+
+def test_both_are_added_with_their_weights_and_kept_apart(tmp_path: Path) -> None:
+    pool, model = Pool(results(1.0, 0.0, 1.0, 1.0, acc=1.0)), Model(results(0.5, -2.0, 4.0, 0.0), weight=0.25)
+    scored = score(tmp_path, pool, model, function_weight=2.0)
+    # 2 * 1 + 0.25 * 0.5,  2 * 0 + 0.25 * -2,  2 * 1 + 0.25 * 4, and an empty answer, which has no token to stand on
+    assert scored.batch["token_level_scores"].tolist() == [[0, 0, 2.125], [-0.5, 0, 0], [0, 3.0, 0], [0, 0, 0]]
+    columns = scored.non_tensor_batch
+    assert columns["reward/function"].tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert columns["reward/model"].tolist() == [0.5, -2.0, 4.0, 0.0]
+    assert columns["reward/acc"].tolist() == [1.0] * 4
+    metrics = values(scored.meta_info["metrics"])
+    expected = {"mean": 2.5 / 3, "max": 4.0, "min": -2.0}  # of the three that are not empty
+    assert {name: metrics[f"reward/model/{name}"] for name in expected} == pytest.approx(expected)
+    assert metrics["reward/function/mean"] == pytest.approx(2 / 3)
+
+
+def test_a_model_alone_needs_no_pool(tmp_path: Path) -> None:
+    scored = score(tmp_path, None, Model(results(0.5, -2.0, 4.0, 0.0), weight=2.0), function_weight=0.0)
+    assert scored.batch["token_level_scores"].sum(1).tolist() == [1.0, -4.0, 8.0, 0.0]
+    assert set(scored.non_tensor_batch) == {"reward_failed", "reward/model"}
+    assert "reward/function/mean" not in scored.meta_info["metrics"]
+
+
+@pytest.mark.parametrize("part", ["function", "model"])
+def test_a_failure_of_either_part_masks_the_answer_and_keeps_the_error(tmp_path: Path, part: str) -> None:
+    broken = [*results(1.0), RewardResult.failure("no number"), *results(1.0, 1.0)]
+    whole = results(2.0, 2.0, 2.0, 0.0)
+    parts = (Pool(broken), Model(whole)) if part == "function" else (Pool(whole), Model(broken))
+    scored = score(tmp_path, *parts, max_error_rate=0.5)
+    assert scored.non_tensor_batch["reward_failed"].tolist() == [False, True, False, False]
+    assert scored.batch["token_level_scores"].sum(1).tolist() == [3.0, 0.0, 3.0, 0.0]
+    assert scored.non_tensor_batch[f"reward/{part}"].tolist()[1] is None
+    metrics = values(scored.meta_info["metrics"])
+    assert metrics["reward/error_rate"] == 0.25
+    assert metrics[f"reward/{part}/mean"] == 1.0, "a failed part is in no mean"
+    [line] = (tmp_path / "reward_failures.jsonl").read_text().splitlines()
+    assert json.loads(line)["error"] == "no number" and json.loads(line)["response_ids"] == [7]
+    assert mask_failed(batch() | scored).batch["response_mask"].sum(1).tolist() == [3, 0, 2, 0]
+
+
+def test_too_many_failures_of_the_model_stop_the_run(tmp_path: Path) -> None:
+    model = Model([RewardResult.failure("The reward model gave nan; expected a finite number.")] * 4)
+    with pytest.raises(RewardFailure, match=r"4 of 4 rewards failed .*\n.*The reward model gave nan"):
+        score(tmp_path, Pool(results(1.0, 1.0, 1.0, 1.0)), model)
+    scored = score(tmp_path, Pool(results(1.0, 1.0, 1.0, 1.0)), model, max_error_rate=1.0)
+    assert "reward/model/mean" not in scored.meta_info["metrics"], "there is nothing to take a mean of"
+
+
+@pytest.mark.parametrize("name", ["model", "function"])
+def test_a_value_of_the_function_may_not_take_the_name_of_a_part(tmp_path: Path, name: str) -> None:
+    pool = Pool(results(1.0, 1.0, 1.0, 1.0, **{name: 3.0}))
+    with pytest.raises(UserError, match=f"returned an entry '{name}'"):
+        score(tmp_path, pool, Model(results(0.0, 0.0, 0.0, 0.0)))
+    assert f"reward/{name}" in score(tmp_path, pool).non_tensor_batch, "without a model the name is free"
