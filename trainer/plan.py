@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.needs import is_on_policy, needs_old_log_prob
+from trainer.needs import is_on_policy, needs_critic, needs_greedy_baseline, needs_old_log_prob, needs_reward_function
 from verl_lite.config import PPOConfig
 from workers.rollout.base import resolve_engine_name
 
@@ -42,10 +42,11 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     updates = mini_batches * actor.ppo_epochs
     rows_per_rank = math.ceil(min(actor.ppo_mini_batch_size, data.train_batch_size) * config.rollout.n / slots)
     on_policy = is_on_policy(config)
+    beside = "; and one greedy answer, whose score is the baseline" if needs_greedy_baseline(config) else ""
     engines = max(1, slots // config.rollout.tensor_model_parallel_size)
     return [
         PlanRow("prompts per training step", f"{data.train_batch_size}", "data.train_batch_size"),
-        PlanRow("x samples per prompt", f"{config.rollout.n}", "rollout.n"),
+        PlanRow("x samples per prompt", f"{config.rollout.n}", f"rollout.n{beside}"),
         PlanRow("= samples per training step", f"{samples}", _length_limit(config)),
         PlanRow(
             "optimizer steps per training step",
@@ -53,6 +54,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
             f"{mini_batches} mini-batch{'es' * (mini_batches > 1)} of actor.ppo_mini_batch_size="
             f"{actor.ppo_mini_batch_size} prompts, actor.ppo_epochs={actor.ppo_epochs}",
         ),
+        *_critic_rows(config),
         PlanRow("rows per device and mini-batch", f"{rows_per_rank}", f"{slots} device{'s' * (slots > 1)}"),
         PlanRow("micro-batches per device and mini-batch", *_micro_batches(config, rows_per_rank)),
         PlanRow(
@@ -62,6 +64,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
             if on_policy
             else "later optimizer steps learn from samples of older weights",
         ),
+        *_score_rows(config),
         PlanRow("passes before the update", *_passes(config)),
         PlanRow(
             "training steps",
@@ -72,6 +75,32 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         ),
         PlanRow("rollout engine", f"{engines} x {resolve_engine_name(config.rollout.name)}", "rollout.name"),
     ]
+
+
+def _critic_rows(config: PPOConfig) -> list[PlanRow]:
+    """Optimizer steps of the critic, where there is one."""
+    if not needs_critic(config):
+        return []
+    actor, critic, warmup = config.actor, config.critic, config.trainer.critic_warmup
+    mini_batch_size, epochs = (
+        critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
+        critic.ppo_epochs or actor.ppo_epochs,
+    )
+    mini_batches = math.ceil(config.data.train_batch_size / mini_batch_size)
+    options = f"mini-batches of {mini_batch_size} prompts, {epochs} epoch{'s' * (epochs > 1)}"
+    if warmup:
+        options += f"; the policy learns from step {warmup + 1} on (trainer.critic_warmup={warmup})"
+    return [PlanRow("of the critic", f"{mini_batches * epochs}", options)]
+
+
+def _score_rows(config: PPOConfig) -> list[PlanRow]:
+    """What an answer's score is made of, where a reward model has a part in it."""
+    if not config.reward_model.enable:
+        return []
+    parts = [f"{config.reward_model.weight:g} model"]
+    if needs_reward_function(config):
+        parts.insert(0, f"{config.reward.function_weight:g} function")
+    return [PlanRow("score of an answer", " + ".join(parts), "reward.function_weight, reward_model.weight")]
 
 
 def _length_limit(config: PPOConfig) -> str:
@@ -94,12 +123,14 @@ def _micro_batches(config: PPOConfig, rows: int) -> tuple[str, str]:
 
 def _passes(config: PPOConfig) -> tuple[str, str]:
     """(how many, which) forward passes over the batch precede the update."""
-    passes: list[str] = []
+    passes = ["reward model"] * config.reward_model.enable
     skipped = not needs_old_log_prob(config)
     if not skipped:
         passes.append("old log-probs")
     if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         passes.append("reference log-probs")
+    if needs_critic(config):
+        passes.append("values")
     listed = ", ".join(passes)
     note = "old log-probs skipped: on-policy, the update's own are the same" if skipped else ""
     return f"{len(passes)}", "; ".join(part for part in (listed, note) if part)

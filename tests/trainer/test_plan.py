@@ -35,6 +35,15 @@ def test_prompts_times_samples_to_optimizer_steps_to_micro_batches() -> None:
     assert rows["rollout engine"] == ("8 x hf", "rollout.name")
 
 
+def test_greedy_answers_of_remax_are_told() -> None:
+    config = gsm8k()
+    assert table(config, slots=8)["x samples per prompt"] == ("5", "rollout.n")
+    config.algorithm.adv_estimator = "remax"
+    rows = table(config, slots=8)
+    assert rows["x samples per prompt"] == ("5", "rollout.n; and one greedy answer, whose score is the baseline")
+    assert rows["= samples per training step"][0] == "5120", "which are learnt from"
+
+
 def test_sizes_that_do_not_divide_are_rounded_up() -> None:
     config = gsm8k()
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 10, 4, 2
@@ -59,6 +68,29 @@ def test_one_optimizer_step_per_batch_is_on_policy_and_skips_the_old_log_probs()
     config.actor.ppo_epochs = 1
     config.algorithm.use_kl_in_reward = True
     assert table(config, slots=1)["passes before the update"] == ("2", "old log-probs, reference log-probs")
+
+
+def test_a_critic_has_its_own_optimizer_steps_and_a_pass() -> None:
+    config = gsm8k()
+    assert "of the critic" not in table(config, slots=8)
+    config.algorithm.adv_estimator, config.trainer.critic_warmup = "gae", 20
+    rows = table(config, slots=8)
+    assert rows["of the critic"][0] == "4"  # as the actor: 1024 / 256
+    assert "the policy learns from step 21 on" in rows["of the critic"][1]
+    assert rows["passes before the update"] == ("3", "old log-probs, reference log-probs, values")
+    config.critic.ppo_mini_batch_size, config.critic.ppo_epochs = 500, 2
+    assert table(config, slots=8)["of the critic"][0] == "6"  # 500, 500 and 24 prompts, twice
+
+
+def test_a_reward_model_has_a_pass_and_its_part_of_the_score() -> None:
+    config = gsm8k()
+    assert "score of an answer" not in table(config, slots=8)
+    config.reward_model.enable, config.reward_model.weight = True, 0.5
+    rows = table(config, slots=8)
+    assert rows["score of an answer"][0] == "1 function + 0.5 model"
+    assert rows["passes before the update"] == ("3", "reward model, old log-probs, reference log-probs")
+    config.reward.function_weight = 0.0
+    assert table(config, slots=8)["score of an answer"][0] == "0.5 model"
 
 
 def test_engines_are_counted_by_tensor_parallel_groups() -> None:
