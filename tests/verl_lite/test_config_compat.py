@@ -7,7 +7,7 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, RolloutCorrectionConfig
 from verl_lite.config_compat import RULES, Only, Renamed, judge
 from verl_lite.config_keys import KEYS, schema_of
 from verl_lite.config_loader import ConfigError, LoadedConfig, load_config
@@ -155,9 +155,16 @@ def test_every_key_that_is_not_taken_as_it_is_has_its_sentence(gsm8k: LoadedConf
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "multi-turn"),
         ("actor_rollout_ref.hybrid_engine=False", "separate"),
         ("algorithm.filter_groups.enable=True", "dynamic sampling"),
-        ("algorithm.rollout_correction.rollout_is=token", "importance weights"),
+        ("algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "seq_max_k2"),
+        ("algorithm.rollout_correction.rollout_rs_threshold_lower=0.5", "low_high"),
+        ("algorithm.rollout_is_threshold_lower=0.5", "rollout_is_threshold=low_high"),
+        ("algorithm.rollout_is_level=sequence", "algorithm.rollout_correction.rollout_is"),
+        ("algorithm.rollout_is_mode=mask", "rollout_is_threshold=low_high"),
+        ("algorithm.rollout_is_veto_threshold=1e-4", "seq_max_k2"),
         ("+reward.reward_kwargs.overlong_buffer_cfg.enable=True", "overlong"),
-        ("reward_model.enable=True", "reward models"),
+        ("reward_model.max_length=1024", "no text is cut"),
+        ("reward_model.enable_resource_pool=True", "separate devices"),
+        ("reward.reward_model.enable_resource_pool=True", "separate devices"),
         ("reward_model.reward_manager=dapo", "naive"),
         ("reward.reward_manager.name=dapo", "naive"),
         ("data.custom_cls.path=my.py", "dataset classes"),
@@ -233,6 +240,42 @@ def test_a_critic_needs_its_estimator_to_be_named() -> None:
     by_recipe = load_config(["recipe=x", "critic.ppo_epochs=2"], recipe_loader=lambda _: {
         "algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-5})  # fmt: skip
     assert by_recipe.config.critic.ppo_epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=4"], {"rollout_is": "token", "rollout_is_threshold": "4"}),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=-1"], {}),
+        (["actor_rollout_ref.actor.use_rollout_log_probs=True"], {"bypass_mode": True}),
+        (
+            ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=3.0", "algorithm.rollout_is_level=token"],
+            {"rollout_is": "token", "rollout_is_threshold": "3.0"},
+        ),
+        (["algorithm.rollout_is=False", "algorithm.rollout_is_threshold=null"], {}),
+        (
+            [
+                "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_rs=seq_mean_k1",
+                "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_rs_threshold=0.999_1.001",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
+                "algorithm.rollout_correction.bypass_mode=True",
+            ],
+            {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001", "bypass_mode": True},
+        ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_old_logprob_for_rollout=true",
+                "algorithm.rollout_correction.use_policy_gradient=true",
+                "algorithm.rollout_correction.rollout_rs=geometric",
+            ],
+            {"bypass_mode": True, "loss_type": "reinforce", "rollout_rs": "seq_mean_k1"},
+        ),
+    ],
+)
+def test_older_spellings_of_the_rollout_correction(arguments: list[str], expected: dict[str, object]) -> None:
+    config = load_config(["model.path=m", *arguments]).config
+    assert config.algorithm.rollout_correction == RolloutCorrectionConfig(**expected)  # type: ignore[arg-type]
+    assert config.actor.policy_loss.loss_mode == "vanilla"
 
 
 def test_the_name_here_wins_over_the_name_in_verl_within_one_source(tmp_path: object) -> None:
