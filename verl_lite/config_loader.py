@@ -48,6 +48,7 @@ _PATHS = frozenset(
         "model.path",
         "model.tokenizer_path",
         "critic.model.path",
+        "reward_model.model.path",
         "reward.custom_reward_function.path",
         "trainer.default_local_dir",
         "trainer.resume_from_path",
@@ -63,6 +64,7 @@ _MICRO_BATCH = {
     "rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_use_dynamic_bsz",
     "critic.ppo_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
     "critic.forward_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
+    "reward_model.micro_batch_size_per_gpu": "reward_model.use_dynamic_bsz",
 }
 
 

@@ -22,14 +22,16 @@ from verl_lite.config_keys import KEYS
 from verl_lite.config_loader import ConfigError
 
 GAE = {"algorithm.adv_estimator": "gae"}
+SCORER = {"reward_model.enable": True, "reward_model.model.path": "scorer"}
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> PPOConfig:
     """A configuration with nothing to complain about: two slots of two cores, files that exist."""
     config = PPOConfig()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("model/config.json", "scorer/config.json", "scorer/tokenizer_config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
     for name in ("train", "val"):
         (tmp_path / f"{name}.parquet").write_bytes(b"")
         setattr(config.data, f"{name}_files", [str(tmp_path / f"{name}.parquet")])
@@ -209,6 +211,51 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
             "trainer.critic_warmup=5 with trainer.total_training_steps=5: the policy would never learn",
         ),
         (
+            {"reward.function_weight": 0.0},
+            "reward.function_weight=0 without a reward model leaves nothing that scores: set reward_model.enable=true",
+        ),
+        (
+            {"reward_model.weight": 2.0, "reward_model.model.path": "scorer"},
+            r"reward_model.weight=2.0, reward_model.model.path=\S+: without effect, .*enable=false",
+        ),
+        ({"reward_model.enable": True}, "reward_model.enable=true needs reward_model.model.path, which is null"),
+        ({**SCORER, "reward_model.weight": 0.0}, "reward_model.weight=0: the model would score .* without effect"),
+        ({**SCORER, "reward_model.weight": float("nan")}, "reward_model.weight=nan: a finite number is expected"),
+        ({"reward.function_weight": float("inf")}, "reward.function_weight=inf: a finite number is expected"),
+        (
+            {**SCORER, "reward_model.model.enable_gradient_checkpointing": False},
+            "reward_model.model.enable_gradient_checkpointing=false has no effect",
+        ),
+        (
+            {**SCORER, "reward_model.fsdp_config.optimizer_offload": True},
+            "reward_model.fsdp_config.optimizer_offload=true has no effect",
+        ),
+        (
+            {**SCORER, "reward.function_weight": 0.0, "reward.custom_reward_function.path": "pkg://mine"},
+            "reward.custom_reward_function.path=pkg://mine has no effect with reward.function_weight=0",
+        ),
+        (
+            {**SCORER, "reward.function_weight": 0.0, "reward.reward_kwargs": {"a": 1}},
+            "reward.reward_kwargs={'a': 1} has no effect with reward.function_weight=0",
+        ),
+        (
+            {**SCORER, "reward_model.micro_batch_size_per_gpu": 4},
+            "reward_model.micro_batch_size_per_gpu=4 has no effect with reward_model.use_dynamic_bsz=true",
+        ),
+        (
+            {**SCORER, "reward_model.use_dynamic_bsz": False},
+            "reward_model.use_dynamic_bsz=false needs reward_model.micro_batch_size_per_gpu, which is null",
+        ),
+        (
+            {**SCORER, "reward_model.forward_max_token_len_per_gpu": 100},
+            "reward_model.forward_max_token_len_per_gpu=100 cannot hold one sample .* at least 1024",
+        ),
+        ({**SCORER, "reward_model.fsdp_config.fsdp_size": 3}, "reward_model.fsdp_config.fsdp_size=3 does not divide"),
+        (
+            {"reward_model.enable": True, "reward_model.model.path": "model"},
+            r"reward_model.model.path=\S+: the folder \S+ has no tokenizer_config.json",
+        ),
+        (
             {"critic.optim.lr": 3e-5, "critic.ppo_epochs": 2},
             "critic.ppo_epochs=2, critic.optim.lr=3e-05: without effect, .*=grpo has no critic .*adv_estimator=gae, or",
         ),
@@ -334,9 +381,11 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
         ),
     ],
 )
-def test_a_wrong_combination_is_one_clear_message(good: PPOConfig, changes: dict[str, object], message: str) -> None:
+def test_a_wrong_combination_is_one_clear_message(
+    good: PPOConfig, changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     for name, value in changes.items():
-        put(good, name, value)
+        put(good, name, str(tmp_path / str(value)) if name == "reward_model.model.path" else value)
     (problem,) = found(good)
     assert re.match(message, problem), problem
 

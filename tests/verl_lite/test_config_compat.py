@@ -233,6 +233,55 @@ def test_a_pasted_critic_loads() -> None:
     assert all(any(note.startswith(name) for note in loaded.notes) for name in renamed_or_dropped)
 
 
+REWARD_MODEL = shlex.split(
+    """
+    reward_model.enable=True
+    reward_model.strategy=fsdp2
+    reward_model.model.path=~/models/reward
+    reward_model.model.input_tokenizer=~/models/policy
+    reward_model.model.use_remove_padding=True
+    reward_model.model.external_lib=null
+    reward_model.model.use_shm=False
+    reward_model.model.fsdp_config.param_offload=True
+    reward_model.model.fsdp_config.forward_prefetch=False
+    reward_model.model.fsdp_config.wrap_policy.min_num_params=10
+    reward_model.micro_batch_size=null
+    reward_model.micro_batch_size_per_gpu=32
+    reward_model.max_length=null
+    reward_model.ulysses_sequence_parallel_size=1
+    reward_model.forward_max_token_len_per_gpu=98304
+    reward_model.reward_manager=naive
+    reward_model.launch_reward_fn_async=False
+    """
+)
+
+
+def test_a_pasted_reward_model_loads() -> None:
+    loaded = load_config(["model.path=m", *REWARD_MODEL])
+    model = loaded.config.reward_model
+    assert model.enable and model.retokenize
+    assert model.model.path is not None and model.model.path.endswith("/models/reward")
+    assert not model.model.path.startswith("~")
+    assert model.fsdp_config.param_offload and model.fsdp_config.wrap_policy.min_num_params == 10
+    assert (model.use_dynamic_bsz, model.micro_batch_size_per_gpu) == (False, 32)
+    assert model.forward_max_token_len_per_gpu == 98304
+    given = {argument.partition("=")[0] for argument in REWARD_MODEL if not argument.endswith("=null")}
+    assert all(any(note.startswith(name) for note in loaded.notes) for name in given - set(KEYS))
+    assert any("reward.function_weight=0" in note for note in loaded.notes), "verl takes the model's score alone"
+
+
+def test_the_new_spelling_of_a_reward_model_and_one_without_another_tokenizer() -> None:
+    arguments = ["reward.reward_model.enable=True", "reward.reward_model.model_path=rm", "+reward_model.weight=2"]
+    arguments += ["reward.reward_model.enable_resource_pool=False", "reward.reward_model.rollout.name=vllm"]
+    loaded = load_config(["model.path=m", *arguments, "reward_model.model.input_tokenizer=null"])
+    model = loaded.config.reward_model
+    assert (model.enable, model.model.path, model.weight, model.retokenize) == (True, "rm", 2.0, False)
+    with pytest.raises(
+        ConfigError, match="reward_model.weigth=2 .*there is no such key; did you mean reward_model.weight"
+    ):
+        load_config(["model.path=m", "reward_model.weigth=2"])
+
+
 def test_a_critic_needs_its_estimator_to_be_named() -> None:
     """Where one is named, `config_checks` says what has no effect."""
     named = load_config(["model.path=m", "critic.optim.lr=1e-5", "algorithm.adv_estimator=grpo"])
