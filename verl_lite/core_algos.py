@@ -353,12 +353,16 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
 
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of softmax(logits) over the last dimension: (..., V) -> (...), differentiable."""
-    log_probs = torch.log_softmax(logits, dim=-1)
-    return -(log_probs.exp() * log_probs).sum(dim=-1)
+    """Entropy in nats of softmax(logits) over the last dimension: (..., V) -> (...), differentiable. fp32 at least.
+
+    A logit of -inf, a token that cannot be, adds nothing.
+    """
+    log_probs = torch.log_softmax(at_least_fp32(logits), dim=-1)
+    possible = torch.where(log_probs.isneginf(), 0, log_probs)
+    return -(log_probs.exp() * possible).sum(dim=-1)
 
 
 def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable. fp32 at least."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = at_least_fp32(logits)
     return wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(dim=-1)

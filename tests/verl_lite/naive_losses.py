@@ -48,7 +48,10 @@ def gpg(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
 
 def cispo(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
     low, high = clip_bounds(config)
-    return -clip(ratio(old, new), 1 - low, 1 + high) * a * new
+    r = ratio(old, new)
+    if config.policy_loss.cispo_unified_mask and (r > 1 + high if a > 0 else r < 1 - low):
+        return 0.0
+    return -clip(r, 1 - low, 1 + high) * a * new
 
 
 def tis(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
