@@ -148,7 +148,7 @@ def _lengths(batch: DataProto) -> _Lengths:
     tensors = _tensors(batch)
     width = tensors["responses"].shape[-1]
     attention = tensors["attention_mask"]
-    counted = (tensors["response_mask"] != 0).any(-1) & ~_fillers(batch)
+    counted = _is_scored(batch) & ~_fillers(batch)
     return _Lengths(
         counted=counted,
         prompt=attention[counted, :-width].sum(-1),
@@ -156,6 +156,15 @@ def _lengths(batch: DataProto) -> _Lengths:
         width=width,
         prompt_width=attention.shape[-1] - width,
     )
+
+
+def _is_scored(batch: DataProto) -> torch.Tensor:
+    """(B,) bool: rows with an answer whose reward did not fail; also those that the rollout correction rejects."""
+    tensors = _tensors(batch)
+    if "reward_failed" not in batch.non_tensor_batch:
+        return (tensors["response_mask"] != 0).any(-1)
+    is_answered = (tensors["attention_mask"][:, -tensors["responses"].shape[-1] :] != 0).any(-1)
+    return is_answered & ~torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
 
 
 def _is_cut_off(batch: DataProto, lengths: _Lengths) -> torch.Tensor:

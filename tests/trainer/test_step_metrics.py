@@ -144,3 +144,14 @@ def test_tokens_of_ranks_by_hand():
         "global_seqlen/balanced_min": 10.0,
         "global_seqlen/balanced_max": 10.0,
     }
+
+
+def test_answers_that_the_rollout_correction_rejects_keep_their_score():
+    """Rejecting answers must not look like learning: scores and lengths are of all whose reward did not fail."""
+    data = batch()
+    data.batch["response_mask"][0] = 0
+    data.non_tensor_batch["reward_failed"] = np.array([False, False, False, False, True, False])
+    metrics = compute_data_metrics(data)
+    assert metrics["critic/score/mean"] == 0.5 and metrics["critic/score/max"] == 1.0
+    assert metrics["response_length/mean"] == (2 + 4 + 1 + 3) / 4
+    assert metrics["critic/advantages/mean"] == (-4 * 1 + 0 + 2 * 2) / 7, "of the tokens that are left"

@@ -1,0 +1,148 @@
+"""Rollout correction on its way through a step: the stage on the driver, bypass_mode, and what the workers are sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.test_fit import PROMPTS, Parts, make
+from trainer.needs import needs_old_log_prob
+from trainer.roles import ActorRole
+from verl_lite.config import PPOConfig, RolloutCorrectionConfig
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+
+QUIET = {"trainer__val_before_train": False, "trainer__test_freq": 0}
+SHIFTS = torch.tensor([[0.5], [-0.1], [0.1]]).repeat(2, 1)  # of the rows of a step: trainer less rollout, per token
+
+
+class Shifted(Parts):
+    """A trainer that gives other log-probs than the rollout engine; says what the driver would send to its workers."""
+
+    def __init__(self, correction: RolloutCorrectionConfig, *, on_policy: bool = True, **options: Any) -> None:
+        self.config = PPOConfig()
+        self.config.algorithm.rollout_correction = correction
+        self.config.data.train_batch_size, self.config.rollout.n = PROMPTS, 2
+        self.config.actor.ppo_mini_batch_size = PROMPTS if on_policy else 1
+        for name, value in options.items():
+            setattr(self.config.algorithm, name, value)
+        super().__init__(on_policy=not needs_old_log_prob(self.config))
+        self.sent: list[Any] = []
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        columns = super().compute_log_prob(batch)
+        columns.batch["old_log_probs"] += SHIFTS
+        return columns
+
+    def update_actor(self, data: DataProto) -> list[DataProto]:
+        self.sent.append(data)
+        return [DataProto(meta_info={"metrics": {}})]
+
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        group: Any = self
+        return super().update(batch, step) | ActorRole(group, self.config).update(batch, step)
+
+    def fit(self, tmp_path: Path) -> DataProto:
+        """Trains; gives the batch of the last update."""
+        config = self.config
+        settings = {"algorithm": config.algorithm, "actor": config.actor, "data__train_batch_size": PROMPTS}
+        make(tmp_path, self, **settings, **QUIET).fit()
+        return self.batches["update"]
+
+
+def test_weights_are_made_on_the_driver_and_sent(tmp_path: Path) -> None:
+    parts = Shifted(RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold="3"))
+    batch = parts.fit(tmp_path)
+    assert "old_log_prob" in parts.calls, "strictly on-policy, and yet the pass is needed"
+    lengths = batch.batch["response_mask"].sum(1, keepdim=True)
+    expected = (SHIFTS * lengths).exp().clamp(max=3.0) * batch.batch["response_mask"]
+    torch.testing.assert_close(batch.batch["rollout_is_weights"], expected)
+    [*_, data] = parts.sent
+    by_length = {int(row.sum()): w for row, w in zip(batch.batch["response_mask"], expected, strict=True)}
+    for row, weights in zip(data.batch["response_mask"], data.batch["rollout_is_weights"], strict=True):
+        torch.testing.assert_close(weights, by_length[int(row.sum())])
+    assert "old_log_probs" not in data.batch.keys(), "one optimizer step: the ratio is 1 by construction"
+    logged = dict(parts.logged)[3]
+    assert logged["rollout_corr/rollout_is_max"] == pytest.approx(float((SHIFTS * lengths).exp().max()))
+    assert logged["rollout_corr/kl"] == pytest.approx(-float((SHIFTS * lengths).sum() / lengths.sum()))
+    assert "actor/train_infer_ratio_token_mean" in logged
+
+
+def test_without_weights_none_are_sent_and_the_distance_is_logged(tmp_path: Path) -> None:
+    parts = Shifted(RolloutCorrectionConfig(), on_policy=False)
+    batch = parts.fit(tmp_path)
+    assert "rollout_is_weights" not in batch.batch.keys()
+    assert "rollout_is_weights" not in parts.sent[-1].batch.keys()
+    assert {"rollout_corr/kl", "rollout_corr/chi2_seq", "training/rollout_probs_diff_max"} <= dict(parts.logged)[
+        3
+    ].keys()
+
+
+def test_a_rejected_answer_has_no_weight_anywhere(tmp_path: Path) -> None:
+    parts = Shifted(RolloutCorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold="1.2"))
+    batch = parts.fit(tmp_path)
+    assert batch.batch["response_mask"].any(1).tolist() == [False, True, True, False, True, True]
+    # scores 0, 1 of each prompt: the partners of the first prompt's and second prompt's rejected rows are alone
+    assert batch.batch["advantages"][[0, 3]].abs().sum() == 0
+    assert batch.batch["advantages"][1, 0] == pytest.approx(1.0, rel=1e-5), "a group of one has mean 0"
+    [*_, data] = parts.sent
+    schedule = data.meta_info["schedule"][0]
+    assert sum(step.num_sequences for step in schedule) == 4
+    assert sum(step.num_tokens for step in schedule) == 2 * (2 + 3)
+    assert dict(parts.logged)[3]["critic/score/mean"] == 0.5, "the score is that of all answers"
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+def test_the_reward_of_a_rejected_last_token_is_not_lost(tmp_path: Path, estimator: str) -> None:
+    class LastTokenOff(Shifted):
+        def compute_log_prob(self, batch: DataProto) -> DataProto:
+            columns = Parts.compute_log_prob(self, batch)
+            columns.batch["old_log_probs"][:, 2] += 1.0
+            return columns
+
+    correction = RolloutCorrectionConfig(rollout_rs="token_ratio", rollout_rs_threshold="2")
+    batch = LastTokenOff(correction, adv_estimator=estimator).fit(tmp_path)
+    assert batch.batch["response_mask"].sum(1).tolist() == [1, 2, 2] * 2
+    scores = batch.batch["token_level_scores"].sum(1)
+    assert batch.batch["token_level_rewards"].sum(1).tolist() == scores.tolist()
+    rewards = torch.where(batch.batch["response_mask"] != 0, batch.batch["token_level_rewards"], 0)
+    assert rewards.sum(1).tolist() == scores.tolist(), "it stands on a token that is left"
+    assert batch.batch["returns"][5, 0] > batch.batch["returns"][2, 0], "the third prompt's second answer scored 1"
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_bypass_spares_the_pass_and_compares_with_the_rollout(tmp_path: Path, on_policy: bool) -> None:
+    parts = Shifted(RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k2", rollout_rs_threshold="1e-9"))
+    parts.config.actor.ppo_mini_batch_size = PROMPTS if on_policy else 1
+    batch = parts.fit(tmp_path)
+    assert "old_log_prob" not in parts.calls
+    assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
+    assert batch.batch["response_mask"].any(1).all(), "rejection is the workers' part"
+    data = parts.sent[-1].batch
+    sent_rows = {tuple(row.tolist()) for row in data["old_log_probs"]}
+    assert sent_rows == {tuple(row.tolist()) for row in batch.batch["rollout_log_probs"]}
+    assert "rollout_is_weights" not in data.keys()
+
+
+def test_bypass_gives_the_kl_in_the_reward_the_rollouts_log_probs(tmp_path: Path) -> None:
+    parts = Shifted(RolloutCorrectionConfig(bypass_mode=True), use_kl_in_reward=True)
+    assert not parts.needs_old_log_prob
+    settings = {"algorithm": parts.config.algorithm, "algorithm__kl_ctrl__kl_coef": 0.5}
+    make(tmp_path, parts, ref=True, **settings, **{"actor": parts.config.actor}, **QUIET).fit()
+    batch = parts.batches["update"].batch
+    # the reference of the fakes is the rollout less 0.1
+    expected = batch["token_level_scores"] - 0.5 * 0.1 * batch["response_mask"]
+    torch.testing.assert_close(batch["token_level_rewards"], expected)
+
+
+def test_which_runs_have_the_pass() -> None:
+    def has_pass(**options: Any) -> bool:
+        return needs_old_log_prob(Shifted(RolloutCorrectionConfig(**options)).config)
+
+    assert not has_pass()
+    assert has_pass(rollout_is="token")
+    assert has_pass(rollout_rs="token_k1", rollout_rs_threshold="2")
+    assert not has_pass(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="2")
