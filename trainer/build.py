@@ -20,6 +20,7 @@ from trainer.reward_inputs import RewardInputs, reward_inputs
 from trainer.rewards import Rewards
 from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.samples import SampleWriter
+from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
@@ -154,17 +155,21 @@ def build_trainer(
         reward_model = None
         if data.reward_inputs is not None:
             reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
+        actor = ActorRole(groups["actor_rollout"], config)
+        critic = CriticRole(groups["critic"], config) if "critic" in groups else None
+        learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
         yield trainer_class(
             config,
-            actor=ActorRole(groups["actor_rollout"], config),
+            actor=actor,
             ref=ReferenceRole(groups["ref"], config) if "ref" in groups else None,
-            critic=CriticRole(groups["critic"], config) if "critic" in groups else None,
+            critic=critic,
             rewards=Rewards(pool, config.reward, run_dir, reward_model),
             steps=steps,
             val_data=data.val,
             tokenizer=data.tokenizer,
             tracking=tracking,
             samples=SampleWriter(config.trainer.rollout_data_dir, config.trainer.validation_data_dir),
+            saver=Saver(run_dir, config.trainer, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
         )
         # only after success: a process that died cannot be asked to close, and the first error must stay the first

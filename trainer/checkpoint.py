@@ -16,7 +16,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,41 @@ def write_checkpoint(
 
     Raises DiskFull before anything is written if there is no room, or after the draft is removed if the room ran out.
     """
-    final, draft, old = run_dir / f"global_step_{step}", _hidden(run_dir, step, "draft"), _hidden(run_dir, step, "old")
-    tidy(run_dir)
-    require_space(run_dir, expected_size(run_dir, expected_bytes))
-    draft.mkdir(parents=True)
-    try:
+    draft = open_draft(run_dir, step, expected_bytes)
+    with removed_on_failure(draft, expected_bytes):
         save_models(draft)
         torch.save(dict(state), draft / "data.pt")
-        _sync_tree(draft)
+        return publish(run_dir, step)
+
+
+def open_draft(run_dir: Path, step: int, expected_bytes: int = 0) -> Path:
+    """The folder in which the checkpoint of `step` is put together, if there is room for it."""
+    tidy(run_dir)
+    require_space(run_dir, expected_size(run_dir, expected_bytes))
+    draft = _hidden(run_dir, step, "draft")
+    draft.mkdir(parents=True)
+    return draft
+
+
+@contextmanager
+def removed_on_failure(draft: Path, expected_bytes: int = 0) -> Iterator[None]:
+    """Whatever goes wrong inside, the draft goes; DiskFull if it went wrong for want of room."""
+    try:
+        yield
     except BaseException as error:
+        run_dir = draft.parent
         written, free = folder_bytes(draft), shutil.disk_usage(run_dir).free
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, Exception) and free < LEAST_FREE_BYTES:  # also where a worker's error hides its errno
             needed = max(written, expected_size(run_dir, expected_bytes))
             raise DiskFull(_no_room(run_dir, needed, free, "The disk filled up while it was written")) from error
         raise
+
+
+def publish(run_dir: Path, step: int) -> Path:
+    """Makes a draft, all of whose files are written, the checkpoint of its step; the marker follows."""
+    final, draft, old = run_dir / f"global_step_{step}", _hidden(run_dir, step, "draft"), _hidden(run_dir, step, "old")
+    _sync_tree(draft)
     if final.exists():  # a run that was resumed at an earlier step comes by again
         final.rename(old)
     draft.rename(final)
@@ -164,16 +185,17 @@ def expected_size(run_dir: Path, guess: int = 0) -> int:
     return folder_bytes(steps[max(steps)]) if steps else guess
 
 
-def require_space(run_dir: Path, needed: int) -> None:
-    """Raises DiskFull unless `needed` bytes and a little more are free where the run folder is."""
+def require_space(run_dir: Path, needed: int, count: int = 1) -> None:
+    """Raises DiskFull unless `needed` bytes, for `count` checkpoints, and a little more are free at the run folder."""
     free = shutil.disk_usage(run_dir).free
     if free < needed * (1 + SPARE_SHARE):
-        raise DiskFull(_no_room(run_dir, needed, free, "Nothing was written"))
+        raise DiskFull(_no_room(run_dir, needed, free, "Nothing was written", count))
 
 
-def _no_room(run_dir: Path, needed: int, free: int, what: str) -> str:
+def _no_room(run_dir: Path, needed: int, free: int, what: str, count: int = 1) -> str:
+    wanted = "a checkpoint needs" if count == 1 else f"the {count} checkpoints of this run need"
     return (
-        f"trainer.default_local_dir={run_dir}: a checkpoint needs about {needed / 1e9:.3g} GB there, and "
+        f"trainer.default_local_dir={run_dir}: {wanted} about {needed / 1e9:.3g} GB there, and "
         f"{free / 1e9:.3g} GB are free. {what}; earlier checkpoints are as they were. Free some space, keep fewer "
         "(trainer.max_actor_ckpt_to_keep), save more rarely (trainer.save_freq), or choose another folder"
     )

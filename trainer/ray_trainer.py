@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
 from trainer.baselines import take_greedy_baselines
-from trainer.checkpoint import find_checkpoint, prune, read_state, write_checkpoint
+from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data import PromptDataset
 from trainer.needs import needs_greedy_baseline
 from trainer.resume import flat_config
 from trainer.rewards import Rewards, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.samples import Sample, SampleWriter, samples_of
+from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
@@ -68,13 +69,13 @@ class RayPPOTrainer:
         tokenizer: PreTrainedTokenizerBase,
         tracking: Tracking,
         samples: SampleWriter,
+        saver: Saver,
         run_dir: Path,
     ) -> None:
         self.config = config
         self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
-        self.learners: dict[str, ActorRole | Critic] = {"actor": actor} | ({"critic": critic} if critic else {})
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
-        self.tracking, self.samples, self.run_dir = tracking, samples, run_dir
+        self.tracking, self.samples, self.saver, self.run_dir = tracking, samples, saver, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # of scores, by data_source
         self.needs_old_log_prob = actor.needs_old_log_prob
@@ -120,13 +121,13 @@ class RayPPOTrainer:
                         self.metrics |= self.actor.update(lesson, self.steps.global_step)
                     with self.timed("update_weights"):
                         self.metrics |= self.actor.update_weights(version=self.steps.global_step)
-            if self.steps.due(self.config.trainer.save_freq):
-                with self.timed("save_checkpoint"):
-                    result.checkpoint = self.save()
             if self.val_data and self.steps.due(self.config.trainer.test_freq):
                 with self.timed("testing"):
                     result.after = self.validate(result)
             self.log_step(batch, result.after if "testing" in self.timing else {})
+            if self.steps.due(self.config.trainer.save_freq) or self.saver.is_overdue:
+                self.save()  # last, so that a resumed run finds the whole history of the steps before it
+        result.checkpoint = self.saver.newest
         return result
 
     # ------------------------------------------------------------------------------------------------- the stages
@@ -264,8 +265,8 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 
-    def save(self) -> Path:
-        """Writes a checkpoint of this step, and deletes those that are kept no longer."""
+    def save(self) -> None:
+        """Writes a checkpoint of this step, and logs how long it kept the training."""
         state = {
             "config": flat_config(self.config),
             "steps": self.steps.state_dict(),
@@ -273,14 +274,9 @@ class RayPPOTrainer:
             "running_moments": {domain: moments.state_dict() for domain, moments in self.running_moments.items()},
             "random": get_random_state(),
         }
-
-        def save_models(folder: Path) -> None:
-            for name, role in self.learners.items():
-                role.save(str(folder / name))
-
-        folder = write_checkpoint(self.run_dir, self.steps.global_step, save_models, state)
-        prune(self.run_dir, self.config.trainer.max_actor_ckpt_to_keep)
-        return folder
+        with self.timed("save_checkpoint"):
+            self.saver.save(self.steps.global_step, state, is_last=self.steps.is_last)
+        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def resume(self) -> None:
         """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
@@ -288,7 +284,7 @@ class RayPPOTrainer:
         folder = find_checkpoint(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
         if folder is not None:
             state = read_state(folder)
-            for name, role in self.learners.items():
+            for name, role in self.saver.learners.items():
                 role.load(str(folder / name))
             self.steps.load_state_dict(state["steps"])
             self.kl_ctrl.value = state["kl_coef"]
@@ -319,3 +315,5 @@ class RayPPOTrainer:
         if config.trainer.rollout_data_dir:
             self.samples.write_training(samples_of(batch, self.tokenizer, step), step)
         self.tracking.log(logged, step=step)
+        if validation:
+            self.saver.note_validation(step, validation)

@@ -101,9 +101,13 @@ class ModelRole:
 class TrainedRole(ModelRole):
     """A role whose model learns, so that it belongs into checkpoints."""
 
-    def save(self, folder: str) -> None:
-        """Writes a checkpoint of the model and its optimizer."""
-        self.group.save_checkpoint(folder)
+    def save(self, folder: str, background: bool = False) -> None:
+        """Writes a checkpoint of the model and its optimizer; in the background until `finish_save`."""
+        self.group.save_checkpoint(folder, background)
+
+    def finish_save(self) -> None:
+        """Waits for the files of a save in the background."""
+        self.group.finish_save()
 
     def load(self, folder: str) -> None:
         """Reads what `save` wrote."""
@@ -186,7 +190,9 @@ class Critic(Protocol):
         """Fits the values to the returns."""
         ...
 
-    def save(self, folder: str) -> None: ...
+    def save(self, folder: str, background: bool = False) -> None: ...
+
+    def finish_save(self) -> None: ...
 
     def load(self, folder: str) -> None: ...
 

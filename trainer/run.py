@@ -18,6 +18,7 @@ from trainer.plan import launch_table
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.report import final_report
 from trainer.resume import refuse_another_run
+from trainer.saving import require_room_for_checkpoints
 from trainer.steps import count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
@@ -59,6 +60,7 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     save_config(loaded, run_dir / "config.yaml")
     total_steps = count_steps(config, len(data.train))
     refuse_another_run(config, run_dir, total_steps)
+    require_room_for_checkpoints(config, run_dir, total_steps)
     seed_random_state(config.trainer.seed)
     console.print(launch_table(config, slots, total_steps))
     console.start(total_steps)

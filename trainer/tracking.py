@@ -94,6 +94,10 @@ class Tracking:
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
+    def note(self, text: str) -> None:
+        """Shows a sentence to the user."""
+        self._console.note(text)
+
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Sends what the policy wrote, with its scores."""
         for tracker in self._trackers:

@@ -15,6 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from verl_lite.checkpoint_checks import checkpoints
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import ConfigError, unknown_value
 
@@ -83,6 +84,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.seed": 0,
     "trainer.save_freq": -1,
     "trainer.max_actor_ckpt_to_keep": 1,
+    "trainer.max_best_ckpt_to_keep": 0,
     "trainer.test_freq": -1,
     "trainer.critic_warmup": 0,
     "trainer.log_val_generations": 0,
@@ -163,6 +165,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.backend": ("ray", "inline"),
     "trainer.resume_mode": ("disable", "auto", "resume_path"),
+    "trainer.best_ckpt_mode": ("max", "min"),
 }
 
 
@@ -204,6 +207,7 @@ def validate(
         *_sampling(config),
         *_engine(config, rollout_engines),
         *_run(config, trackers),
+        *checkpoints(config.trainer, validates=bool(config.data.val_files)),
         *_slots(config, slots, available),
         *_files(config),
     ]
@@ -358,16 +362,6 @@ def _run(config: PPOConfig, trackers: Collection[str]) -> Problems:
     for tracker in trainer.logger:
         if ":" not in tracker and tracker not in trackers:
             yield unknown_value("trainer.logger", tracker, trackers)
-    source = trainer.resume_from_path
-    if trainer.resume_mode == "resume_path" and source is None:
-        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder, which is null"
-    if trainer.resume_mode != "resume_path" and source is not None:
-        yield (
-            f"trainer.resume_from_path={source} has no effect with trainer.resume_mode={trainer.resume_mode}: "
-            "set trainer.resume_mode=resume_path, or leave the path out"
-        )
-    if source is not None and not Path(source).is_dir():
-        yield f"trainer.resume_from_path={source}: there is no folder {Path(source).absolute()}"
     if not config.data.val_files and (trainer.val_only or trainer.test_freq > 0):
         asked = "val_only=true" if trainer.val_only else f"test_freq={trainer.test_freq}"
         yield f"trainer.{asked} needs data.val_files, which is empty"

@@ -17,7 +17,6 @@ from verl_lite.device import compute_dtype, device_memory, dist_backend, get_dev
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss, outputs_of_logits
 from workers.phase import Phase, process_phases
@@ -26,10 +25,11 @@ from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.reward_pool import RewardItem
 from workers.rollout.base import Completion, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
+from workers.training_worker import TrainingWorker
 from workers.weight_sync import sync_weights
 
 
-class ActorRolloutWorker(Worker):
+class ActorRolloutWorker(TrainingWorker):
     """Generates with the policy and trains it.
 
     config: the whole configuration. total_training_steps: for the learning-rate schedule.
@@ -188,18 +188,6 @@ class ActorRolloutWorker(Worker):
         metrics = sync_weights(self.engine, self.rollout, version, self.config.rollout.update_weights_bucket_megabytes)
         self.engine.move_out()
         return metrics
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Writes model, optimizer and schedule under `path`, sharded over the ranks."""
-        self.phases.enter(Phase.TRAIN, self.engine)
-        self.engine.save(path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Reads what `save_checkpoint` wrote, on any number of ranks."""
-        self.phases.enter(Phase.TRAIN, self.engine)
-        self.engine.load(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

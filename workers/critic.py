@@ -14,14 +14,14 @@ from verl_lite.device import dist_backend, get_device
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
-from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import critic_loss
 from workers.phase import Phase, process_phases
 from workers.policy.value_head import value_head
+from workers.training_worker import TrainingWorker
 
 
-class CriticWorker(Worker):
+class CriticWorker(TrainingWorker):
     """Estimates returns and learns from those that came.
 
     config: the whole configuration. total_training_steps: for the learning-rate schedule.
@@ -68,18 +68,6 @@ class CriticWorker(Worker):
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The critic's one loss entry: (loss, metrics) of a micro-batch; see `workers.losses.critic_loss`."""
         return critic_loss(data, output_tensor, self.config.critic, self.config.actor)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Writes model, optimizer and schedule under `path`, sharded over the ranks."""
-        self.phases.enter(Phase.TRAIN, self.engine)
-        self.engine.save(path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Reads what `save_checkpoint` wrote, on any number of ranks."""
-        self.phases.enter(Phase.TRAIN, self.engine)
-        self.engine.load(path)
 
 
 def critic_network(config: PPOConfig) -> NetworkConfig:

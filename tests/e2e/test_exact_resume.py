@@ -153,6 +153,12 @@ def history(run_dir: Path) -> dict[int, dict[str, float]]:
 OFF_POLICY = ["actor.ppo_epochs=2", "actor.shuffle=true", "actor.optim.lr_warmup_steps=3"]
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50"]
 
+GAE = ["algorithm.adv_estimator=gae", "algorithm.lam=0.9", "critic.optim.lr=1e-3"]
+RUNNING = [
+    "algorithm.adv_estimator=reinforce", "algorithm.norm_mean_type=running", "algorithm.norm_std_type=running",
+    "trainer.async_save=true",
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("rows", "batch", "killed_after", "total", "options", "parts"),
@@ -162,6 +168,9 @@ KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "alg
         pytest.param(10, 4, 3, 7, KL, ACTOR, id="rows do not divide, boundary, adaptive KL"),
         pytest.param(10, 4, 4, 5, [], ACTOR, id="only the last step is left"),
         pytest.param(3, 4, 2, 4, [], ACTOR, id="fewer rows than a batch"),
+        pytest.param(12, 4, 1, 3, [*GAE, "trainer.critic_warmup=2"], CRITIC, id="critic, within its warm-up"),
+        pytest.param(12, 4, 2, 3, [*GAE, "trainer.critic_warmup=1"], CRITIC, id="critic, after its warm-up"),
+        pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background"),
     ],
 )
 def test_train_kill_resume_is_train(
@@ -177,7 +186,7 @@ def test_train_kill_resume_is_train(
     models = [models_of(end, parts) for end in ends]
     assert len(models[0]) > 20 and differences(*models) == []
     states = [driver_state(end) for end in ends]
-    assert {"steps", "kl_coef", "random", "config"} <= set(states[0]) and differences(*states) == []
+    assert {"steps", "kl_coef", "running_moments", "random", "config"} <= set(states[0]) and differences(*states) == []
     assert differences(history(whole), history(killed)) == [] and len(history(whole)) == total
     first = models_of(whole / "global_step_1", parts)
     assert differences(first, models[0]), "training changes nothing: equality shows nothing"

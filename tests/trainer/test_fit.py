@@ -5,6 +5,7 @@ due.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.checkpoint import DiskFull
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards import RewardFailure, Rewards
+from trainer.saving import Saver
 from trainer.steps import TrainingSteps
 from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Completion
@@ -34,6 +38,7 @@ class Parts:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.needs_old_log_prob, self.failing, self.world_size = not on_policy, failing, 1
         self.versions: list[int] = []
+        self.logged_before_save: list[list[int]] = []
 
     def generate(self, rows: DataProto) -> DataProto:
         self.calls.append(f"generate {rows.non_tensor_batch['sample_id'][0].split('/')[0]}")
@@ -68,9 +73,13 @@ class Parts:
         self.versions.append(version)
         return {}
 
-    def save(self, folder: str) -> None:
-        self.calls.append("save")
-        Path(folder).mkdir(parents=True)
+    def save(self, folder: str, background: bool = False) -> None:
+        self.calls.append("save in the background" if background else "save")
+        self.logged_before_save.append([step for step, _ in self.logged])
+        Path(folder).mkdir()
+
+    def finish_save(self) -> None:
+        self.calls.append("finish save")
 
     def load(self, folder: str) -> None:
         assert Path(folder).is_dir()
@@ -141,17 +150,20 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
             target = getattr(target, part)
         setattr(target, leaf, value)
     fake: Any = parts
+    value_model = FakeCritic(parts) if critic else None
+    learners: dict[str, Any] = {"actor": fake} | ({"critic": value_model} if critic else {})
     return RayPPOTrainer(
         config,
         actor=fake,
         ref=fake if ref else None,
-        critic=FakeCritic(parts) if critic else None,
+        critic=value_model,
         rewards=Rewards(fake, config.reward, tmp_path),
         steps=FakeSteps(config),
         val_data=SimpleNamespace(batches=lambda size: [prompts(2)]),  # type: ignore[arg-type]
         tokenizer=fake,
         tracking=fake,
         samples=fake,
+        saver=Saver(tmp_path, config.trainer, learners, 0, parts.calls.append),
         run_dir=tmp_path,
     )
 
@@ -166,6 +178,15 @@ class FakeCritic:
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         self.parts.calls.append("update_critic")
         return {"critic/vf_loss": Metric.last(0.2)}
+
+    def save(self, folder: str, background: bool = False) -> None:
+        Path(folder).mkdir()
+
+    def finish_save(self) -> None:
+        self.parts.calls.append("finish critic")
+
+    def load(self, folder: str) -> None:
+        assert Path(folder).is_dir()
 
 
 STEP = ["generate train", "reward", "update", "update_weights"]
@@ -284,6 +305,59 @@ def test_checkpoints_are_written_when_due_and_the_newest_kept(tmp_path: Path) ->
     assert parts.calls.count("save") == 2
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_3"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_history_is_logged_before_the_checkpoint_that_continues_it(tmp_path: Path) -> None:
+    """Else a run that is killed in between and resumed would never log that step."""
+    parts = Parts()
+    make(tmp_path, parts, trainer__val_before_train=False, trainer__test_freq=1, trainer__save_freq=1).fit()
+    assert [steps[-1] for steps in parts.logged_before_save] == [1, 2, 3]
+    assert "val-core/task/acc/mean@1" in parts.logged[-2][1]
+    assert parts.logged[-1][1].keys() == {"timing_s/save_checkpoint"}
+
+
+def test_a_save_in_the_background_is_complete_when_the_next_one_begins_or_the_run_ends(tmp_path: Path) -> None:
+    parts = Parts()
+    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__async_save": True}
+    make(tmp_path, parts, critic=True, trainer__save_freq=1, **settings).fit()
+    saving = [call for call in parts.calls if call in ("update", "finish save", "finish critic") or "save" in call]
+    once = ["save in the background", "update", "finish save", "finish critic"]
+    assert saving == ["update", *once, *once, "save in the background", "finish save", "finish critic"]
+    assert sorted(path.name for path in tmp_path.glob("global_step_*/*")) == sorted(["actor", "critic", "data.pt"] * 3)
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts()
+    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2}
+    free = iter([0, 10**9, 10**9])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    run = make(tmp_path, parts, **settings)
+    run.saver.expected_bytes = 1000
+    run.fit()
+    [told] = [call for call in parts.calls if "no checkpoint at step 2" in call]
+    assert "a checkpoint needs about 1e-06 GB there, and 0 GB are free" in told
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_3"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    (tmp_path / "at the end").mkdir()
+    with pytest.raises(DiskFull):
+        make(tmp_path / "at the end", parts, **settings).fit()
+
+
+def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    settings = {"trainer__test_freq": 1, "trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 1}
+    run = make(tmp_path, Parts(), trainer__max_best_ckpt_to_keep=1, **settings)
+    scores = iter([0.9, 0.1, 0.2])
+    run.validate = lambda result: {"val-core/task/acc/mean@1": next(scores), "val-aux/x": 7.0}  # type: ignore[method-assign]
+    run.config.trainer.val_before_train = False
+    run.fit()
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1", "global_step_3"]
+    other = make(tmp_path / "other", Parts(), trainer__max_best_ckpt_to_keep=1, **settings)
+    other.config.trainer.best_ckpt_metric = "val-core/tusk"
+    with pytest.raises(
+        UserError, match="best_ckpt_metric=val-core/tusk: the validation gives no such metric; it gives"
+    ):
+        other.saver.note_validation(1, {"val-core/task/acc/mean@1": 0.5})
 
 
 def test_greedy_validation_beside_the_sampled_one(tmp_path: Path) -> None:

@@ -322,6 +322,26 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
         ),
         ({"trainer.logger": ["wandbb"]}, "trainer.logger=wandbb is not known; known: console.*did you mean wandb"),
         (
+            {"trainer.resume_allow": ["rollout.n"]},
+            "trainer.resume_allow=.*'rollout.n'.* has no effect with trainer.resume_mode=disable",
+        ),
+        (
+            {"trainer.save_freq": 0, "trainer.async_save": True},
+            "trainer.async_save=True has no effect with trainer.save",
+        ),
+        (
+            {"trainer.max_best_ckpt_to_keep": 2, "trainer.test_freq": 5},
+            "trainer.max_best_ckpt_to_keep=2 has no effect with trainer.max_actor_ckpt_to_keep=null, which keeps all",
+        ),
+        (
+            {"trainer.max_best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.test_freq": 0},
+            "trainer.max_best_ckpt_to_keep=2 compares validations on the way",
+        ),
+        (
+            {"trainer.best_ckpt_metric": "val-core/x"},
+            "trainer.best_ckpt_metric=val-core/x has no effect with .*=0",
+        ),
+        (
             {"trainer.resume_mode": "resume_path"},
             "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder, which is null",
         ),

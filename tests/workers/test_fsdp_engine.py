@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,37 @@ def test_offload_changes_nothing(path: str) -> None:
         engine.move_out_optimizer()
         engine.move_in_params()
     assert_equal_parameters({name: tensor.numpy() for name, tensor in engine.full_params()}, expected, 0.0)
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_beginning(path: str, tmp_path: Path) -> None:
+    """Training goes on before the files are written; what is loaded is what was there when the save began."""
+    engine = build_engine(path, Case())
+    data, _ = planned(ragged_batch(BATCH), Case())
+    arguments = {"temperature": 1.0, "calculate_entropy": True}
+    engine.train(data, loss_fn, epochs=1, **arguments)
+    expected = {name: tensor.numpy().copy() for name, tensor in engine.full_params()}
+    moments = {name: tensor.full_tensor().clone() for name, tensor in engine.optimizer.moments().items()}  # type: ignore[union-attr]
+    engine.save(str(tmp_path), background=True)
+    engine.train(data, loss_fn, epochs=1, **arguments)
+    engine.finish_save()
+    assert any((tensor.numpy() != expected[name]).any() for name, tensor in engine.full_params())
+    engine.load(str(tmp_path))
+    assert_equal_parameters({name: tensor.numpy() for name, tensor in engine.full_params()}, expected, 0.0)
+    assert all(torch.equal(tensor.full_tensor(), moments[name]) for name, tensor in engine.optimizer.moments().items())  # type: ignore[union-attr]
+    assert engine.scheduler_step == 1
+
+
+def test_a_save_in_the_background_that_fails_says_so_when_it_is_waited_for(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("disk on fire"))
+    monkeypatch.setattr("workers.engine.checkpoint.save_in_background", lambda *arguments: failed)
+    engine = build_engine(path, Case())
+    engine.save(str(tmp_path), background=True)
+    with pytest.raises(OSError, match="disk on fire"):
+        engine.finish_save()
+    engine.finish_save()  # said once
 
 
 def test_forward_only_engine(path: str) -> None:

@@ -12,11 +12,13 @@ import argparse
 import shutil
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -41,6 +43,18 @@ ASSETS = "huggingface"
 def save(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> None:
     """Writes the shards of all ranks under `path`. Collective."""
     dcp.save(_state(parameters, optimizer, scheduler_step), checkpoint_id=path)
+
+
+def save_in_background(
+    path: str,
+    parameters: Mapping[str, DTensor],
+    optimizer: ShardedAdamW | None,
+    scheduler_step: int,
+    group: dist.ProcessGroup,
+) -> Future[Any]:
+    """Copies the state to the host and writes it in a thread, whose collectives go over `group`. Collective."""
+    state = _state(parameters, optimizer, scheduler_step)
+    return cast("Future[Any]", dcp.async_save(state, checkpoint_id=path, process_group=group))
 
 
 def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +72,8 @@ class FSDPEngine:
             lr_factor(0, optim_config, total_training_steps)  # an unknown schedule is refused here
             self.optimizer = ShardedAdamW(self.parameters, optim_config, self.shard_group)
         self._forward_arguments: dict[str, Any] = {}
+        self._saving: Future[Any] | None = None
+        self._save_group: dist.ProcessGroup | None = None  # of its own: its thread must not meet training's collectives
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -203,13 +207,31 @@ class FSDPEngine:
         """
         yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
 
-    def save(self, path: str) -> None:
-        """Writes model, optimizer, schedule and random states under `path`, with the model's config and tokenizer."""
-        checkpoint.save(path, self.parameters, self.optimizer, self.scheduler_step)
+    def save(self, path: str, *, background: bool = False) -> None:
+        """Writes model, optimizer, schedule and random states under `path`, with the model's config and tokenizer.
+
+        background: returns when model and optimizer are copied to the host (once more in its memory); `finish_save`
+        waits for their files, which training may go on beside.
+        """
+        self.finish_save()
+        Path(path).mkdir(parents=True, exist_ok=True)
+        if background:
+            self._save_group = self._save_group or dist.new_group(backend="gloo")
+            self._saving = checkpoint.save_in_background(
+                path, self.parameters, self.optimizer, self.scheduler_step, self._save_group
+            )
+        else:
+            checkpoint.save(path, self.parameters, self.optimizer, self.scheduler_step)
         checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
             checkpoint.save_model_assets(path, self.model_config, self.hf_config)
         dist.barrier()
+
+    def finish_save(self) -> None:
+        """Waits for a save in the background, if there is one; raises what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def load(self, path: str) -> None:
         """Reads what `save` wrote, on any number of ranks."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
@@ -77,6 +77,13 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
         setattr(config, name, value)
     return config
+
+
+def count_parameters(model: NetworkConfig) -> int:
+    """Parameters of a causal language model, tied ones once, by its config alone."""
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(load_model_config(model), trust_remote_code=model.trust_remote_code)
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
