@@ -18,10 +18,10 @@ from verl_lite.masked import (
     check_shapes,
     discounted_returns,
     group_ids,
-    group_mean_std,
     group_sum,
     label_list,
 )
+from verl_lite.reward_norm import normalise_scores
 
 NORM_TYPES = ("batch", "group", None)
 
@@ -125,31 +125,16 @@ def agentic_reward_norm(
     norm_std_type: str | None = None,
     valid: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scores (B,) less the mean and divided by the std + 1e-6, each of the "batch", of the "group", or None (not).
+    """`normalise_scores` by its types "batch" and "group" (or None), under ROLL's name for episodes.
 
-    Where a std is asked for and there is none (one row, or std <= 1e-6) the result is 0, as in ROLL. groups: (B,)
-    labels; valid: (B,) rows that count, null = all; others get 0. Raises ValueError for another type.
+    groups: (B,) labels; valid: (B,) rows that count, null = all; others get 0. Raises ValueError for another type.
     """
     for name, kind in (("norm_mean_type", norm_mean_type), ("norm_std_type", norm_std_type)):
         if kind not in NORM_TYPES:
             raise ValueError(f"{name}={kind!r}: expected batch, group or None.")
     counted = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
     check_rows("agentic_reward_norm", len(scores), groups=groups)
-    scores = at_least_fp32(scores)
-    ids, number = group_ids(groups, scores.device)
-    whole = torch.zeros_like(ids)
-    values = torch.where(counted, scores.double(), 0)
-    result = values
-    if norm_mean_type is not None:
-        rows, size = (ids, number) if norm_mean_type == "group" else (whole, 1)
-        counts = group_sum(counted.double(), rows, size).clamp(min=1)
-        result = result - (group_sum(values, rows, size) / counts)[rows]
-    if norm_std_type is not None:
-        rows, size = (ids, number) if norm_std_type == "group" else (whole, 1)
-        _means, stds, counts = group_mean_std(values, rows, size, counted)
-        usable = (counts > 1) & (stds > 1e-6)
-        result = torch.where(usable[rows], result / (stds[rows] + 1e-6), 0)
-    return torch.where(counted, result, 0).to(scores.dtype)
+    return normalise_scores(at_least_fp32(scores), counted, norm_mean_type, norm_std_type, groups=groups)
 
 
 def build_state_groups(traj_group_id: Index, state_hash: Index) -> list[tuple[Any, Any]]:

@@ -177,6 +177,7 @@ class FakeCritic:
 
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         self.parts.calls.append("update_critic")
+        self.parts.batches["update_critic"] = batch
         return {"critic/vf_loss": Metric.last(0.2)}
 
     def save(self, folder: str, background: bool = False) -> None:
@@ -403,6 +404,7 @@ def test_pf_ppo_draws_what_is_learnt_from_and_logs_what_was_sampled(tmp_path: Pa
         parts = Parts(on_policy=False)
         make(tmp_path, parts, critic=True, algorithm__use_pf_ppo=True, **settings).fit()
         batches.append(parts.batches["update"])
+        assert parts.batches["update_critic"] is parts.batches["update"], "both learn from the same draw"
         logged = dict(parts.logged)[3]
         assert logged["critic/score/mean"] == 0.5, "three of the six answers have score 1"
         assert logged["pf_ppo/distinct_rows_frac"] == len(set(batches[-1].non_tensor_batch["sample_id"])) / 6
