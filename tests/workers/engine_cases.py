@@ -16,8 +16,11 @@ from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import PolicyBuilder
+from workers.update import LossFunction
 
 PROMPT, RESPONSE = 8, 10
+TEMPERATURE = 0.7
 CPU = torch.device("cpu")
 
 
@@ -96,6 +99,14 @@ def rank_and_world() -> tuple[int, int]:
 def planned(data: DataProto, case: Case, mini_batch_size: int | None = None) -> tuple[DataProto, BatchPlan]:
     """This rank's part of the planned batch, as the dispatch would send it."""
     rank, world = rank_and_world()
+    parts, plan = parts_of(data, case, world, mini_batch_size)
+    return parts[rank], plan
+
+
+def parts_of(
+    data: DataProto, case: Case, world: int, mini_batch_size: int | None = None
+) -> tuple[list[DataProto], BatchPlan]:
+    """The parts of a planned batch for `world` ranks."""
     if case.row_order_seed is not None:
         data = data[np.random.default_rng(case.row_order_seed).permutation(len(data))]
     plan = plan_batch(
@@ -109,10 +120,17 @@ def planned(data: DataProto, case: Case, mini_batch_size: int | None = None) -> 
         shuffle_seed=case.shuffle_seed,
         num_tokens=data.batch["response_mask"].sum(1).numpy(),
     )
-    return plan.apply(data).chunk(world)[rank], plan
+    return plan.apply(data).chunk(world), plan
 
 
-def build_engine(path: str, case: Case, optim: OptimConfig | None = None, **fsdp: Any) -> FSDPEngine:
+def build_engine(
+    path: str,
+    case: Case,
+    optim: OptimConfig | None = None,
+    build_policy: PolicyBuilder | None = None,
+    **fsdp: Any,
+) -> FSDPEngine:
+    """build_policy: null = a language model."""
     return FSDPEngine(
         ModelConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=case.checkpointing),
         FSDPConfig(
@@ -124,22 +142,33 @@ def build_engine(path: str, case: Case, optim: OptimConfig | None = None, **fsdp
         optim or OptimConfig(lr=1e-3),
         device=CPU,
         total_training_steps=10,
-        build_policy=causal_lm(case.chunk_tokens),
+        build_policy=build_policy or causal_lm(case.chunk_tokens),
         seed=0,
     )
 
 
 @cache
-def _engine_of(path: str, packed: bool, checkpointing: bool, groups: tuple[Any, ...]) -> FSDPEngine:
+def _engine_of(path: str, packed: bool, checkpointing: bool, groups: tuple[Any, ...], ranks: Any) -> FSDPEngine:
     min_num_params, fsdp_size, reshard, chunk_tokens = groups
     return build_engine(path, Case(packed, checkpointing, None, None, min_num_params, fsdp_size, reshard, chunk_tokens))
 
 
 def gradient(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
-    """The whole gradient of one optimizer step, by parameter; the parameters stay as they are."""
+    """The whole gradient of one optimizer step on `ragged_batch` with `loss_fn`."""
     groups = (case.min_num_params, case.fsdp_size, case.reshard_after_forward, case.chunk_tokens)
-    engine = _engine_of(path, case.packed, case.checkpointing, groups)
-    data, _ = planned(ragged_batch(batch), case)
+    engine = _engine_of(path, case.packed, case.checkpointing, groups, dist.group.WORLD)
+    return gradient_of(engine, ragged_batch(batch), case, loss_fn, temperature=TEMPERATURE, calculate_entropy=True)
+
+
+def gradients_of(path: str, batch: Batch, cases: list[Case]) -> list[dict[str, np.ndarray]]:
+    return [gradient(path, batch, case) for case in cases]
+
+
+def gradient_of(
+    engine: FSDPEngine, batch: DataProto, case: Case, loss: LossFunction, **forward_arguments: Any
+) -> dict[str, np.ndarray]:
+    """The whole gradient of one optimizer step, by parameter; the parameters stay as they are."""
+    data, _ = planned(batch, case)
     captured: dict[str, np.ndarray] = {}
 
     def capture(lr: float) -> dict[str, Metric]:
@@ -148,15 +177,16 @@ def gradient(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
         return {}
 
     engine.optimizer.step = capture
-    engine.train(data, loss_fn, temperature=0.7, calculate_entropy=True, epochs=1)
+    engine.train(data, loss, epochs=1, **forward_arguments)
     return captured
 
 
 def log_probs(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
     """This rank's log_probs and entropys in planned order."""
-    engine = _engine_of(path, case.packed, case.checkpointing, (0, -1, True, case.chunk_tokens))
+    groups = (0, -1, True, case.chunk_tokens)
+    engine = _engine_of(path, case.packed, case.checkpointing, groups, dist.group.WORLD)
     data, _ = planned(ragged_batch(batch), case)
-    outputs = engine.infer(data, temperature=0.7, calculate_entropy=True)
+    outputs = engine.infer(data, temperature=TEMPERATURE, calculate_entropy=True)
     return {name: value.numpy() for name, value in outputs.items()}
 
 
@@ -173,7 +203,3 @@ def trained(path: str, batch: Batch, case: Case, steps: int, save: str = "", loa
         engine.save(save)
     result = {name: tensor.clone().numpy() for name, tensor in engine.full_params(bucket_bytes=40_000)}
     return {"parameters": result, "metrics": [{k: asdict(v) for k, v in m.items()} for m in metrics]}
-
-
-def gradients_of(path: str, batch: Batch, cases: list[Case]) -> list[dict[str, np.ndarray]]:
-    return [gradient(path, batch, case) for case in cases]

@@ -1,8 +1,8 @@
-"""A few processes that form a gloo group and run functions together: `Ranks(2).run(function, *args)` -> one result a
-rank.
+"""A few processes that run functions together in a gloo group: `Ranks(2).run(function, *args)` -> one result a rank.
 
-The processes stay for many calls, because starting one (importing torch and transformers) takes seconds. Functions
-must be importable (module level), and what they return must pickle; tensors travel as numpy arrays.
+The processes stay for many calls, because starting one (importing torch and transformers) takes seconds; they start
+when they are first needed, and form groups of different sizes one after the other. Functions must be importable (module
+level), and what they return must pickle; tensors travel as numpy arrays.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import torch
 
 
 class Ranks:
-    """`size` spawned processes with one compute thread each; use as a context manager."""
+    """Up to `size` spawned processes with one compute thread each; use as a context manager."""
 
     def __init__(self, size: int, timeout_s: float = 120.0) -> None:
-        self.timeout_s = timeout_s
+        self.size, self.timeout_s = size, timeout_s
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self.connections, self.processes = [], []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self.folder.name, there), daemon=True)
-            process.start()
-            self.connections.append(here)
-            self.processes.append(process)
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
+        self._group: tuple[int, str] | None = None  # size, file through which the members meet
+        self._groups = 0
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(*args) on every rank at once. Raises RuntimeError with a rank's traceback, or if one does not
-        answer."""
-        for connection in self.connections:
-            connection.send((function, args))
+    def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+        """function(*args) on every rank of a group of `size` (null = all) at once. Raises RuntimeError with a rank's
+        traceback, or if one does not answer."""
+        size = self.size if size is None else size
+        self._start(size)
+        if self._group is None or self._group[0] != size:
+            self._groups += 1
+            self._group = (size, f"{self.folder.name}/store{self._groups}")
+        for connection in self.connections[:size]:
+            connection.send((self._group, function, args))
         results = []
-        for rank, connection in enumerate(self.connections):
+        for rank, connection in enumerate(self.connections[:size]):
             if not connection.poll(self.timeout_s):
                 raise RuntimeError(f"rank {rank} did not answer within {self.timeout_s} s")
             result, error = connection.recv()
@@ -48,6 +48,16 @@ class Ranks:
                 raise RuntimeError(f"rank {rank}:\n{error}")
             results.append(result)
         return results
+
+    def _start(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        for rank in range(len(self.processes), size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, there), daemon=True)
+            process.start()
+            self.connections.append(here)
+            self.processes.append(process)
 
     def __enter__(self) -> Ranks:
         return self
@@ -59,12 +69,21 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _serve(rank: int, size: int, folder: str, connection: Connection) -> None:
+def _serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    joined = None
     while True:
-        function, args = connection.recv()
+        group, function, args = connection.recv()
         try:
+            if group != joined:
+                _join(rank, *group)
+                joined = group
             connection.send((function(*args), None))
         except Exception:  # the door through which any error of a test function reaches the test
             connection.send((None, traceback.format_exc()))
+
+
+def _join(rank: int, size: int, store: str) -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)

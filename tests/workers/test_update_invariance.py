@@ -1,4 +1,7 @@
-"""The promise of the update: the gradient of an optimizer step does not depend on how the batch was cut or run."""
+"""The promise of the update: the gradient of an optimizer step does not depend on how the batch was cut or run.
+
+Here with one simple loss and every option of the engine; every loss stands in test_loss_invariance.py.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
         yield ranks
 
 
@@ -79,19 +82,19 @@ def test_single_rank_equals_plain_transformers(path: str) -> None:
             assert_close(gradient(path, batch, case), expected, (batch, case))
 
 
-def test_two_ranks_equal_plain_transformers(path: str, two_ranks: Ranks) -> None:
+def test_two_ranks_equal_plain_transformers(path: str, ranks: Ranks) -> None:
     for batch in (Batch(), Batch(rows=8, shared_prompts=4, failed_rows=(0, 5))):
         expected = plain_gradient(path, batch)
-        for results in two_ranks.run(gradients_of, path, batch, CASES):
+        for results in ranks.run(gradients_of, path, batch, CASES, size=2):
             for case, found in zip(CASES, results, strict=True):
                 assert_close(found, expected, (batch, case))
 
 
-def test_fewer_rows_than_ranks(path: str, two_ranks: Ranks) -> None:
+def test_fewer_rows_than_ranks(path: str, ranks: Ranks) -> None:
     batch = Batch(rows=1, seed=5)
     expected = plain_gradient(path, batch)
     for case in (Case(), Case(packed=False)):
-        for found in two_ranks.run(gradient, path, batch, case):
+        for found in ranks.run(gradient, path, batch, case, size=2):
             assert_close(found, expected, case)
 
 
@@ -103,11 +106,10 @@ def test_a_wrong_denominator_is_noticed(path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
-def test_more_ranks_equal_plain_transformers(path: str, world: int) -> None:
-    with Ranks(world) as ranks:
-        for batch in (Batch(), Batch(rows=2, seed=3), Batch(rows=13, shared_prompts=4, seed=4, failed_rows=(1, 2, 3))):
-            expected = plain_gradient(path, batch)
-            cases = CASES + ([Case(fsdp_size=2, max_token_len=20)] if world == 4 else [])
-            for results in ranks.run(gradients_of, path, batch, cases):
-                for case, found in zip(cases, results, strict=True):
-                    assert_close(found, expected, (batch, case))
+def test_more_ranks_equal_plain_transformers(path: str, ranks: Ranks, world: int) -> None:
+    for batch in (Batch(), Batch(rows=2, seed=3), Batch(rows=13, shared_prompts=4, seed=4, failed_rows=(1, 2, 3))):
+        expected = plain_gradient(path, batch)
+        cases = CASES + ([Case(fsdp_size=2, max_token_len=20)] if world == 4 else [])
+        for results in ranks.run(gradients_of, path, batch, cases, size=world):
+            for case, found in zip(cases, results, strict=True):
+                assert_close(found, expected, (batch, case))
