@@ -1,7 +1,69 @@
-"""What the user can mend: one base class, so that commands show the message without a traceback."""
+"""What goes wrong: the error a user can mend, and where in a run an error was raised.
+
+`UserError` is shown without a traceback. Any other exception that leaves a run carries `Circumstances`: the role, rank
+and method of the worker that raised it, and what the driver was doing, so that the end of a run can name its cause.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_ATTRIBUTE = "verl_lite_circumstances"
 
 
 class UserError(ValueError):
     """Wrong input. The message names the key or file, the value found, what was expected and what to change."""
+
+
+@dataclass
+class Circumstances:
+    """Where an exception was raised, as far as is known. What is set first stays: the innermost knows best.
+
+    role, rank, method: of the worker. phase, step: of the driver's loop. traceback: the worker's own, as text.
+    log: file with what the worker's process printed.
+    """
+
+    role: str | None = None
+    rank: int | None = None
+    method: str | None = None
+    phase: str | None = None
+    step: int | None = None
+    traceback: str | None = None
+    log: str | None = None
+
+    def __str__(self) -> str:
+        """`actor_rollout, rank 1, in update_actor (phase update_actor of step 3)`; empty if nothing is known."""
+        worker = [self.role, None if self.rank is None else f"rank {self.rank}"]
+        worker.append(f"in {self.method}" if self.method else None)
+        phase = f"phase {self.phase}" + ("" if self.step is None else f" of step {self.step}") if self.phase else ""
+        known = ", ".join(part for part in worker if part)
+        return f"{known} ({phase})" if known and phase else known or phase
+
+
+def circumstances(error: BaseException) -> Circumstances:
+    """Those of an exception, to read and to add to; they travel with it between processes."""
+    found = getattr(error, _ATTRIBUTE, None)
+    if not isinstance(found, Circumstances):
+        found = Circumstances()
+        setattr(error, _ATTRIBUTE, found)
+    return found
+
+
+def add_circumstances(error: BaseException, **known: str | int | None) -> None:
+    """Fills in what is not known yet; names are those of `Circumstances`."""
+    place = circumstances(error)
+    for name, value in known.items():
+        if getattr(place, name) is None:
+            setattr(place, name, value)
+
+
+@contextmanager
+def during(phase: str, step: int | None = None) -> Iterator[None]:
+    """What is raised inside was raised in this phase of the driver's loop."""
+    try:
+        yield
+    except BaseException as error:
+        add_circumstances(error, phase=phase, step=step)
+        raise

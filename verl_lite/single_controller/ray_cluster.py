@@ -2,8 +2,8 @@
 
 By default a cluster of this run's own on this machine: its own folder, ports chosen by the system, no dashboard, no
 usage statistics, access by a random token. A cluster that somebody else started is joined only when its address is
-given. The end (normal, by an exception, or kill -9 of the driver) takes processes, folder and shared memory with it;
-see `watcher.py`.
+given, RAY_ADDRESS notwithstanding. The end (normal, by an exception, or kill -9 of the driver) takes processes, folder
+and shared memory with it; see `guard.py`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,28 @@ import atexit
 import logging
 import os
 import secrets
-import subprocess
+import shutil
+import signal
 import sys
-import tempfile
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import ray
 
+from verl_lite.device import cpu_count
 from verl_lite.single_controller import watcher
+from verl_lite.single_controller.guard import Guard, current_guard, set_environment, start_guard, stop_guard
 
-# Unix sockets have room for 107 bytes: folder + "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
-_LONGEST_TEMP_DIR = 30
 # One for the life of the process, since Ray remembers the first; from the environment, so no file is written for it.
 _AUTH_TOKEN = secrets.token_hex(32)
 _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
+_SHARED_MEMORY = Path("/dev/shm")
+_SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
+_LEFT_TO_OTHERS = 0.5  # share of the free shared memory that is not taken: NCCL and neighbours need some too
 
 
 class RayInit(Protocol):
@@ -43,9 +48,8 @@ class RayInit(Protocol):
 class _Cluster:
     """The private cluster of this process."""
 
-    token: str
-    folder: str
-    watcher: subprocess.Popen[bytes]
+    guard: Guard
+    owns_guard: bool  # it was started for the cluster alone, and ends with it
     environment: dict[str, str | None]  # what the variables we set were before
 
 
@@ -53,66 +57,101 @@ _cluster: _Cluster | None = None
 _joined = False
 
 
-def start_ray(ray_init: RayInit, run_id: str) -> None:
+def start_ray(ray_init: RayInit, run_id: str, *, num_gpus: int | None = None) -> list[str]:
     """Start the run's private cluster, or join the one at `ray_init.address`. Does nothing where Ray is up already.
 
-    run_id: namespace of the run in a joined cluster.
+    run_id: namespace of the run in a joined cluster. num_gpus: devices of a private cluster, the first of those that
+    CUDA_VISIBLE_DEVICES names; None = those that Ray finds.
+    Gives sentences on what could not be as asked for.
     """
     global _joined
+    notes: list[str] = []
     if ray.is_initialized():
-        return
+        return notes
     if ray_init.address is not None:
-        ray.init(address=ray_init.address, namespace=run_id, log_to_driver=False, logging_level=logging.ERROR)
+        with _signal_handlers_kept():
+            ray.init(address=ray_init.address, namespace=run_id, log_to_driver=False, logging_level=logging.ERROR)
         _joined = True
     else:
-        _start_private(ray_init, run_id)
+        notes = _start_private(ray_init, run_id, num_gpus)
     atexit.register(stop_ray)
+    return notes
 
 
-def _start_private(ray_init: RayInit, run_id: str) -> None:
+def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list[str]:
     global _cluster
-    token = secrets.token_hex(16)
-    base = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="vl-", dir=base if len(base) <= _LONGEST_TEMP_DIR else "/tmp")
-    previous = _set_environment(
+    store = plan_object_store(ray_init.object_store_memory_mb << 20)
+    guard, owns_guard = current_guard(), False
+    if guard is None:
+        guard, owns_guard = start_guard(), True
+    previous = set_environment(
         {
-            watcher.RUN_MARK: token,
-            watcher.CLUSTER_MARK: token,
+            watcher.CLUSTER_MARK: guard.token,
             "RAY_AUTH_MODE": None,  # Ray then turns it on itself; set from outside it would be read too early
             "RAY_AUTH_TOKEN": _AUTH_TOKEN,
             "RAY_AUTH_TOKEN_PATH": None,
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "AUTOSCALER_METRIC_PORT": "0",  # else 44217, which only one cluster of a machine can have
         }
     )
-    _cluster = _Cluster(token, folder, _start_watcher(token, folder), previous)
-    with ExitStack() as undo:
+    _cluster = _Cluster(guard, owns_guard, previous)
+    with ExitStack() as undo, _signal_handlers_kept():
         undo.callback(stop_ray)
         ray.init(
             address="local",
-            num_cpus=ray_init.num_cpus or len(os.sched_getaffinity(0)),
-            object_store_memory=ray_init.object_store_memory_mb << 20,
+            num_cpus=ray_init.num_cpus or cpu_count(),
+            num_gpus=num_gpus,
+            object_store_memory=store.size,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,  # below are remarks about the way we start it
             namespace=run_id,
-            _temp_dir=folder,
+            _temp_dir=str(guard.folder),
+            object_spilling_directory=str(guard.temp),
+            _plasma_directory=None if store.in_shared_memory else str(guard.temp),
         )
         undo.pop_all()
     del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
+    return [store.note] if store.note else []
 
 
-def _start_watcher(token: str, folder: str) -> subprocess.Popen[bytes]:
-    unmarked = {k: v for k, v in os.environ.items() if k not in (watcher.RUN_MARK, watcher.CLUSTER_MARK)}
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=unmarked,
-        start_new_session=True,
-    )
+@dataclass(frozen=True)
+class ObjectStore:
+    """Bytes of Ray's object store, whether they are in /dev/shm, and a sentence if that is not as asked for."""
+
+    size: int
+    in_shared_memory: bool = True
+    note: str = ""
+
+
+def plan_object_store(asked: int, shared_memory: Path = _SHARED_MEMORY) -> ObjectStore:
+    """A store that leaves half of the free shared memory to others. What does not fit in it is spilled to disk.
+
+    With too little shared memory for the smallest store it is a file in the temporary folder: slower, and it runs.
+    """
+    free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
+    room = int(free * (1 - _LEFT_TO_OTHERS))
+    if asked <= room:
+        return ObjectStore(asked)
+    key = f"ray_kwargs.ray_init.object_store_memory_mb={asked >> 20}"
+    found = f"{shared_memory} has {free >> 20} MiB free"
+    mend = "in a container, --shm-size=2g gives more"
+    if room >= _SMALLEST_STORE:
+        return ObjectStore(room, note=f"{found}: {key} lowered to {room >> 20}, what is more goes to disk ({mend})")
+    return ObjectStore(asked, False, f"{found}: Ray's object store is a file in the temporary folder, slower ({mend})")
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Ray sets a handler of its own for SIGTERM, which knows nothing of the run."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def stop_ray() -> None:
@@ -124,22 +163,14 @@ def stop_ray() -> None:
     if _cluster is None:
         return
     cluster, _cluster = _cluster, None
-    shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, cluster.token))
+    guard = cluster.guard
+    shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, guard.token))
     ray.shutdown()
-    watcher.end(watcher.CLUSTER_MARK, cluster.token, cluster.folder, patience_s=2.0, shared=shared)
-    cluster.watcher.communicate(b"q")
-    _set_environment(cluster.environment)
-
-
-def _set_environment(values: dict[str, str | None]) -> dict[str, str | None]:
-    """Set (None: remove) variables; gives what they were."""
-    previous = {name: os.environ.get(name) for name in values}
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    return previous
+    sessions = [str(path) for path in guard.folder.glob("session_*")]
+    watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, patience_s=2.0, shared=shared)
+    set_environment(cluster.environment)
+    if cluster.owns_guard:
+        stop_guard()
 
 
 def worker_env(env: dict[str, str]) -> dict[str, str]:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from verl_lite.errors import add_circumstances
 from verl_lite.single_controller.local_worker_group import LocalService
 from verl_lite.single_controller.ray_cluster import worker_env
-from verl_lite.single_controller.ray_worker_group import Portable, cause_of_death, original_error, redirect_output
-from verl_lite.single_controller.worker_group import ClassWithInitArgs, WorkerDiedError
+from verl_lite.single_controller.ray_errors import death, original_error
+from verl_lite.single_controller.ray_worker_group import Portable, redirect_output
+from verl_lite.single_controller.worker_group import ClassWithInitArgs
 
 
 class ServiceProcess:
@@ -38,9 +40,10 @@ class ServiceProcess:
 class RayServiceHandle:
     """Handle of a service; pickles."""
 
-    def __init__(self, actor: Any, name: str) -> None:
+    def __init__(self, actor: Any, name: str, log: str | None) -> None:
         self._actor = actor
         self._name = name
+        self._log = log
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         self._actor.send.remote(method, *args, **kwargs)
@@ -50,12 +53,14 @@ class RayServiceHandle:
 
     def wait(self, ref: Any, method: str) -> Any:
         """The answer of a running call; raises what the service raised."""
+        cause: Exception
         try:
             return ray.get(ref)
         except RayTaskError as error:
             cause = original_error(error)
-        except RayActorError as error:
-            cause = WorkerDiedError(f"service {self._name} died in {method}: {cause_of_death(error)}")
+            add_circumstances(cause, role=self._name, method=method)
+        except RayError as error:
+            cause = death(error, self._name, None, method, self._log, "")
         raise cause
 
     def stop(self) -> None:
@@ -71,6 +76,6 @@ def start_ray_service(
     log = None if log_dir is None else str(Path(log_dir).resolve() / f"{name}.log")
     options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_env(env)}, "max_concurrency": max_concurrency}
     actor: Any = ray.remote(ServiceProcess).options(**options).remote(recipe, log)
-    handle = RayServiceHandle(actor, name)
+    handle = RayServiceHandle(actor, name, log)
     handle.wait(actor.start.remote(), "its constructor")
     return handle

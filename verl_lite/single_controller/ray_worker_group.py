@@ -2,13 +2,14 @@
 
 Values that several ranks receive are put into the object store once. The driver waits for all ranks of a call at once:
 the first error is raised as the exception that the worker raised, with the remote traceback as a note, and ranks that
-do not come back, since they wait for the failed one, are ended.
+do not come back, since they wait for the failed one, are ended. What Ray says of a death is translated in
+`ray_errors.py`.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -17,22 +18,22 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from verl_lite.errors import circumstances
 from verl_lite.protocol import tensor_dict
 from verl_lite.single_controller.ray_cluster import worker_env
+from verl_lite.single_controller.ray_errors import death, is_consequence, original_error
 from verl_lite.single_controller.ray_resource_pool import RayResourcePool
 from verl_lite.single_controller.resource_pool import ResourcePool
+from verl_lite.single_controller.slot_memory import SlotMemory
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 from verl_lite.single_controller.worker_group import ClassWithInitArgs, WorkerDiedError
 
 _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 0.5
 _GRACE_S = 2.0  # after an error: time for the other ranks to come back, or to tell the real cause
-_LAST_LOG_LINES = 20
-_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
-# What a rank says when another one has gone: a consequence, not the cause.
-_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
+_CAUSE_PATIENCE_S = 15.0  # the same while all that is known are consequences of something else
 
 
 class SlotProcess:
@@ -41,12 +42,17 @@ class SlotProcess:
     def __init__(self, log_file: str | None) -> None:
         if log_file is not None:
             redirect_output(log_file)
+            faulthandler.enable()  # a crash in native code leaves its stack there
         tensor_dict({}, 0)  # imports what the first batch would otherwise wait for
 
     def open_store(self) -> tuple[str, int]:
         """Address of the store that this process opened and holds."""
         host = ray.util.get_node_ip_address()
         return host, open_store(host)
+
+    def process(self) -> tuple[int, str]:
+        """The process's id, and Ray's name of the machine where it has it."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
 
     def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs]) -> None:
         """Make the objects of all roles, in order."""
@@ -99,6 +105,7 @@ class RayTransport:
         own = RayResourcePool(pool.process_on_nodes, pool.use_gpu, pool.cpus_per_process)
         self._pool = pool if isinstance(pool, RayResourcePool) else own
         self._actors: list[Any] = []
+        self._memory = SlotMemory()
         name = "+".join(roles)
         folder = None if log_dir is None else Path(log_dir).resolve()
         self._logs = [None if folder is None else str(folder / f"{name}-{r}.log") for r in range(self.world_size)]
@@ -114,7 +121,11 @@ class RayTransport:
 
     def _construct(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs], name: str) -> None:
         where = "its constructor"
-        store = self.wait([_Handle(self._actors[0].open_store.remote(), 0, name, "start")])[0]
+        started = [_Handle(actor.process.remote(), rank, name, "start") for rank, actor in enumerate(self._actors)]
+        store, *processes = self.wait([_Handle(self._actors[0].open_store.remote(), 0, name, "start"), *started])
+        for rank, (pid, node_id) in enumerate(processes):
+            if node_id == ray.get_runtime_context().get_node_id():
+                self._memory.watch(rank, pid)
         shared = ray.put(roles)
         handles = []
         for rank, (node, place) in enumerate(pool.seats):
@@ -141,6 +152,8 @@ class RayTransport:
         while pending:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=look)
             look = min(2 * look, _LONGEST_LOOK_S)
+            for handle in (by_ref[ref] for ref in (*ready, *pending)):
+                self._memory.look(handle.rank, f"{handle.role}.{handle.method}")
             errors = self._fetch(ready, by_ref, values)
             if errors:
                 raise self._first(errors, pending, by_ref, values, fatal)
@@ -151,7 +164,7 @@ class RayTransport:
         try:
             values |= dict(zip(ready, ray.get(ready), strict=True))
             return []
-        except (RayTaskError, RayActorError):
+        except RayError:
             pass  # which of them failed is found one by one
         errors = []
         for ref in ready:
@@ -159,7 +172,7 @@ class RayTransport:
                 values[ref] = ray.get(ref)
             except RayTaskError as error:
                 errors.append(original_error(error))
-            except RayActorError as error:
+            except RayError as error:
                 errors.append(self._died(by_ref[ref], error))
         return errors
 
@@ -172,26 +185,27 @@ class RayTransport:
         fatal: bool,
     ) -> Exception:
         """The error to raise: the earliest that is not a mere consequence of another. Ends slots that do not answer."""
-        deadline = time.monotonic() + _GRACE_S
-        while pending and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while pending:
+            patience = _CAUSE_PATIENCE_S if all(is_consequence(error) for error in errors) else _GRACE_S
+            if time.monotonic() >= begun + patience:
+                break
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0.1)
             errors += self._fetch(ready, by_ref, values)
-        first = min(errors, key=_is_consequence)  # min keeps the earliest of equals
+        first = min(errors, key=is_consequence)  # min keeps the earliest of equals
         died = any(isinstance(error, WorkerDiedError) for error in errors)
         if pending or died or fatal:
             waiting = [by_ref[ref].rank for ref in pending]
             if waiting:
-                first.add_note(f"ranks {waiting} had not answered {_GRACE_S:g} s later: the pool's workers were ended")
+                first.add_note(f"ranks {waiting} had not answered seconds later: the pool's workers were ended")
             self._end(f"{type(first).__name__}: {first}")
         return first
 
-    def _died(self, handle: _Handle, error: RayActorError) -> WorkerDiedError:
-        message = f"{handle.role} rank {handle.rank} died in {handle.method}: {cause_of_death(error)}"
-        died = WorkerDiedError(message if self._ended is None else f"{message} (ended: {self._ended})")
-        log = self._logs[handle.rank]
-        if log is not None and Path(log).is_file():
-            tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-_LAST_LOG_LINES:])
-            died.add_note(f"the end of {log}:\n{tail}")
+    def _died(self, handle: _Handle, error: RayError) -> WorkerDiedError:
+        log, memory = self._logs[handle.rank], self._memory.describe(handle.rank)
+        died = death(error, handle.role, handle.rank, handle.method, log, memory)
+        if self._ended is not None:
+            died.add_note(f"the workers had been ended: {self._ended}")
         return died
 
     def close(self) -> None:
@@ -220,23 +234,8 @@ class Portable:
             portable = RuntimeError(f"{type(error).__name__}: {error}")
             for note in [*getattr(error, "__notes__", ()), f"(the exception itself does not pickle: {reason})"]:
                 portable.add_note(note)
+            vars(circumstances(portable)).update(vars(circumstances(error)))
             raise portable from error
-
-
-def original_error(error: RayTaskError) -> Exception:
-    """What the worker raised, with its traceback as a note."""
-    cause: Exception = error.cause
-    cause.add_note(f"remote traceback:\n{_DECORATION.sub('', str(error)).strip()}")
-    return cause
-
-
-def cause_of_death(error: RayActorError) -> str:
-    """Ray's message on one line, without its list of guesses."""
-    return " ".join(str(error).split()).split(" Some common causes")[0]
-
-
-def _is_consequence(error: Exception) -> bool:
-    return not isinstance(error, WorkerDiedError) and any(sign in str(error) for sign in _CONSEQUENCES)
 
 
 def redirect_output(log_file: str) -> None:

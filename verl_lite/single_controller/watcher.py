@@ -1,8 +1,8 @@
 """Ends what a run leaves behind: its processes, temporary folder and shared memory. Standard library only.
 
 Everything that a run starts inherits an environment variable with the run's token, so its processes are known by that
-and never by name. `stop_ray` uses the functions; `python watcher.py PID TOKEN FOLDER`, started with each run in a
-session of its own, waits for the driver's death (kill -9 included) and then does the same.
+and never by name. `guard.py` and `stop_ray` use the functions; `python watcher.py PID TOKEN FOLDER...`, started with
+each run in a session of its own, waits for the driver's death (kill -9 included) and then does the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, the driver's own children included
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
+ALIVE = "alive"  # file in the run's folder, locked while the driver or its guard lives
 _SHARED_MEMORY = "/dev/shm/"
 _LOOK_EVERY_S = 10.0  # for shared memory of processes that may be gone when the driver dies
 
@@ -36,6 +37,20 @@ def marked_processes(mark: str, token: str) -> list[int]:
     return found
 
 
+def processes_holding(link: str) -> list[int]:
+    """Processes of this user that have this open, as /proc names it (`pipe:[123]`); this one is not among them."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                links = [os.readlink(descriptor.path) for descriptor in os.scandir(os.path.join(entry.path, "fd"))]
+            except OSError:  # gone, or somebody else's
+                continue
+            if link in links:
+                found.append(int(entry.name))
+    return found
+
+
 def shared_memory_of(pids: list[int]) -> set[str]:
     """Files in /dev/shm that these processes have mapped."""
     files = set()
@@ -48,7 +63,7 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     return {name for name in files if name.startswith(_SHARED_MEMORY) and not name.endswith("(deleted)")}
 
 
-def end(mark: str, token: str, folder: str | None, *, patience_s: float = 0.0, shared: set[str] | None = None) -> None:
+def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, shared: set[str] | None = None) -> None:
     """Kill the marked processes, after giving them `patience_s` to end by themselves, and remove what they leave.
 
     shared: files in /dev/shm known to be theirs; those that they still have mapped are found here.
@@ -58,23 +73,30 @@ def end(mark: str, token: str, folder: str | None, *, patience_s: float = 0.0, s
     while pids := marked_processes(mark, token):
         files |= shared_memory_of(pids)
         if time.monotonic() >= deadline:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+            kill(pids)
         if time.monotonic() >= deadline + 10:  # unkillable: in the kernel, or a zombie that nobody reaps
             break
         time.sleep(0.05)
-    others = shared_memory_of([int(name) for name in os.listdir("/proc") if name.isdigit()])
-    for name in files - others:
-        Path(name).unlink(missing_ok=True)
-    if folder is not None:
+    if files:
+        others = shared_memory_of([int(name) for name in os.listdir("/proc") if name.isdigit()])
+        for name in files - others:
+            Path(name).unlink(missing_ok=True)
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def watch(driver: int, token: str, folder: str) -> None:
+def kill(pids: list[int]) -> None:
+    """SIGKILL to each that is still there."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def watch(driver: int, token: str, folders: list[str]) -> None:
     """Wait for a byte on standard input (the run ended and cleaned up itself) or for the driver's death."""
+    pipe = os.readlink("/proc/self/fd/0")
     shared: set[str] = set()
     looked = 0.0
     while os.getppid() == driver:
@@ -86,9 +108,9 @@ def watch(driver: int, token: str, folder: str) -> None:
         if time.monotonic() - looked > _LOOK_EVERY_S:
             shared |= shared_memory_of(marked_processes(RUN_MARK, token))
             looked = time.monotonic()
-    end(RUN_MARK, token, folder, shared=shared)
-    end(CLUSTER_MARK, token, folder)
+    kill(processes_holding(pipe))  # forks of the driver: they have its environment, which has no mark
+    end(RUN_MARK, token, folders, shared=shared)
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_lite import wire
+from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import REGISTRATION, Registration
 
@@ -155,13 +156,14 @@ def _unpacked(value: Any) -> Any:
 
 
 class _Located(AbstractContextManager[None]):
-    """Notes on an exception where it was raised."""
+    """Says of an exception where it was raised: as a note, and as its circumstances."""
 
     def __init__(self, role: str, rank: int, method: str) -> None:
-        self.note = f"raised in {role}, rank {rank}, {method}"
+        self.role, self.rank, self.method = role, rank, method
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            error.add_note(self.note)
+            error.add_note(f"raised in {self.role}, rank {self.rank}, {self.method}")
+            add_circumstances(error, role=self.role, rank=self.rank, method=self.method)

@@ -32,7 +32,8 @@ start_ray(RayInitConfig(num_cpus=1, object_store_memory_mb=100), run_id="r")
 import ray
 from verl_lite.single_controller import ray_cluster
 group = create_worker_groups("ray", ResourcePool([1]), {"c": ClassWithInitArgs(Calculator)})["c"]
-print(json.dumps({"token": ray_cluster._cluster.token, "folder": ray_cluster._cluster.folder,
+guard = ray_cluster._cluster.guard
+print(json.dumps({"token": guard.token, "folder": str(guard.folder),
                   "address": ray.get_runtime_context().gcs_address, "workers": group.process()}), flush=True)
 how = sys.argv[1]
 if how == "wait":

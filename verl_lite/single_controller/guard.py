@@ -1,0 +1,155 @@
+"""The run's guard: a small process that outlives the driver and ends whatever is left of the run, kill -9 included.
+
+`guarded()` marks everything that the driver starts from then on, gives the run a folder of its own for sockets and one
+for temporary files, and starts the guard (`watcher.py`), which waits for the driver's end. At a normal end the driver
+cleans up itself. What a run left because its guard was killed with it, as batch systems do, the next run of the same
+user removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from verl_lite.single_controller import watcher
+
+# Unix sockets have room for 107 bytes: base + "/vl-12345678" +
+# "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
+_LONGEST_BASE = 30
+_PREFIX = "vl-"
+_SHORT_BASE = "/tmp"
+
+
+@dataclass
+class Guard:
+    """The guard of this process's run.
+
+    folder: for sockets, its name short. temp: where temporary files go (TMPDIR), on the disk that the user chose.
+    """
+
+    token: str
+    folder: Path
+    temp: Path
+    process: subprocess.Popen[bytes]
+    alive: int  # descriptor of the locked file that tells other runs that this one lives
+    environment: dict[str, str | None]  # what the variables we set were before
+
+
+_guard: Guard | None = None
+
+
+def current_guard() -> Guard | None:
+    """The guard of the run that this process drives, if there is one."""
+    return _guard
+
+
+@contextmanager
+def guarded() -> Iterator[Guard]:
+    """What is started inside ends with the block, or with this process. Inside another `guarded` it is that one's."""
+    if _guard is not None:
+        yield _guard
+        return
+    try:
+        yield start_guard()
+    finally:
+        stop_guard()
+
+
+def start_guard() -> Guard:
+    """Start the guard of this process; it must have none."""
+    global _guard
+    assert _guard is None, "one run at a time"
+    base = tempfile.gettempdir()
+    sweep({base, _SHORT_BASE})
+    token = secrets.token_hex(16)
+    is_short = len(base) <= _LONGEST_BASE
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base if is_short else _SHORT_BASE))
+    temp = folder / "tmp" if is_short else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    temp.mkdir(exist_ok=True)
+    alive = _say_alive(folder, [token, str(folder), str(temp)])
+    inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache, to be kept between runs
+    process = _start_watcher(token, [folder, temp], alive)
+    environment = set_environment(
+        {
+            watcher.RUN_MARK: token,
+            "TMPDIR": str(temp),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(inductor)),
+        }
+    )
+    tempfile.tempdir = None  # it is found anew
+    _guard = Guard(token, folder, temp, process, alive, environment)
+    return _guard
+
+
+def stop_guard() -> None:
+    """End what the run started and is still there, remove its folders, and let the guard go. Twice does nothing."""
+    global _guard
+    if _guard is None:
+        return
+    guard, _guard = _guard, None
+    watcher.end(watcher.RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
+    guard.process.communicate(b"q")
+    os.close(guard.alive)
+    set_environment(guard.environment)
+    tempfile.tempdir = None
+
+
+def sweep(bases: set[str]) -> list[Path]:
+    """Remove the folders and end the processes, of runs of this user that have neither driver nor guard any more.
+
+    bases: folders in which to look. Gives what was removed.
+    """
+    removed = []
+    for path in (path for base in bases for path in Path(base).glob(f"{_PREFIX}*/{watcher.ALIVE}")):
+        try:
+            if path.parent.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            with path.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                token, *folders = file.read().splitlines()
+                watcher.end(watcher.RUN_MARK, token, folders)
+                removed.append(path.parent)
+        except (OSError, ValueError):  # it lives, or somebody else sweeps it
+            continue
+    return removed
+
+
+def _say_alive(folder: Path, lines: list[str]) -> int:
+    descriptor = os.open(folder / watcher.ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    os.write(descriptor, "\n".join(lines).encode())
+    return descriptor
+
+
+def _start_watcher(token: str, folders: list[Path], alive: int) -> subprocess.Popen[bytes]:
+    unmarked = {k: v for k, v in os.environ.items() if k not in (watcher.RUN_MARK, watcher.CLUSTER_MARK)}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, *map(str, folders)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=unmarked,
+        pass_fds=(alive,),
+        start_new_session=True,
+    )
+
+
+def set_environment(values: dict[str, str | None]) -> dict[str, str | None]:
+    """Set (None: remove) variables; gives what they were."""
+    previous = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return previous

@@ -1,0 +1,75 @@
+"""Ray's errors as what they mean for a run: the exception that a worker raised, or a worker that died, and of what.
+
+Ray's own messages are long, full of guesses and of its internal names; here they become one sentence with what is
+known, and the rest as notes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+
+from verl_lite.errors import add_circumstances
+from verl_lite.single_controller.worker_group import WorkerDiedError
+
+_LAST_LOG_LINES = 20
+_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
+# What a rank says when another one has gone: a consequence, not the cause.
+_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
+_MEMORY_USED = re.compile(r"was (\S+) used / (\S+) limit")
+_MEMORY_LIMIT = re.compile(r"\((\S+%) of \d+B limit\)")
+_LARGEST_USERS = re.compile(r"^\d+\t\S+\t.*$", re.MULTILINE)
+
+
+def original_error(error: RayTaskError) -> Exception:
+    """What the worker raised, with its traceback as a note."""
+    cause: Exception = error.cause
+    text = _DECORATION.sub("", str(error)).strip()
+    cause.add_note(f"remote traceback:\n{text}")
+    add_circumstances(cause, traceback=text)
+    return cause
+
+
+def death(error: RayError, role: str, rank: int | None, method: str, log: str | None, memory: str) -> WorkerDiedError:
+    """A worker's process that ended, or whose answer is lost, as an error that says what is known of the cause.
+
+    rank: None for a service. log: file with what the process printed; memory: a sentence on what it held.
+    """
+    who = role if rank is None else f"{role} rank {rank}"
+    died = WorkerDiedError(f"{who} died in {method}: {cause_of_death(error)}")
+    add_circumstances(died, role=role, rank=rank, method=method, log=log)
+    if memory:
+        died.add_note(memory)
+    users = _LARGEST_USERS.findall(str(error)) if isinstance(error, OutOfMemoryError) else []
+    if users:
+        died.add_note("the largest processes of the machine then (pid, GB, command):\n" + "\n".join(users[:5]))
+    if log is not None and Path(log).is_file():
+        tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-_LAST_LOG_LINES:])
+        died.add_note(f"the end of {log}:\n{tail}")
+    return died
+
+
+def cause_of_death(error: RayError) -> str:
+    """Why a process ended, in one sentence, without Ray's list of guesses."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        used, limit = _MEMORY_USED.search(text), _MEMORY_LIMIT.search(text)
+        numbers = f" ({used[1]} of {used[2]} in use)" if used else ""
+        share = f" at {limit[1]}" if limit else ""
+        return (
+            f"the machine's memory ran out{numbers}, and Ray ends the largest worker{share}. Take less of it (fewer "
+            "or smaller micro-batches, rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for the neighbours"
+        )
+    if "connection error code 2" in text:  # all that Ray knows: the process was there, then its socket closed
+        return (
+            "its process ended without an exception: kill -9, the kernel's out-of-memory killer (`dmesg` knows), a "
+            "crash in native code (its log ends with a stack), or a call of exit"
+        )
+    return " ".join(text.split()).split(" Some common causes")[0]
+
+
+def is_consequence(error: Exception) -> bool:
+    """Whether an error says no more than that another rank has gone."""
+    return not isinstance(error, WorkerDiedError) and any(sign in str(error) for sign in _CONSEQUENCES)
