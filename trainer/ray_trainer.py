@@ -42,12 +42,16 @@ from workers.rollout.base import SamplingParams
 
 @dataclass
 class FitResult:
-    """What a run leaves: validation metrics before and after, samples of the last validation, the last checkpoint."""
+    """What a run leaves: validation metrics before and after, samples of the last validation, the last checkpoint.
+
+    stopped: the user ended it before its last step.
+    """
 
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     checkpoint: Path | None = None
+    stopped: bool = False
 
 
 class RayPPOTrainer:
@@ -125,9 +129,9 @@ class RayPPOTrainer:
                 with self.timed("testing"):
                     result.after = self.validate(result)
             self.log_step(batch, result.after if "testing" in self.timing else {})
-            if self.steps.due(self.config.trainer.save_freq) or self.saver.is_overdue:
+            if self.must_save:
                 self.save()  # last, so that a resumed run finds the whole history of the steps before it
-        result.checkpoint = self.saver.newest
+        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
         return result
 
     # ------------------------------------------------------------------------------------------------- the stages
@@ -265,6 +269,12 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 
+    @property
+    def must_save(self) -> bool:
+        """Whether this step ends with a checkpoint: it is due, one failed for want of room, or the run is stopped."""
+        frequency = self.config.trainer.save_freq
+        return self.steps.due(frequency) or self.saver.is_overdue or (self.steps.stopping and frequency != 0)
+
     def save(self) -> None:
         """Writes a checkpoint of this step, and logs how long it kept the training."""
         state = {
@@ -275,7 +285,8 @@ class RayPPOTrainer:
             "random": get_random_state(),
         }
         with self.timed("save_checkpoint"):
-            self.saver.save(self.steps.global_step, state, is_last=self.steps.is_last)
+            is_last = self.steps.is_last or self.steps.stopping
+            self.saver.save(self.steps.global_step, state, is_last=is_last)
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def resume(self) -> None:

@@ -7,6 +7,7 @@ and only then are processes started.
 from __future__ import annotations
 
 import importlib
+import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from trainer.report import final_report
 from trainer.resume import refuse_another_run
 from trainer.saving import require_room_for_checkpoints
 from trainer.steps import count_steps
+from trainer.stopping import stopping_on_signal
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import help_config, load_config, print_config, save_config, validate
@@ -28,6 +30,7 @@ from verl_lite.errors import UserError
 from verl_lite.random_state import seed_random_state
 
 MOST_DEFAULT_CPU_SLOTS = 2
+INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
 
 
 def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> int:
@@ -57,20 +60,32 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         if part is not None:
             console.print(part.report)
     run_dir = make_run_dir(config)
-    save_config(loaded, run_dir / "config.yaml")
     total_steps = count_steps(config, len(data.train))
     refuse_another_run(config, run_dir, total_steps)
     require_room_for_checkpoints(config, run_dir, total_steps)
+    save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
     console.print(launch_table(config, slots, total_steps))
     console.start(total_steps)
     with (
         Tracking(run_dir, config, console) as tracking,
         build_trainer(config, data, run_dir, tracking, trainer_class) as trainer,
+        stopping_on_signal(trainer.steps.stop, console.note),
     ):
         result = trainer.fit()
     console.print(final_report(result, run_dir, draw_curve(run_dir)))
+    if result.stopped:
+        console.print(how_to_continue(argv, run_dir))
+        return INTERRUPTED
     return 0
+
+
+def how_to_continue(argv: list[str], run_dir: Path) -> str:
+    """The command that goes on where a stopped run ended."""
+    folder = f"trainer.default_local_dir={run_dir}"
+    return "Stopped. To go on:\n  " + shlex.join(
+        ["python", "-m", "trainer.main_ppo", *argv, folder, "trainer.resume_mode=auto"]
+    )
 
 
 def available_devices(config: PPOConfig) -> int:

@@ -31,15 +31,20 @@ class TrainingSteps:
         self.total = count_steps(config, len(data))
         self.global_step = 0
         self.epoch = 0
+        self.stopping = False
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total:
             for prompts in self.loader:
                 self.global_step += 1
                 yield prompts
-                if self.global_step >= self.total:
+                if self.stopping or self.is_last:
                     return
             self.epoch += 1
+
+    def stop(self) -> None:
+        """The step that runs now is the last one; the others are for a resumed run."""
+        self.stopping = True
 
     @property
     def past_critic_warmup(self) -> bool:

@@ -44,11 +44,12 @@ FIELDS: dict[str, dict[str, str | None]] = {
 ROOTS = [cls for name, cls in CLASSES.items() if not any(name in fields.values() for fields in FIELDS.values())]
 """Classes that are part of no other: the options of whole commands."""
 
-_OWNERS = Counter(field for fields in FIELDS.values() for field in fields)
+OWN = {name: {f for f in FIELDS[name] if f in vars(cls)["__annotations__"]} for name, cls in CLASSES.items()}
+"""The fields that each class itself declares; the others it has from a class that it builds on."""
+
+_OWNERS = Counter(field for fields in OWN.values() for field in fields)
 SECTION_OF = {field: cls for fields in FIELDS.values() for field, cls in fields.items() if cls is not None}
-UNMISTAKABLE = {
-    field: name for name, fields in FIELDS.items() for field in fields if _OWNERS[field] == 1 and "_" in field
-}
+UNMISTAKABLE = {field: name for name, fields in OWN.items() for field in fields if _OWNERS[field] == 1 and "_" in field}
 """Field names that no other class of options has and that are long enough to be no one else's."""
 
 
@@ -174,7 +175,10 @@ def unread(root: type, reads: Reads) -> list[str]:
     for name, key in schema_of(root).keys.items():
         *sections, leaf = steps(root, key.path)
         taken = all(places[FIELDS[owner][field] or ""] == 1 or (owner, field) in reads for owner, field in sections)
-        if (leaf not in reads or not taken) and name not in READ_BY_THE_LOADER:
+        # code that takes the class which declares a field reads it for all that build on that class
+        lineage = {cls.__name__ for cls in CLASSES[leaf[0]].__mro__ if leaf[1] in FIELDS.get(cls.__name__, {})}
+        is_read = any((cls, leaf[1]) in reads for cls in lineage)
+        if not (is_read and taken) and name not in READ_BY_THE_LOADER:
             missing.append(name)
     return missing
 

@@ -192,6 +192,26 @@ def test_train_kill_resume_is_train(
     assert differences(first, models[0]), "training changes nothing: equality shows nothing"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(number: signal.Signals, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, 12, 4, ["trainer.total_training_steps=5", "trainer.save_freq=-1"])
+    whole = runs.finish("whole")
+    process, stopped, log = runs.start("stopped")
+    while not (stopped / "metrics.jsonl").exists():
+        assert process.is_alive(), log.read_text()[-4000:]
+        time.sleep(0.002)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(120)
+    text = log.read_text()
+    assert process.exitcode == 130, text[-4000:]
+    assert f"{number.name}: stopping after this step" in text and "trainer.resume_mode=auto" in text
+    assert 1 <= int((stopped / MARKER).read_text()) < 5
+    runs.finish("stopped", "trainer.resume_mode=auto")
+    assert differences(*(models_of(folder / "global_step_5", ACTOR) for folder in (whole, stopped))) == []
+    assert differences(history(whole), history(stopped)) == []
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     runs = Runs(tmp_path, 4, 4, [])
     run_dir = runs.finish("run", "trainer.total_training_steps=2")

@@ -129,6 +129,7 @@ class FakeSteps(TrainingSteps):
 
     def __init__(self, config: PPOConfig, total: int = 3) -> None:
         self.config, self.total, self.global_step, self.epoch = config, total, 0, 0
+        self.stopping = False
         self.loader = [prompts()] * total  # type: ignore[assignment]
 
     def state_dict(self) -> dict[str, Any]:
@@ -325,6 +326,25 @@ def test_a_save_in_the_background_is_complete_when_the_next_one_begins_or_the_ru
     once = ["save in the background", "update", "finish save", "finish critic"]
     assert saving == ["update", *once, *once, "save in the background", "finish save", "finish critic"]
     assert sorted(path.name for path in tmp_path.glob("global_step_*/*")) == sorted(["actor", "critic", "data.pt"] * 3)
+
+
+def test_a_run_that_is_stopped_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    parts = Parts()
+    run = make(tmp_path, parts, trainer__val_before_train=False, trainer__save_freq=-1, trainer__test_freq=-1)
+    generate = parts.generate
+
+    def generate_and_stop(rows: DataProto) -> DataProto:
+        run.steps.stop()
+        return generate(rows)
+
+    parts.generate = generate_and_stop  # type: ignore[method-assign]
+    result = run.fit()
+    assert result.stopped and result.checkpoint == tmp_path / "global_step_1"
+    assert parts.calls.count("update") == 1 and "log_samples" not in parts.calls, "no validation on the way out"
+    second = make(
+        tmp_path, Parts(), trainer__val_before_train=False, trainer__resume_mode="auto", trainer__save_freq=-1
+    )
+    assert not second.fit().stopped and second.steps.global_step == 3
 
 
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
