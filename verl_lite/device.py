@@ -7,7 +7,6 @@ project takes a `torch.device` and works on both.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import random
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from verl_lite.cgroup import cores_limit
 from verl_lite.errors import UserError
 
 GIB = 1 << 30
@@ -63,23 +63,9 @@ def visible_devices(device_type: str) -> int:
 
 
 def cpu_count() -> int:
-    """Cores this process may use: the smaller of its affinity mask and its cgroup's quota, at least 1."""
+    """Cores this process may use: the smaller of its affinity mask and its control group's quota, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _cgroup_cores()))
-
-
-def _cgroup_cores() -> int:
-    """Cores of the cgroup quota (version 2, then 1), rounded up; a large number where there is none."""
-    unlimited = 1 << 20
-    modern = Path("/sys/fs/cgroup/cpu.max")
-    if modern.is_file():
-        quota, period = modern.read_text().split()[:2]
-        return unlimited if quota == "max" else math.ceil(int(quota) / int(period))
-    folder = Path("/sys/fs/cgroup/cpu")
-    if (folder / "cpu.cfs_quota_us").is_file():
-        quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-        return unlimited if quota_us < 0 else math.ceil(quota_us / int((folder / "cpu.cfs_period_us").read_text()))
-    return unlimited
+    return max(1, min(cores, cores_limit() or cores))
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
