@@ -438,7 +438,7 @@ def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:
         return value, "trainer.save_freq=-1: a checkpoint is still saved at the end; 0 = never"
     if name == "reward_model.enable" and value is True:
         return value, (
-            "reward_model.enable=true: its score is added to the reward function's; verl takes the model's alone, "
-            "which is reward.function_weight=0 here"
+            "reward_model.enable=true: verl takes the model's score alone, which is said by reward.function_weight=0 "
+            "here; with another weight the reward function's is added"
         )
     return value, None

@@ -86,7 +86,8 @@ _EXTRA_PREFIX = "reward/"
 
 
 def column(name: str) -> Column:
-    """The entry of a column. `reward/<name>` is whatever the reward function returned beside its score.
+    """The entry of a column. `reward/<name>` is whatever the reward function returned beside its score; with a reward
+    model `reward/model` and `reward/function` are the parts of the score, each before its weight.
 
     Raises ValueError for a name that is not a column, with the nearest one.
     """

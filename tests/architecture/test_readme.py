@@ -13,7 +13,9 @@ import torch
 from verl_lite.config_loader import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("recipes/**/*.md"), *ROOT.glob("verl_lite/**/*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", *ROOT.glob("recipes/**/*.md"), *ROOT.glob("verl_lite/**/*.md"), *ROOT.glob("trainer/**/*.md")]
+)
 
 
 def code_blocks(page: Path, language: str) -> list[str]:

@@ -1,0 +1,54 @@
+"""The guide to reward models: its commands run as they stand, through Ray, and its sentences name keys that exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import tiny_qwen2
+from verl_lite.config import PPOConfig
+from verl_lite.config_keys import KEYS, schema_of
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "trainer" / "REWARD_MODELS.md").read_text()
+
+
+def test_the_keys_of_the_guide_exist() -> None:
+    named = set(re.findall(r"\b(?:reward|reward_model|algorithm|data|actor|rollout|trainer|model)(?:\.\w+)+", GUIDE))
+    foreign = {"reward_model.model.input_tokenizer", "reward_model.max_length", "trainer.main_ppo"}
+    known = set(KEYS) | set(schema_of(PPOConfig).sections) | foreign | {"reward_failures.jsonl"}
+    assert len(named) > 10 and not named - known
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide_run(tmp_path: Path) -> None:
+    tiny_qwen2(tmp_path / "policy")
+    rows = [{"data_source": "talk", "prompt": [{"role": "user", "content": f"{n}+{n}="}]} for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    [commands] = re.findall(r"```bash\n(.*?)```", GUIDE, flags=re.DOTALL)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "POLICY": str(tmp_path / "policy"),
+        "PROMPTS": str(tmp_path / "prompts.jsonl"),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-euc", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    logged = tmp_path / "runs" / "verl_lite" / "reward_model" / "metrics.jsonl"
+    steps = [json.loads(line)["data"] for line in logged.read_text().splitlines()]
+    steps = [step for step in steps if "actor/pg_loss" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["critic/score/mean"] == pytest.approx(step["reward/model/mean"])
+        assert step["reward/model/min"] < step["reward/model/max"]
+    assert steps[0]["reward/model/mean"] != steps[1]["reward/model/mean"]
