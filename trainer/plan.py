@@ -132,5 +132,7 @@ def _passes(config: PPOConfig) -> tuple[str, str]:
     if needs_critic(config):
         passes.append("values")
     listed = ", ".join(passes)
-    note = "old log-probs skipped: on-policy, the update's own are the same" if skipped else ""
+    is_bypassed = config.algorithm.rollout_correction.bypass_mode
+    reason = "bypass_mode takes the rollout's" if is_bypassed else "on-policy, the update's own are the same"
+    note = f"old log-probs skipped: {reason}" if skipped else ""
     return f"{len(passes)}", "; ".join(part for part in (listed, note) if part)

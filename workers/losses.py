@@ -8,9 +8,6 @@ weighted so that their mean over a step is the mini-batches' mean.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 
 from verl_lite.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
@@ -24,11 +21,11 @@ from verl_lite.core_algos import (
     masked_sum,
 )
 from verl_lite.metrics import Metric
+from verl_lite.policy_losses import call_policy_loss
 from verl_lite.protocol import DataProto
-from verl_lite.registry import accepts
 from verl_lite.rollout_correction import correct_rollout
 from verl_lite.rollout_diff import mismatch_metrics, rollout_probs_diff
-from workers.loss_metrics import as_metrics, loss_metrics, policy_movement
+from workers.loss_metrics import loss_metrics, policy_movement
 
 REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
@@ -56,7 +53,7 @@ def actor_loss(
     batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
     old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_probs.detach()
     tokens, sequences = data.meta_info.get("num_tokens"), data.meta_info.get("num_sequences")
-    counts = {"batch_num_tokens": tokens, "global_batch_size": sequences}
+    counts: dict[str, Any] = {"batch_num_tokens": tokens, "global_batch_size": sequences}
 
     def aggregate(values: torch.Tensor) -> torch.Tensor:
         return agg_loss(values, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor, **counts)
@@ -89,11 +86,7 @@ def _policy_loss(
     counts: dict[str, int | None],
     correction: RolloutCorrectionConfig | None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The registered loss, with the columns that it names and the global denominators.
-
-    A function with verl's signature, which does not name the denominators, finds them where verl has them: in
-    config.global_batch_info, to be handed to `agg_loss`.
-    """
+    """The registered loss, with the columns that it names and the global denominators."""
     batch, loss_mode = data.batch, config.policy_loss.loss_mode
     mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
     found: dict[str, Metric] = {}
@@ -101,25 +94,19 @@ def _policy_loss(
         counts = _counted(mask, counts)
         weights, mask, found = _corrected_by_now(log_probs.detach(), old_log_probs, mask, correction)
         loss_mode = REINFORCE if correction.loss_type == "reinforce" else loss_mode
-    loss_fn = get_policy_loss_fn(loss_mode)
-    given: dict[str, Any] = {name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()}
-    options: Any = config
-    if accepts(loss_fn, "batch_num_tokens"):
-        given |= counts
-    else:
-        info = {"dp_size": 1, "loss_scale_factor": config.loss_scale_factor, **counts}
-        options = SimpleNamespace(**vars(config), global_batch_info=info)
-    loss, metrics = loss_fn(
+    loss, metrics = call_policy_loss(
+        get_policy_loss_fn(loss_mode),
         old_log_probs,
         log_probs,
         batch["advantages"],
         mask,
         config.loss_agg_mode,
-        options,
+        config,
         weights,
-        **given,
+        **counts,
+        **{name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()},
     )
-    return loss, as_metrics(metrics, mask) | found
+    return loss, metrics | found
 
 
 def _corrected_by_now(

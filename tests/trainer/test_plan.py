@@ -68,6 +68,14 @@ def test_one_optimizer_step_per_batch_is_on_policy_and_skips_the_old_log_probs()
     config.actor.ppo_epochs = 1
     config.algorithm.use_kl_in_reward = True
     assert table(config, slots=1)["passes before the update"] == ("2", "old log-probs, reference log-probs")
+    config.algorithm.rollout_correction.bypass_mode = True
+    assert table(config, slots=1)["passes before the update"] == (
+        "1",
+        "reference log-probs; old log-probs skipped: bypass_mode takes the rollout's",
+    )
+    config.algorithm.rollout_correction.bypass_mode, config.algorithm.use_kl_in_reward = False, False
+    config.algorithm.rollout_correction.rollout_is = "token"
+    assert table(config, slots=1)["passes before the update"] == ("1", "old log-probs")
 
 
 def test_a_critic_has_its_own_optimizer_steps_and_a_pass() -> None:
