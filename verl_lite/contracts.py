@@ -22,6 +22,7 @@ import torch
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl_lite.masked import LOSS_AGG_MODES
 from verl_lite.metrics import Metric, reduce_metrics
+from verl_lite.policy_losses import call_policy_loss
 
 ROWS, WIDTH = 24, 7
 EMPTY_ROWS = (3, 17)
@@ -56,7 +57,7 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
     def loss(given: Columns, mode: str = "token-mean", **counts: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         named = dict(given)
         first = [named.pop(name) for name in ("old_log_prob", "log_prob", "advantages", "response_mask")]
-        return function(*first, mode, options, named.pop("rollout_is_weights"), **named, **counts)
+        return call_policy_loss(function, *first, mode, options, named.pop("rollout_is_weights"), **named, **counts)
 
     for promise in LOSS_PROMISES:
         promise(loss, loss_batch() | columns)

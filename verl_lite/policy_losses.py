@@ -12,7 +12,7 @@ compare a token with all others in `covariance_losses`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from verl_lite.masked import (
     masked_sum,
 )
 from verl_lite.metrics import Metric
-from verl_lite.registry import takes
+from verl_lite.registry import accepts, takes
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
 RATIO_TYPES = ("token", "segment")
@@ -126,6 +126,52 @@ def policy_loss(
         return loss_function
 
     return decorate
+
+
+def call_policy_loss(
+    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    batch_num_tokens: Count | None,
+    global_batch_size: Count | None,
+    **columns: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """What a policy loss gives, be it a `PolicyLossFn` or a function with verl's signature.
+
+    Where verl's functions expect the denominators they find them: in config.global_batch_info, to be handed to
+    `agg_loss`; config itself is not changed. Their metrics, plain numbers, count as means over the tokens given here.
+    columns: what the loss names beyond the usual arguments.
+    """
+    counts = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
+    options, given = config, columns | counts
+    if not accepts(loss_fn, "batch_num_tokens"):
+        options, given = _VerlConfig(config, counts), columns
+    arguments = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, options, rollout_is_weights)
+    loss, metrics = loss_fn(*arguments, **given)
+    if all(isinstance(value, Metric) for value in metrics.values()):
+        return loss, dict(metrics)
+    tokens = float((response_mask != 0).sum())
+    return loss, {
+        name: value if isinstance(value, Metric) else Metric.mean(float(value) * tokens, tokens)
+        for name, value in metrics.items()
+    }
+
+
+class _VerlConfig:
+    """An actor's config as verl's losses see it, with the denominators of the mini-batch."""
+
+    def __init__(self, config: Any, counts: dict[str, Count | None]) -> None:
+        self._config = config
+        self.global_batch_info = {"dp_size": 1, "loss_scale_factor": config.loss_scale_factor, **counts}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def _require_whole(name: str, is_valid: torch.Tensor, batch_num_tokens: Count | None) -> None:

@@ -93,14 +93,3 @@ def loss_metrics(
         **{name: Metric.mean(numbers[name], tokens) for name in token_values},
         **{name: Metric.mean(numbers[name], share) for name in parts},
     }
-
-
-def as_metrics(values: dict[str, Any], response_mask: torch.Tensor) -> dict[str, Metric]:
-    """What a policy loss returned; plain numbers, as verl's losses give them, count as means over the tokens here."""
-    if all(isinstance(value, Metric) for value in values.values()):
-        return values
-    tokens = float((response_mask != 0).sum())
-    return {
-        name: value if isinstance(value, Metric) else Metric.mean(float(value) * tokens, tokens)
-        for name, value in values.items()
-    }

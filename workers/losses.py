@@ -8,6 +8,8 @@ weighted so that their mean over a step is the mini-batches' mean.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from verl_lite.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
@@ -83,7 +85,7 @@ def _policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     config: ActorConfig,
-    counts: dict[str, int | None],
+    counts: dict[str, Any],
     correction: RolloutCorrectionConfig | None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The registered loss, with the columns that it names and the global denominators."""
@@ -126,7 +128,7 @@ def _corrected_by_now(
     return weights, kept, metrics | rollout_probs_diff(log_probs, rollout_log_probs, response_mask)
 
 
-def _counted(mask: torch.Tensor, counts: dict[str, int | None]) -> dict[str, int | None]:
+def _counted(mask: torch.Tensor, counts: dict[str, Any]) -> dict[str, Any]:
     """The denominators that are given, else those of the mask."""
     lengths = (mask != 0).sum(dim=-1)
     whole = {"batch_num_tokens": int(lengths.sum()), "global_batch_size": int((lengths > 0).sum())}
