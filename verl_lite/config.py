@@ -245,16 +245,16 @@ class KLControlConfig:
 
 @dataclass
 class RolloutCorrectionConfig:
-    """What is done about samples whose rollout log-probs differ from the trainer's."""
+    """What is done about samples whose rollout log-probs differ from the trainer's: see ROLLOUT_CORRECTION.md."""
 
     rollout_is: str | None = opt(None, "importance weights: null | token | sequence | segment | geometric")
     rollout_is_threshold: str = opt(
         "2.0", "upper bound (truncated), or low_high outside which the weight is 0 (IcePop)"
     )
     rollout_is_batch_normalize: bool = opt(False, "divide the weights by their mean over the batch")
-    rollout_rs: str | None = opt(None, "rejection: comma list such as token_k1,seq_mean_k3; null = none")
+    rollout_rs: str | None = opt(None, "rejection: level_measure, such as token_k1, or a comma list; null = none")
     rollout_rs_threshold: str | None = opt(
-        None, "its bounds: one for all, or a comma list; k1: low_high or high of ratio"
+        None, "its bounds, one for all or a comma list: of k1, ratio, diff low_high or high; of k2, k3 the largest"
     )
     bypass_mode: bool = opt(
         False, "take the rollout's log-probs as old_log_probs and spare the pass that computes them"
