@@ -56,8 +56,10 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
 
     def loss(given: Columns, mode: str = "token-mean", **counts: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         named = dict(given)
-        first = [named.pop(name) for name in ("old_log_prob", "log_prob", "advantages", "response_mask")]
-        return call_policy_loss(function, *first, mode, options, named.pop("rollout_is_weights"), **named, **counts)
+        usual = ("old_log_prob", "log_prob", "advantages", "response_mask", "rollout_is_weights")
+        old, new, advantages, mask, weights = (named.pop(name) for name in usual)
+        arguments = (old, new, advantages, mask, mode, options, weights)
+        return call_policy_loss(function, *arguments, counts=counts, columns=named)
 
     for promise in LOSS_PROMISES:
         promise(loss, loss_batch() | columns)

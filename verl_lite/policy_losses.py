@@ -138,20 +138,18 @@ def call_policy_loss(
     config: Any,
     rollout_is_weights: torch.Tensor | None = None,
     *,
-    batch_num_tokens: Count | None,
-    global_batch_size: Count | None,
-    **columns: torch.Tensor,
+    counts: Mapping[str, Count | None],
+    columns: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """What a policy loss gives, be it a `PolicyLossFn` or a function with verl's signature.
 
-    Where verl's functions expect the denominators they find them: in config.global_batch_info, to be handed to
-    `agg_loss`; config itself is not changed. Their metrics, plain numbers, count as means over the tokens given here.
-    columns: what the loss names beyond the usual arguments.
+    counts: batch_num_tokens and global_batch_size. verl's functions find them where they expect them, in
+    config.global_batch_info, to be handed to `agg_loss`; config itself is not changed. Their metrics, plain numbers,
+    count as means over the tokens given here. columns: what the loss names beyond the usual arguments.
     """
-    counts = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
-    options, given = config, columns | counts
+    options, given = config, {**columns, **counts}
     if not accepts(loss_fn, "batch_num_tokens"):
-        options, given = _VerlConfig(config, counts), columns
+        options, given = _VerlConfig(config, counts), {**columns}
     arguments = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, options, rollout_is_weights)
     loss, metrics = loss_fn(*arguments, **given)
     if all(isinstance(value, Metric) for value in metrics.values()):
@@ -166,7 +164,7 @@ def call_policy_loss(
 class _VerlConfig:
     """An actor's config as verl's losses see it, with the denominators of the mini-batch."""
 
-    def __init__(self, config: Any, counts: dict[str, Count | None]) -> None:
+    def __init__(self, config: Any, counts: Mapping[str, Count | None]) -> None:
         self._config = config
         self.global_batch_info = {"dp_size": 1, "loss_scale_factor": config.loss_scale_factor, **counts}
 

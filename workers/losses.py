@@ -105,8 +105,8 @@ def _policy_loss(
         config.loss_agg_mode,
         config,
         weights,
-        **counts,
-        **{name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()},
+        counts=counts,
+        columns={name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()},
     )
     return loss, metrics | found
 
