@@ -16,7 +16,7 @@ from verl_lite.config_loader import LoadedConfig, help_config, load_config, prin
 ARGUMENTS = [
     "model.path=m",
     "data.train_files=[a.parquet,'b,c.parquet']",
-    "actor.optim.lr=1e-5",
+    "actor.optim.lr=2e-5",
     "actor.ppo_micro_batch_size_per_gpu=4",
     "trainer.experiment_name='1e-6'",
     "trainer.project_name=12:30",
@@ -72,7 +72,7 @@ def test_any_value_reads_back_the_same(value: object, name: str) -> None:
 def test_each_line_tells_where_its_value_comes_from() -> None:
     lines = print_config(load_config(ARGUMENTS)).splitlines()
     by_start = {line.split("#")[0].strip(): line.split("# ")[-1] for line in lines if "#" in line}
-    assert by_start["lr: 1.0e-05"] == "command line"
+    assert by_start["lr: 2.0e-05"] == "command line"
     assert by_start["use_dynamic_bsz: false"] == "implied by actor.ppo_micro_batch_size_per_gpu"
     assert by_start["seed: 256"] == "command line"
     assert by_start["eps: 1.0e-08"] == "default"
