@@ -4,7 +4,7 @@ from enum import Enum
 
 import pytest
 
-from verl_lite.registry import Registry
+from verl_lite.registry import Registry, accepts, takes
 
 
 def first() -> str:
@@ -67,3 +67,12 @@ def test_copy_keeps_kind_and_is_independent():
     other = registry.copy()
     other.register("b")(second)
     assert isinstance(other, Registry) and other.kind == "thing" and "b" not in registry
+
+
+def test_what_a_function_takes_is_what_it_names():
+    def plain(a, *, b=None): ...
+
+    def anything(a, **others): ...
+
+    assert takes(plain, "b") and takes(anything, "a") and not takes(plain, "c") and not takes(anything, "b")
+    assert accepts(plain, "b") and accepts(anything, "b") and not accepts(plain, "c")
