@@ -16,6 +16,7 @@ from trainer.data import PromptDataset
 from trainer.environment import worker_environment
 from trainer.needs import needs_critic, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.reward_failures import FailureLog
 from trainer.reward_inputs import RewardInputs, reward_inputs
 from trainer.rewards import Rewards
 from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
@@ -80,7 +81,8 @@ def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
     try:
         for data in datasets:
             rows = [data.row(position) for position in range(min(2, len(data)))]
-            pool.dry_run(rows, data.data_sources())
+            prompted = [{**row, "prompt": row[config.data.prompt_key]} for row in rows]
+            pool.dry_run(prompted, data.data_sources())
     finally:
         pool.close()
 
@@ -152,6 +154,11 @@ def build_trainer(
             stack.callback(group.shutdown)
         for group in groups.values():
             group.init_model()
+
+        def answer_text(ids: list[int]) -> str:
+            return str(data.tokenizer.decode(ids, skip_special_tokens=True))
+
+        failures = FailureLog(config.reward.max_error_rate, run_dir, answer_text, tracking.note)
         reward_model = None
         if data.reward_inputs is not None:
             reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
@@ -163,7 +170,7 @@ def build_trainer(
             actor=actor,
             ref=ReferenceRole(groups["ref"], config) if "ref" in groups else None,
             critic=critic,
-            rewards=Rewards(pool, config.reward, run_dir, reward_model),
+            rewards=Rewards(pool, config.reward, run_dir, reward_model, failures),
             steps=steps,
             val_data=data.val,
             tokenizer=data.tokenizer,

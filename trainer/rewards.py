@@ -2,13 +2,11 @@
 
 Workers send finished samples to the pool of reward functions while others still generate; here the driver lets the
 reward model score, and then waits for the rest of the pool. A reward that failed is a third outcome: its sample is
-masked, so that it has no weight in any loss, metric or group statistic, and it is counted. Past `reward.max_error_rate`
-the run stops with the first traceback.
+masked, so that it has no weight in any loss, metric or group statistic, and `trainer.reward_failures` counts it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +15,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from trainer.reward_failures import FailureLog
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.worker_group import ServiceHandle
-
-
-class RewardFailure(RuntimeError):
-    """Too many rewards failed. Carries the first failure's traceback."""
 
 
 class RewardModel(Protocol):
@@ -52,16 +47,21 @@ class Rewards:
     """Collects scores.
 
     pool: the service that runs `workers.reward_pool.RewardPool`; None = no reward function is called. model: None = no
-    reward model. There is at least one of them.
+    reward model. There is at least one of them. failures: gets every result; null = one that writes into `run_dir`.
     """
 
     def __init__(
-        self, pool: ServiceHandle | None, config: RewardConfig, run_dir: Path, model: RewardModel | None = None
+        self,
+        pool: ServiceHandle | None,
+        config: RewardConfig,
+        run_dir: Path,
+        model: RewardModel | None = None,
+        failures: FailureLog | None = None,
     ) -> None:
         self.pool = pool
         self.config = config
-        self.run_dir = run_dir
         self.model = model
+        self.failures = failures or FailureLog(config.max_error_rate, run_dir)
 
     def score(self, batch: DataProto) -> DataProto:
         """Waits for the batch's rewards.
@@ -69,11 +69,15 @@ class Rewards:
         Reads sample_id, response_mask, and what the reward model reads. Writes token_level_scores (B, R), the score on
         the last valid token; reward_failed (B,); and the extra values that the reward function returned, as
         `reward/<name>` (B,). With a reward model also `reward/model` and `reward/function`, each before its weight.
+
+        Metrics: reward/error_rate, and the part of it that was late, reward/timeout_rate; reward/processes_replaced,
+        counted from the start of the run.
+        Raises RewardFailure where too many failed.
         """
         parts = self._parts(batch)
         ordered = [_weighted_sum(parts, row) for row in zip(*(part.results for part in parts), strict=True)]
         failed = np.array([result.failed for result in ordered], dtype=bool)
-        self._check_error_rate(batch, ordered, failed)
+        self.failures.check(batch, ordered)
         scores = torch.tensor([0.0 if result.failed else result.score for result in ordered])
         mask = batch.batch["response_mask"]
         answered = mask.sum(1) > 0
@@ -81,7 +85,12 @@ class Rewards:
         token_level_scores[torch.arange(len(mask)), (mask.sum(1) - 1).clamp(min=0)] = scores * answered
         extras = sorted({name for result in ordered for name in result.extra})
         columns = {f"reward/{name}": _object_column([result.extra.get(name) for result in ordered]) for name in extras}
-        metrics = {"reward/error_rate": Metric.mean(float(failed.sum()), len(failed))}
+        metrics = {
+            "reward/error_rate": Metric.mean(sum(result.failed for result in ordered), len(ordered)),
+            "reward/timeout_rate": Metric.mean(sum(result.timed_out for result in ordered), len(ordered)),
+        }
+        if self.pool is not None:
+            metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
         if self.model is not None:
             own = _part_columns(parts, extras)
             metrics |= _summaries(own, answered.numpy())
@@ -102,29 +111,6 @@ class Rewards:
             results = self.pool.call("collect", keys)
             parts.append(_Part("function", self.config.function_weight, [results[key] for key in keys]))
         return parts
-
-    def _check_error_rate(self, batch: DataProto, results: list, failed: np.ndarray) -> None:
-        if not failed.any():
-            return
-        first = int(failed.argmax())
-        path = self.run_dir / "reward_failures.jsonl"
-        with path.open("a") as file:
-            for row in np.flatnonzero(failed):
-                valid = batch.batch["response_mask"][row].bool()
-                sample = {
-                    "sample_id": batch.non_tensor_batch["sample_id"][row],
-                    "data_source": batch.non_tensor_batch["data_source"][row],
-                    "response_ids": batch.batch["responses"][row][valid].tolist(),
-                    "error": results[row].error,
-                }
-                file.write(json.dumps(sample) + "\n")
-        rate = float(failed.mean())
-        if rate > self.config.max_error_rate:
-            raise RewardFailure(
-                f"{failed.sum()} of {len(failed)} rewards failed ({rate:.0%}); reward.max_error_rate="
-                f"{self.config.max_error_rate} allows {self.config.max_error_rate:.0%}. All failures are in {path}. "
-                f"Mend the reward, or raise the limit. The first failure:\n{results[first].error}"
-            )
 
 
 def _weighted_sum(parts: list[_Part], row: Sequence[RewardResult]) -> RewardResult:

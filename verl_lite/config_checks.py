@@ -77,6 +77,10 @@ AT_LEAST: dict[str, float] = {
     "algorithm.kl_ctrl.kl_coef": 0,
     "algorithm.kl_ctrl.horizon": 1,
     "reward.num_workers": 0,
+    "reward.batch_size": 1,
+    "reward.max_concurrent": 1,
+    "reward.max_memory_mb": 1,
+    "reward.remote.max_retries": 0,
     "trainer.total_epochs": 1,
     "trainer.total_training_steps": 1,
     "trainer.n_gpus_per_node": 1,
@@ -119,6 +123,7 @@ POSITIVE = (
     "algorithm.advantage_clip",
     "algorithm.pf_ppo.weight_pow",
     "reward.timeout_s",
+    "reward.max_rpm",
 )
 
 AT_MOST_ONE = (
@@ -162,6 +167,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.dtype": ("auto", "fp32", "bf16"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
+    "reward.custom_reward_function.style": ("sample", "batch", "trl"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.backend": ("ray", "inline"),
     "trainer.resume_mode": ("disable", "auto", "resume_path"),

@@ -7,7 +7,9 @@ have no effect counts as a problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.config_checks import value_of
@@ -15,12 +17,25 @@ from verl_lite.config_keys import KEYS
 
 Problems = Iterator[str]
 
+FUNCTION_KEYS = (
+    "reward.custom_reward_function.path",
+    "reward.reward_kwargs",
+    "reward.remote.url",
+    "reward.max_rpm",
+    "reward.max_memory_mb",
+)
+"""What is meant for a reward function."""
+
+SUPERVISED_KEYS = ("reward.remote.url", "reward.max_rpm", "reward.max_memory_mb")
+"""What the pool sees to for reward processes."""
+
 
 def rewards(config: PPOConfig) -> Problems:
     """The weights of reward function and reward model, and what each of them needs."""
     for name in ("reward.function_weight", "reward_model.weight"):
         if not math.isfinite(value_of(config, name)):
             yield f"{name}={value_of(config, name)}: a finite number is expected"
+    yield from _function(config)
     if config.reward_model.enable:
         yield from _reward_model(config)
     else:
@@ -33,11 +48,7 @@ def _no_reward_model(config: PPOConfig) -> Problems:
             "reward.function_weight=0 without a reward model leaves nothing that scores: set reward_model.enable=true "
             "and reward_model.model.path, or give the reward function a weight"
         )
-    given = [
-        f"{key.name}={value_of(config, key.name)}"
-        for key in KEYS.values()
-        if key.name.startswith("reward_model.") and value_of(config, key.name) != key.default
-    ]
+    given = [f"{name}={value}" for name, value in _given(config, "reward_model.")]
     if given:
         yield (
             f"{', '.join(given)}: without effect, because reward_model.enable=false: set reward_model.enable=true, or "
@@ -46,7 +57,7 @@ def _no_reward_model(config: PPOConfig) -> Problems:
 
 
 def _reward_model(config: PPOConfig) -> Problems:
-    model, reward, untouched = config.reward_model, config.reward, RewardConfig()
+    model, reward = config.reward_model, config.reward
     if model.model.path is None:
         yield (
             "reward_model.enable=true needs reward_model.model.path, which is null: give a Hugging Face folder of a "
@@ -67,13 +78,53 @@ def _reward_model(config: PPOConfig) -> Problems:
             "reward_model.fsdp_config.optimizer_offload=true has no effect: the reward model has no optimizer, so "
             "leave it out"
         )
-    functions = {
-        "reward.custom_reward_function.path": (reward.custom_reward_function.path, None),
-        "reward.reward_kwargs": (reward.reward_kwargs, untouched.reward_kwargs),
-    }
-    for name, (value, default) in functions.items():
-        if reward.function_weight == 0 and value != default:
+    if reward.function_weight == 0:
+        for name, value in _given(config, "reward.", FUNCTION_KEYS):
             yield (
                 f"{name}={value} has no effect with reward.function_weight=0, where no reward function is called: "
                 "leave it out, or give the function a weight"
             )
+
+
+def _function(config: PPOConfig) -> Problems:
+    """Who scores (a server, the user's function, the registered ones), and in which process."""
+    reward = config.reward
+    custom, remote = reward.custom_reward_function, reward.remote
+    if remote.url is None:
+        for name, value in _given(config, "reward.remote."):
+            yield f"{name}={value} has no effect without reward.remote.url: give the URL, or leave it out"
+    elif not remote.url.startswith(("http://", "https://")):
+        yield f"reward.remote.url={remote.url}: a URL that starts with http:// or https:// is expected"
+    elif custom.path is not None:
+        yield (
+            f"reward.remote.url={remote.url} and reward.custom_reward_function.path={custom.path}: one of them can be "
+            "the reward; leave the other out"
+        )
+    if remote.api_key_env is not None and not os.environ.get(remote.api_key_env):
+        yield f"reward.remote.api_key_env={remote.api_key_env}: this environment variable is not set"
+    if custom.style != "sample" and custom.path is None:
+        yield (
+            f"reward.custom_reward_function.style={custom.style} has no effect without "
+            "reward.custom_reward_function.path: name the file of your function, or leave it out"
+        )
+    if custom.style == "sample" and reward.batch_size != RewardConfig().batch_size:
+        yield (
+            f"reward.batch_size={reward.batch_size} has no effect with reward.custom_reward_function.style=sample, "
+            "where each sample is a call: set the style to batch or trl, or leave it out"
+        )
+    if reward.num_workers == 0:
+        for name, value in _given(config, "reward.", SUPERVISED_KEYS):
+            yield (
+                f"{name}={value} needs a reward process, and with reward.num_workers=0 there is none: set "
+                "reward.num_workers to at least 1, or leave it out"
+            )
+
+
+def _given(config: PPOConfig, start: str, names: Collection[str] | None = None) -> list[tuple[str, Any]]:
+    """Keys that begin so (of `names`, if given) whose value is not their default."""
+    return [
+        (key.name, value_of(config, key.name))
+        for key in KEYS.values()
+        if key.name.startswith(start) and (names is None or key.name in names)
+        if value_of(config, key.name) != key.default
+    ]

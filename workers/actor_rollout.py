@@ -131,6 +131,7 @@ class ActorRolloutWorker(TrainingWorker):
             solution_str=str(self.tokenizer.decode(done.token_ids, skip_special_tokens=True)),
             ground_truth=columns["reward_model"][row]["ground_truth"],
             extra_info=columns["extra_info"][row],
+            prompt=columns["raw_prompt"][row],
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

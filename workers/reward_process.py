@@ -1,8 +1,8 @@
-"""The inside of a reward process: reads batches of samples from the pool, scores them one by one, sends results back.
+"""The inside of a reward process: reads samples from the pool, scores them, sends results back.
 
-Started by `workers.reward_pool` as a bare interpreter, so that it imports neither torch nor the caller's main module.
-It tells through a page of shared memory which sample it works on and since when: that is how the pool knows, when it
-has to kill this process or finds it dead, which sample was the culprit.
+Started by `workers.reward_handle` as a bare interpreter, so that it imports neither torch nor the caller's main module.
+It tells through a page of shared memory which sample's code runs and since when: that is how the pool knows, when it
+has to kill this process or finds it dead, which sample was the culprit. Async functions are in `workers.reward_loop`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,28 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
 
 from verl_lite.config import RewardConfig
-from verl_lite.rewards import RewardFunction, RewardItem, RewardResult, load_reward, score_item
+from verl_lite.rewards import AsyncScorer, BatchScorer, PlainScorer, RewardItem, RewardResult, Scorer, load_scorer
 
 PROGRESS = struct.Struct("dq")
-"""The shared page: when the current sample was begun (`time.monotonic`, one clock for all processes), and its index."""
+"""The shared page: since when (`time.monotonic`, one clock for all processes), and the ticket of the sample whose code
+runs, or NO_SAMPLE."""
+
+NO_SAMPLE = -1
+
+STACK_SIGNAL = signal.SIGUSR1
+"""On this signal the process writes the stacks of its threads to stderr, whatever it is doing."""
 
 _FLUSH_S = 0.05
 _PRINTED_BYTES_MAX = 10 << 20
 _PR_SET_PDEATHSIG = 1
+
+Style = Literal["sample", "async", "batch"]
+Ticket = int
+"""The number under which the pool sent a sample."""
 
 
 @dataclass(frozen=True)
@@ -42,56 +54,118 @@ class ProcessOptions:
     log_path: str | None
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """The process is ready. style: how its function takes samples: one after the other, many at once, or as a list."""
+
+    style: Style
+
+
+@dataclass(frozen=True)
+class NotLoaded:
+    """The reward function cannot be used. error: the traceback."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results by ticket. None: the call with a whole list failed, so that each of them has to be called alone.
+
+    is_spoiled: something goes on in the process that should have ended; it has to be replaced.
+    """
+
+    results: list[tuple[Ticket, RewardResult | None]]
+    is_spoiled: bool = False
+
+
+Message = Loaded | NotLoaded | Report
+
+
 def main(connection_fd: int, progress_fd: int, parent_pid: int) -> None:
-    """Serves until the pool closes its end. First message: `ProcessOptions`; answered with None, or with the traceback
-    of what went wrong in loading the reward function."""
+    """Serves until the pool closes its end. First message: `ProcessOptions`, answered with Loaded or NotLoaded."""
     _die_with_parent(parent_pid)
     faulthandler.enable()  # a segmentation fault leaves its stack in stderr, which the pool keeps
+    faulthandler.register(STACK_SIGNAL)
     connection = Connection(connection_fd)
     progress = mmap.mmap(progress_fd, PROGRESS.size)
     options: ProcessOptions = connection.recv()
     sys.stdout = sys.stderr = CappedLog(options.log_path, _PRINTED_BYTES_MAX)
     try:
-        function = load_function(options.config, options.modules)
+        scorer = load(options.config, options.modules)
     except Exception:  # the user's module may raise anything; the pool reports it
-        connection.send(traceback.format_exc())
+        connection.send(NotLoaded(traceback.format_exc()))
         return
-    connection.send(None)
-    _serve(connection, progress, function)
+    if isinstance(scorer, AsyncScorer):
+        from workers.reward_loop import serve_concurrently
+
+        connection.send(Loaded("async"))
+        serve_concurrently(connection, progress, scorer, options.config.timeout_s)
+    elif isinstance(scorer, BatchScorer):
+        connection.send(Loaded("batch"))
+        _serve_lists(connection, progress, scorer)
+    else:
+        connection.send(Loaded("sample"))
+        _serve_one_by_one(connection, progress, scorer)
 
 
-def load_function(config: RewardConfig, modules: tuple[str, ...]) -> RewardFunction:
-    """Imports `modules`, for the rewards that they register, and gives the reward function of the run."""
+def load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:
+    """Imports `modules`, for the rewards that they register, and gives the reward of the run."""
     for module in modules:
         importlib.import_module(module)
-    return load_reward(config)
+    return load_scorer(config)
 
 
-def _serve(connection: Connection, progress: mmap.mmap, function: RewardFunction) -> None:
+def _serve_one_by_one(connection: Connection, progress: mmap.mmap, scorer: PlainScorer) -> None:
     pid = os.getpid()
-    while True:
-        try:
-            batch: list[RewardItem] = connection.recv()
-        except EOFError:
-            return
-        results: list[RewardResult] = []
+    while batch := _receive(connection):
+        results: list[tuple[Ticket, RewardResult | None]] = []
         flushed = time.monotonic()
-        for index, item in enumerate(batch):
-            write_progress(progress, index)
-            results.append(score_item(function, item))
-            if os.getpid() != pid:  # a fork inside the reward function came back here: only the original may go on
-                os._exit(1)
-            if time.monotonic() - flushed > _FLUSH_S and index + 1 < len(batch):
-                connection.send(results)
+        for ticket, item in batch:
+            if time.monotonic() - flushed > _FLUSH_S:
+                connection.send(Report(results))
                 results, flushed = [], time.monotonic()
-        write_progress(progress, len(batch))
-        connection.send(results)
+            write_progress(progress, ticket)
+            results.append((ticket, scorer.score(item)))
+            end_if_forked(pid)
+        write_progress(progress, NO_SAMPLE)
+        connection.send(Report(results))
 
 
-def write_progress(page: mmap.mmap, index: int) -> None:
-    """Notes that sample `index` begins now. In one piece: `pack_into` would first fill the page with zeros, and a pool
-    that looks at that instant would see a sample that began at time 0, long overdue."""
-    page[: PROGRESS.size] = PROGRESS.pack(time.monotonic(), index)
+def _serve_lists(connection: Connection, progress: mmap.mmap, scorer: BatchScorer) -> None:
+    pid = os.getpid()
+    while batch := _receive(connection):
+        tickets = [ticket for ticket, _ in batch]
+        outcomes: list[RewardResult | None] = [None] * len(batch)
+        write_progress(progress, tickets[0])
+        try:
+            outcomes = list(scorer.score([item for _, item in batch]))
+        except Exception:  # the one door to untrusted code, as in `PlainScorer`
+            if len(batch) == 1:
+                outcomes = [RewardResult.failure(traceback.format_exc())]
+        end_if_forked(pid)
+        write_progress(progress, NO_SAMPLE)
+        connection.send(Report(list(zip(tickets, outcomes, strict=True))))
+
+
+def _receive(connection: Connection) -> list[tuple[Ticket, RewardItem]]:
+    """The next samples; empty when the pool has closed its end."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return []
+
+
+def end_if_forked(pid: int) -> None:
+    """Ends this process if it is not `pid`: a fork inside a reward function came back, and only one may go on."""
+    if os.getpid() != pid:
+        os._exit(1)
+
+
+def write_progress(page: mmap.mmap, ticket: Ticket) -> None:
+    """Notes that the code of this sample runs from now on. In one piece: `pack_into` would first fill the page with
+    zeros, and a pool that looks at that instant would see a sample that began at time 0, long overdue."""
+    page[: PROGRESS.size] = PROGRESS.pack(time.monotonic(), ticket)
 
 
 def _die_with_parent(parent_pid: int) -> None:
@@ -103,11 +177,17 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 class CappedLog(io.TextIOBase):
-    """Takes what a reward function prints, up to a number of bytes; then one line says so and the rest is dropped."""
+    """Takes what a reward function prints, up to a number of bytes; then one line says so and the rest is dropped.
+
+    The processes that replace one another write into one file, which is begun anew when it is longer than that.
+    """
 
     def __init__(self, path: str | None, limit: int) -> None:
-        self._file = open(path, "a", encoding="utf-8", errors="replace", buffering=1) if path else None
         self._left = limit
+        self._file = None
+        if path is not None:
+            is_long = Path(path).exists() and Path(path).stat().st_size > limit
+            self._file = open(path, "w" if is_long else "a", encoding="utf-8", errors="replace", buffering=1)
 
     def writable(self) -> bool:
         return True

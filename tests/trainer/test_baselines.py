@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ class Counting(Parts):
         self.asked.append(rows)
         return super().generate(rows)
 
-    def call(self, method: str, keys: list[str]) -> dict[str, Any]:
-        self.scored.append(list(keys))
+    def call(self, method: str, keys: Sequence[str] = ()) -> Any:
+        self.scored += [list(keys)] if method == "collect" else []
         return super().call(method, keys)
 
 

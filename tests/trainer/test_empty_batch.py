@@ -32,5 +32,5 @@ def test_a_step_whose_rewards_all_failed(tmp_path: Path, estimator: str) -> None
 
 def test_such_a_step_is_an_error_unless_it_is_allowed(tmp_path: Path) -> None:
     parts = Parts(failing=("/0", "/1"))
-    with pytest.raises(RuntimeError, match=r"reward\.max_error_rate=0\.1 allows 10%"):
+    with pytest.raises(RuntimeError, match=r"reward\.max_error_rate=0\.1 allows 2"):
         make(tmp_path, parts, **QUIET).fit()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 
 from trainer.checkpoint import DiskFull
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.rewards import RewardFailure, Rewards
+from trainer.reward_failures import RewardFailure
+from trainer.rewards import Rewards
 from trainer.saving import Saver
 from trainer.steps import TrainingSteps
 from verl_lite.config import PPOConfig
@@ -85,11 +87,13 @@ class Parts:
         assert Path(folder).is_dir()
         self.calls.append("load")
 
-    def call(self, method: str, keys: list[str]) -> dict[str, Any]:
+    def call(self, method: str, keys: Sequence[str] = ()) -> Any:
+        if method == "processes_replaced":
+            return 0
         self.calls.append("reward")
         return {
             key: SimpleNamespace(score=float(index % 2), failed=key.endswith(self.failing) if self.failing else False,
-                                 error="Traceback: boom", extra={"acc": float(index % 2)})
+                                 error="Traceback: boom", timed_out=False, extra={"acc": float(index % 2)})
             for index, key in enumerate(keys)
         }  # fmt: skip
 
@@ -270,7 +274,7 @@ def test_failed_rewards_have_no_weight(tmp_path: Path) -> None:
 def test_too_many_failed_rewards_stop_the_run_with_the_traceback(tmp_path: Path) -> None:
     parts = Parts(failing=("/0", "/1"))
     trainer = make(tmp_path, parts, trainer__val_before_train=False, trainer__test_freq=0)
-    with pytest.raises(RewardFailure, match=r"reward\.max_error_rate=0\.1.*\n.*boom"):
+    with pytest.raises(RewardFailure, match=r"6 of 6 rewards failed; .*max_error_rate=0\.1 allows 2(.*\n)+.*boom"):
         trainer.fit()
 
 

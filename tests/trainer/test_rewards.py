@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.rewards import RewardFailure, Rewards, mask_failed
+from trainer.reward_failures import FailureLog, RewardFailure
+from trainer.rewards import Rewards, mask_failed
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values
@@ -38,8 +40,9 @@ class Pool:
     def __init__(self, results: list[RewardResult]) -> None:
         self.results, self.asked = results, 0
 
-    def call(self, method: str, keys: list[str]) -> dict[str, RewardResult]:
-        assert method == "collect"
+    def call(self, method: str, keys: Sequence[str] = ()) -> Any:
+        if method == "processes_replaced":
+            return 3
         self.asked += 1
         return dict(zip(keys, self.results, strict=True))
 
@@ -67,7 +70,11 @@ def test_a_function_alone_is_the_score_itself(tmp_path: Path) -> None:
     scored = score(tmp_path, Pool(results(0.5, 1.0, 2.0, 3.0, acc=1.0)))
     assert scored.batch["token_level_scores"].tolist() == [[0, 0, 0.5], [1, 0, 0], [0, 2, 0], [0, 0, 0]]
     assert set(scored.non_tensor_batch) == {"reward_failed", "reward/acc"}
-    assert values(scored.meta_info["metrics"]) == {"reward/error_rate": 0.0}
+    assert values(scored.meta_info["metrics"]) == {
+        "reward/error_rate": 0.0,
+        "reward/timeout_rate": 0.0,
+        "reward/processes_replaced": 3.0,
+    }
 
 
 def test_both_are_added_with_their_weights_and_kept_apart(tmp_path: Path) -> None:
@@ -111,7 +118,7 @@ def test_a_failure_of_either_part_masks_the_answer_and_keeps_the_error(tmp_path:
 
 def test_too_many_failures_of_the_model_stop_the_run(tmp_path: Path) -> None:
     model = Model([RewardResult.failure("The reward model gave nan; expected a finite number.")] * 4)
-    with pytest.raises(RewardFailure, match=r"4 of 4 rewards failed .*\n.*The reward model gave nan"):
+    with pytest.raises(RewardFailure, match=r"4 of 4 rewards failed(.*\n)+The reward model gave nan"):
         score(tmp_path, Pool(results(1.0, 1.0, 1.0, 1.0)), model)
     scored = score(tmp_path, Pool(results(1.0, 1.0, 1.0, 1.0)), model, max_error_rate=1.0)
     assert "reward/model/mean" not in scored.meta_info["metrics"], "there is nothing to take a mean of"
@@ -123,3 +130,77 @@ def test_a_value_of_the_function_may_not_take_the_name_of_a_part(tmp_path: Path,
     with pytest.raises(UserError, match=f"returned an entry '{name}'"):
         score(tmp_path, pool, Model(results(0.0, 0.0, 0.0, 0.0)))
     assert f"reward/{name}" in score(tmp_path, pool).non_tensor_batch, "without a model the name is free"
+
+
+# --------------------------------------------------------------------------------------------------- failures over time
+
+
+def failing(count: int, of: int, late: int = 0) -> tuple[DataProto, list[RewardResult]]:
+    """A batch of `of` rows, of which the first `count` failed, `late` of them by time."""
+    broken = [RewardResult.failure(f"boom {row}", timed_out=row < late) for row in range(count)]
+    rows = DataProto.from_dict(
+        tensors={"response_mask": torch.tensor([[1, 1, 0]] * of), "responses": torch.tensor([[5, 6, 0]] * of)},
+        non_tensors={
+            "sample_id": np.array([f"train/1/p/{row}" for row in range(of)], dtype=object),
+            "data_source": np.array(["task"] * of, dtype=object),
+            "reward_model": np.array([{"ground_truth": row} for row in range(of)], dtype=object),
+        },
+    )
+    return rows, [*broken, *results(*[1.0] * (of - count))]
+
+
+def test_late_ones_are_counted_among_the_failed(tmp_path: Path) -> None:
+    rows, outcomes = failing(2, of=4, late=1)
+    metrics = values(Rewards(Pool(outcomes), RewardConfig(), tmp_path).score(rows).meta_info["metrics"])  # type: ignore[arg-type]
+    assert (metrics["reward/error_rate"], metrics["reward/timeout_rate"]) == (0.5, 0.25)
+
+
+def test_the_first_failure_is_shown_once_and_all_are_kept_with_the_answer(tmp_path: Path) -> None:
+    shown: list[str] = []
+    log = FailureLog(0.5, tmp_path, decode=lambda ids: f"text of {ids}", show=shown.append)
+    for _ in range(3):
+        log.check(*failing(2, of=40, late=1))
+    assert len(shown) == 1
+    for part in ("train/1/p/0", "data_source='task'", "text of [5, 6]", "boom 0", "reward_failures.jsonl"):
+        assert part in shown[0]
+    lines = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 and [line["timed_out"] for line in lines[:2]] == [True, False]
+    assert lines[1] | {"error": "boom 1", "response": "text of [5, 6]", "ground_truth": 1} == lines[1]
+
+
+def test_the_file_of_failures_is_bounded_in_each_step(tmp_path: Path) -> None:
+    FailureLog(1.0, tmp_path, show=lambda text: None).check(*failing(500, of=500))
+    assert len((tmp_path / "reward_failures.jsonl").read_text().splitlines()) == 100
+
+
+@pytest.mark.parametrize(
+    ("batches", "stops"),
+    [
+        ([(1, 4)], False),  # of 4 as of 20: 1 is not more than 2
+        ([(2, 4)], False),
+        ([(3, 4)], True),
+        ([(2, 20)], False),  # exactly a tenth is not more than that
+        ([(3, 20)], True),
+        ([(1, 4), (1, 4)], False),
+        ([(1, 4), (1, 4), (1, 4)], True),  # small steps add up: 3 of 12
+        ([(1, 4), *[(0, 4)] * 5, (1, 4), (1, 4)], False),  # what is past twenty rewards ago is forgotten
+        ([(2, 20), (2, 20), (2, 20)], False),  # and a step of twenty counts alone
+        ([(100, 1000)], False),
+        ([(101, 1000)], True),
+    ],
+)
+def test_more_than_the_share_stops_the_run(tmp_path: Path, batches: list[tuple[int, int]], stops: bool) -> None:
+    log = FailureLog(0.1, tmp_path, show=lambda text: None)
+    for count, of in batches[:-1]:
+        log.check(*failing(count, of))
+    if stops:
+        with pytest.raises(RewardFailure, match="reward.max_error_rate=0.1 allows"):
+            log.check(*failing(*batches[-1]))
+    else:
+        log.check(*failing(*batches[-1]))
+
+
+def test_a_limit_of_zero_stops_at_the_first_and_of_one_never(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailure, match="1 of 1000 rewards failed; reward.max_error_rate=0.0 allows 0"):
+        FailureLog(0.0, tmp_path).check(*failing(1, 1000))
+    FailureLog(1.0, tmp_path, show=lambda text: None).check(*failing(1000, 1000))

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from verl_lite.config import CustomRewardConfig, RewardConfig
-from workers.reward_pool import RewardError, RewardItem, RewardPool
+from verl_lite.rewards import RewardItem
+from workers.reward_pool import RewardError, RewardPool
 from workers.reward_process import PROGRESS
 
 CUSTOM = """

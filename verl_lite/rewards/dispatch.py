@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,8 +17,9 @@ from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
 RewardFunction = Callable[..., Any]
-"""Called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **reward_kwargs); returns a finite number, a
-bool, or a dict with a finite "score". Async functions are awaited."""
+"""Called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **reward_kwargs), and with prompt= (the chat
+messages) if it names that argument; returns a finite number, a bool, or a dict with a finite "score". Async functions
+are awaited, many at once."""
 
 REWARDS: Registry[RewardFunction] = Registry("reward for data_source")
 
@@ -32,6 +34,7 @@ def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction
         for pattern in patterns:
             REWARDS.register(pattern)(function)
         find_reward.cache_clear()
+        _source_names_prompt.cache_clear()
         return function
 
     return decorate
@@ -59,13 +62,17 @@ def default_compute_score(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
+    prompt: list[dict[str, str]] | None = None,
     **reward_kwargs: Any,
 ) -> Any:
     """Scores one answer with the function registered for its data_source.
 
     solution_str: the decoded answer, without the prompt. ground_truth: `reward_model["ground_truth"]` of the row.
-    Returns what the function returns: a number, a bool or a dict with "score". Raises UserError for an unknown source.
+    prompt: the chat messages, for functions that name this argument. Returns what the function returns: a number, a
+    bool, a dict with "score", or an awaitable of these. Raises UserError for an unknown source.
     """
+    if _source_names_prompt(data_source):
+        reward_kwargs = {"prompt": prompt, **reward_kwargs}
     return find_reward(data_source)(
         data_source=data_source,
         solution_str=solution_str,
@@ -73,6 +80,19 @@ def default_compute_score(
         extra_info=extra_info,
         **reward_kwargs,
     )
+
+
+def names_prompt(function: RewardFunction) -> bool:
+    """Whether a reward function has an argument `prompt`; `**kwargs` names none."""
+    try:
+        return "prompt" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return False
+
+
+@functools.cache
+def _source_names_prompt(data_source: str) -> bool:
+    return names_prompt(find_reward(data_source))
 
 
 def reward_modules() -> list[str]:

@@ -1,32 +1,33 @@
-"""One sample on its way through a reward function: what goes in, what comes out, and the guarded door between.
+"""One sample on its way through a reward function: what goes in and what comes out.
 
 A reward has three outcomes: a score, no score (`failed`, with the reason), never a made-up 0.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-import traceback
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_lite.config import RewardConfig
-from verl_lite.rewards.custom import load_reward_function
-from verl_lite.rewards.dispatch import RewardFunction, default_compute_score
+_EXTRA_CHARACTERS = 10_000
+_ERROR_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One answer to be scored. key: any name that is unique among the samples in flight."""
+    """One answer to be scored.
+
+    key: any name that is unique among the samples in flight. solution_str: the decoded answer, without the prompt.
+    ground_truth: `reward_model["ground_truth"]` of the row. prompt: the chat messages that were answered.
+    """
 
     key: Hashable
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
+    prompt: list[dict[str, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,62 +43,45 @@ class RewardResult:
 
     @classmethod
     def failure(cls, error: str, *, timed_out: bool = False) -> RewardResult:
-        """A sample without a score."""
+        """A sample without a score. The middle of a very long error is left out."""
+        if len(error) > _ERROR_CHARACTERS:
+            half = _ERROR_CHARACTERS // 2
+            error = f"{error[:half]}\n[{len(error) - 2 * half} characters left out]\n{error[-half:]}"
         return cls(score=math.nan, failed=True, error=error, timed_out=timed_out)
-
-
-def load_reward(config: RewardConfig) -> RewardFunction:
-    """The reward function of a run: the user's own if the configuration names one, else the dispatch by data_source.
-
-    reward.reward_kwargs are added to every call; they win over the call's own arguments.
-    """
-    custom = config.custom_reward_function
-    function = load_reward_function(custom.path, custom.name) if custom.path else default_compute_score
-    kwargs = dict(config.reward_kwargs)
-    return (lambda **call: function(**{**call, **kwargs})) if kwargs else function
-
-
-def score_item(function: RewardFunction, item: RewardItem) -> RewardResult:
-    """Scores one sample. Whatever the function raises or returns becomes a result; see `read_score`."""
-    try:
-        returned = function(
-            data_source=item.data_source,
-            solution_str=item.solution_str,
-            ground_truth=item.ground_truth,
-            extra_info=item.extra_info,
-        )
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_await(returned))
-        score, extra = read_score(returned)
-    except Exception:  # the one door to untrusted code: what it raises is this sample's outcome, not the run's
-        return RewardResult.failure(traceback.format_exc())
-    return RewardResult(score, extra)
 
 
 def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
     """The score and the extras in what a reward function returned.
 
     A finite number or bool, or a dict with one under "score". Of the dict's other entries finite numbers, bools and
-    strings are kept. Raises ValueError for anything else.
+    strings are kept, a string up to 10,000 characters. Raises ValueError for anything else.
     """
     if not isinstance(returned, dict):
         return _finite(returned, "The reward function returned"), {}
     if "score" not in returned:
-        raise ValueError(f"The reward function returned a dict without 'score': {_short(returned)}")
+        raise ValueError(f"The reward function returned a dict without 'score': {short(returned)}")
     score = _finite(returned["score"], "The reward function returned a dict whose 'score' is")
     extra: dict[str, float | str] = {}
     for key, value in returned.items():
+        if key == "score":
+            continue
         if isinstance(value, str):
-            extra[str(key)] = value
-        elif key != "score" and (number := _number(value)) is not None and math.isfinite(number):
+            extra[str(key)] = value[:_EXTRA_CHARACTERS]
+        elif (number := _number(value)) is not None and math.isfinite(number):
             extra[str(key)] = number
     return score, extra
+
+
+def short(value: Any) -> str:
+    """A value as the text of an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _finite(value: Any, what: str) -> float:
     number = _number(value)
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{what} {_short(value)} ({type(value).__name__}); expected a finite number")
+        raise ValueError(f"{what} {short(value)} ({type(value).__name__}); expected a finite number")
     return number
 
 
@@ -109,12 +93,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."

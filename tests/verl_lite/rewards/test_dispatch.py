@@ -14,14 +14,14 @@ from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import (
     REWARDS,
+    PlainScorer,
     RewardItem,
     default_compute_score,
     find_reward,
-    load_reward,
     load_reward_function,
+    load_scorer,
     read_score,
     register_reward,
-    score_item,
 )
 
 
@@ -83,15 +83,15 @@ def test_custom_function_gets_verls_arguments_and_reward_kwargs_win(tmp_path: Pa
         "    return {'score': len(solution_str) + bonus, 'source': data_source, 'truth': ground_truth}\n",
     )
     item = RewardItem(key=1, data_source="mine", solution_str="abc", ground_truth="t", extra_info={})
-    result = score_item(load_reward(custom(path, bonus=10, ground_truth="other")), item)
+    [result] = load_scorer(custom(path, bonus=10, ground_truth="other")).score_all([item])
     assert (result.score, result.extra, result.failed) == (13.0, {"source": "mine", "truth": "other"}, False)
 
 
 def test_custom_function_may_be_async_or_in_a_module(tmp_path: Path) -> None:
     path = write(tmp_path, "async def f(**call):\n    return 0.25\n")
     item = RewardItem(1, "mine", "1", "1")
-    assert score_item(load_reward(custom(path, "f")), item).score == 0.25
-    assert score_item(load_reward(custom("pkg://verl_lite.rewards.exact_match")), item).score == 1.0
+    assert load_scorer(custom(path, "f")).score_all([item])[0].score == 0.25
+    assert load_scorer(custom("pkg://verl_lite.rewards.exact_match")).score_all([item])[0].score == 1.0
 
 
 def test_custom_load_errors_name_the_key_and_what_was_found(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_numbers_are_scores(returned: Any) -> None:
 def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
     with pytest.raises(ValueError):
         read_score(returned)
-    result = score_item(lambda **call: returned, RewardItem("k", "s", "a", "t"))
+    result = PlainScorer(lambda **call: returned).score(RewardItem("k", "s", "a", "t"))
     assert result.failed and math.isnan(result.score) and "The reward function returned" in (result.error or "")
 
 
@@ -144,5 +144,5 @@ def test_an_exception_is_the_samples_outcome_with_its_traceback() -> None:
     def broken(**call: Any) -> float:
         return 1 / len(call["solution_str"])
 
-    result = score_item(broken, RewardItem("k", "s", "", "t"))
+    result = PlainScorer(broken).score(RewardItem("k", "s", "", "t"))
     assert result.failed and "ZeroDivisionError" in (result.error or "") and "in broken" in (result.error or "")

@@ -1,0 +1,146 @@
+"""Whole runs in this process whose reward function breaks: nobody learns from the samples that it lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny_model import tiny_qwen2
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.reward_failures import RewardFailure
+from trainer.run import run_ppo
+from verl_lite.protocol import DataProto
+
+QUESTIONS = ["1+2=", "3+4=", "5+1=", "sort 31", "2*2=", "9-3=", "7+7=", "sort 20"]
+
+REWARD = """
+import ctypes, os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == solution_str:  # the dry run
+        return 0.0
+    match sum(map(ord, solution_str)) % 9:
+        case 0: raise ValueError("broken")
+        case 1: return float("nan")
+        case 2: os._exit(3)
+        case 3: ctypes.string_at(0)
+        case 4: time.sleep(1000)
+    return {"score": sum(map(ord, solution_str)) % 5 / 5, "acc": 1.0}
+"""
+
+
+def breaks(answer: str) -> bool:
+    return sum(map(ord, answer)) % 9 <= 4
+
+
+def hangs(answer: str) -> bool:
+    return sum(map(ord, answer)) % 9 == 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    tiny_qwen2(folder / "policy", hidden=32, layers=1)
+    rows = [
+        {
+            "data_source": "talk",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"ground_truth": "truth"},
+            "extra_info": {"index": index},
+        }
+        for index, text in enumerate(QUESTIONS)
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+class Watched(RayPPOTrainer):
+    """The trainer; keeps the batch of each step."""
+
+    batches: list[DataProto] = []
+
+    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
+        self.batches.append(batch)
+        super().log_step(batch, validation)
+
+
+def run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
+    """One step of eight prompts and four answers each; its metrics."""
+    Watched.batches = []
+    argv = [
+        f"model.path={folder}/policy", f"data.train_files={folder}/prompts.jsonl", "data.train_batch_size=8",
+        "data.max_prompt_length=48", "data.max_response_length=6", "data.shuffle=false",
+        "actor.ppo_mini_batch_size=8", "actor.optim.lr=1e-2", "rollout.n=4", "rollout.name=hf",
+        f"reward.custom_reward_function.path={folder}/reward.py", "reward.timeout_s=1", "reward.max_error_rate=1",
+        "trainer.backend=inline", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1",
+        "trainer.save_freq=0", "trainer.logger=jsonl", f"trainer.default_local_dir={folder}/{name}",
+        f"trainer.rollout_data_dir={folder}/{name}/samples", *options,
+    ]  # fmt: skip
+    assert run_ppo(argv, trainer_class=Watched) == 0
+    return [json.loads(line)["data"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name / "samples" / "1.jsonl").read_text().splitlines()]
+
+
+def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [metrics] = run(folder, "broken")
+    [batch] = Watched.batches
+    answers = [sample["output"] for sample in samples(folder, "broken")]
+    lost = np.array([breaks(answer) for answer in answers])
+    assert 5 < lost.sum() < 27 and any(map(hangs, answers)), "the test needs both kinds"
+    assert batch.non_tensor_batch["reward_failed"].tolist() == lost.tolist()
+    assert [sample["score"] is None for sample in samples(folder, "broken")] == lost.tolist()
+    assert (batch.batch["response_mask"].sum(1).numpy() == 0).tolist() == lost.tolist(), "out of every loss"
+
+    scores = np.array([sum(map(ord, answer)) % 5 / 5 for answer in answers])
+    advantages = batch.batch["advantages"][:, 0].numpy()
+    for group in range(8):
+        rows = [row for row in range(4 * group, 4 * group + 4) if not lost[row]]
+        if len(rows) > 1:  # GRPO over those that have a score
+            expected = (scores[rows] - scores[rows].mean()) / (scores[rows].std(ddof=1) + 1e-6)
+            assert advantages[rows] == pytest.approx(expected, abs=1e-4)
+    assert np.abs(batch.batch["advantages"].numpy()[lost]).sum() == 0
+
+    assert metrics["reward/error_rate"] == pytest.approx(lost.mean())
+    assert metrics["reward/timeout_rate"] == pytest.approx(np.mean([hangs(answer) for answer in answers]))
+    assert metrics["reward/processes_replaced"] > 0
+    assert metrics["critic/score/mean"] == pytest.approx(scores[~lost].mean())
+    assert metrics["critic/score/max"] == pytest.approx(scores[~lost].max())
+
+    text = (folder / "broken" / "reward_failures.jsonl").read_text()
+    kept = [json.loads(line) for line in text.splitlines()]
+    assert sorted(line["response"] for line in kept) == sorted(answer for answer in answers if breaks(answer))
+    assert all(line["timed_out"] == hangs(line["response"]) for line in kept)
+    shown = capsys.readouterr().out
+    assert shown.count("a reward failed") == 1 and kept[0]["response"] in shown and "Traceback" in text
+
+
+def test_a_prompt_all_of_whose_rewards_fail_is_as_if_it_were_not_there(folder: Path) -> None:
+    """The gradient of eight prompts, two of them lost, is that of the six others."""
+    (folder / "lose_two.py").write_text(
+        "def compute_score(solution_str, ground_truth, extra_info, **rest):\n"
+        "    if extra_info['index'] >= 6 and solution_str != ground_truth: raise ValueError('lost')\n"
+        "    return sum(map(ord, solution_str)) % 5 / 5\n"
+    )
+    reward = f"reward.custom_reward_function.path={folder}/lose_two.py"
+    [lost] = run(folder, "two_lost", reward)
+    [without] = run(
+        folder, "without", reward, "data.train_max_samples=6", "data.train_batch_size=6", "actor.ppo_mini_batch_size=6"
+    )
+    assert lost["reward/error_rate"] == 0.25 and without["reward/error_rate"] == 0
+    assert lost["actor/grad_norm"] > 0
+    for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "critic/advantages/max", "actor/entropy"):
+        if name in without:
+            assert lost[name] == pytest.approx(without[name], rel=1e-4, abs=1e-7), name
+
+
+def test_past_the_limit_the_run_stops_and_shows_answer_and_error(folder: Path) -> None:
+    with pytest.raises(RewardFailure, match=r"reward\.max_error_rate=0\.1 allows 3.*reward_failures\.jsonl"):
+        run(folder, "stopped", "reward.max_error_rate=0.1")

@@ -1,0 +1,169 @@
+"""The reward over HTTP against a server on this machine that fails, lies, limits, and dies."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from tests.reward_server import Answer, RewardServer, reward_server
+from verl_lite.config import RemoteRewardConfig, RewardConfig
+from verl_lite.errors import UserError
+from verl_lite.rewards import AsyncScorer, RewardItem, RewardResult, load_scorer, remote
+from verl_lite.rewards.remote import RemoteReward
+
+ITEM = RewardItem("k", "src", "the answer", "truth", {"index": 3}, [{"role": "user", "content": "why?"}])
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.01)
+
+
+def ask(url: str, items: int = 1, reward_kwargs: dict[str, Any] | None = None, **options: Any) -> list[RewardResult]:
+    """The results of so many samples, asked for at once over one session."""
+    config = RewardConfig(remote=RemoteRewardConfig(url=url, **options), reward_kwargs=reward_kwargs or {})
+
+    async def all_at_once() -> list[RewardResult]:
+        scorer = load_scorer(config)
+        assert isinstance(scorer, AsyncScorer)
+        try:
+            return await asyncio.gather(*(scorer.score(ITEM) for _ in range(items)))
+        finally:
+            if isinstance(scorer.function, RemoteReward):
+                await scorer.function.close()
+
+    return asyncio.run(all_at_once())
+
+
+def scripted(*answers: Answer) -> Any:
+    """A server that gives these answers one after the other, the last one from then on."""
+    return reward_server(lambda number, sample: answers[min(number, len(answers) - 1)])
+
+
+def test_the_sample_is_posted_and_score_and_extras_come_back() -> None:
+    with scripted(Answer({"score": 0.5, "acc": 1, "why": "good"})) as server:
+        [result] = ask(server.url, reward_kwargs={"judge": "strict"})
+    assert (result.score, result.extra, result.failed) == (0.5, {"acc": 1.0, "why": "good"}, False)
+    assert server.asked == [
+        {
+            "data_source": "src",
+            "solution_str": "the answer",
+            "ground_truth": "truth",
+            "extra_info": {"index": 3},
+            "prompt": [{"role": "user", "content": "why?"}],
+            "judge": "strict",
+        }
+    ]
+
+
+def test_a_bare_number_is_a_score() -> None:
+    with scripted(Answer(0.25)) as server:
+        assert ask(server.url)[0].score == 0.25
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 529, -1])
+def test_what_may_pass_is_tried_again(status: int) -> None:
+    with scripted(Answer("busy", status), Answer("busy", status), Answer(1.0)) as server:
+        assert ask(server.url, max_retries=2)[0].score == 1.0
+        assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("status", [429, 503, -1])
+def test_retries_are_bounded_and_the_last_answer_is_told(status: int) -> None:
+    with scripted(Answer("out of cards", status)) as server:
+        [result] = ask(server.url, max_retries=2)
+        assert len(server.asked) == 3
+    assert result.failed and "(tried 3 times)" in (result.error or "") and server.url in (result.error or "")
+    assert status == -1 or (f"status {status}" in (result.error or "") and "out of cards" in (result.error or ""))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer("no such model", 404), "status 404: no such model"),
+        (Answer("who are you", 401), "status 401"),
+        (Answer("<html>hello</html>"), "without JSON: <html>hello"),
+        (Answer(""), "without JSON"),
+        (Answer({"reward": 1}), "without 'score'"),
+        (Answer({"score": None}), "expected a finite number"),
+        (Answer("NaN"), "expected a finite number"),
+        (Answer("[1, 2]"), "expected a finite number"),
+        (Answer('"1.0"'), "expected a finite number"),
+        (Answer("x" * 3_000_000), "more than 1048576 bytes"),
+    ],
+)
+def test_a_bad_answer_is_a_failure_and_never_asked_for_again(answer: Answer, reason: str) -> None:
+    with scripted(answer) as server:
+        [result] = ask(server.url, max_retries=5)
+        assert len(server.asked) == 1
+    assert result.failed and reason in (result.error or "") and not result.timed_out
+
+
+def test_the_server_says_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 100.0)
+    with scripted(Answer("", 429, {"Retry-After": "1"}), Answer(1.0)) as server:
+        assert ask(server.url)[0].score == 1.0
+        assert 0.9 < server.times[1] - server.times[0] < 20
+
+
+def test_waits_grow_from_try_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(remote.asyncio, "sleep", sleep)
+    with scripted(Answer("", 503)) as server:
+        ask(server.url, max_retries=10)
+    assert len(waited) == 10
+    assert all(0.5 * 0.01 * 2**n <= seconds <= 1.5 * 0.01 * 2**n for n, seconds in enumerate(waited))
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    [result] = ask(url, max_retries=1)
+    assert result.failed and "Connect" in (result.error or "") and "(tried 2 times)" in (result.error or "")
+
+
+def test_samples_are_under_way_at_the_same_time() -> None:
+    everybody = threading.Barrier(20, timeout=30)
+
+    def answer(number: int, sample: dict[str, Any]) -> Answer:
+        everybody.wait()
+        return Answer(float(number))
+
+    with reward_server(answer) as server:
+        results = ask(server.url, items=20)
+    assert sorted(result.score for result in results) == [float(number) for number in range(20)]
+
+
+def test_the_key_is_sent_and_a_missing_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with scripted(Answer(1.0)) as server:
+        ask(server.url, api_key_env="JUDGE_KEY")
+        assert server.headers[0]["Authorization"] == "Bearer secret"
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(UserError, match="reward.remote.api_key_env=JUDGE_KEY: the environment variable"):
+        load_scorer(RewardConfig(remote=RemoteRewardConfig(url=server.url, api_key_env="JUDGE_KEY")))
+
+
+def test_connections_are_kept_open() -> None:
+    ports: list[Any] = []
+
+    async def two_in_turn(server: RewardServer) -> None:
+        function = RemoteReward(RemoteRewardConfig(url=server.url))
+        await function(solution_str="a")
+        await function(solution_str="b")
+        assert function._session is not None and function._session.connector is not None
+        ports.append(sum(len(each) for each in function._session.connector._conns.values()))
+        await function.close()
+
+    with scripted(Answer(1.0)) as server:
+        asyncio.run(two_in_turn(server))
+    assert ports == [1]
