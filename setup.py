@@ -29,6 +29,7 @@ setup(
         "safetensors>=0.5",
         "omegaconf>=2.4",
         "codetiming>=1.4",
+        "aiohttp>=3.9",
         "math-verify>=0.8",
         "reasoning-gym>=0.1.20",
         "rich>=13",

@@ -17,7 +17,13 @@ PREFIX = "actor_rollout_ref"
 _COMPILED = NoEffect("a matter of speed in verl; nothing is compiled here")
 _CHUNKED = NoEffect("log-probs and entropy are always computed in chunks; actor.log_prob_chunk_tokens is their size")
 _PROFILER = NoEffect("there is no profiler switch; timing_s/* is logged at every step")
-_MANAGER = Only(("naive",), "each sample is scored by itself", "the only manager here is naive")
+_MANAGER = Only(
+    ("naive", "rate_limited", "remote"),
+    "rewards run in processes of their own, with the limits of reward.*",
+    "naive, rate_limited and remote are the managers that have an equal here; for batch, set "
+    "reward.custom_reward_function.style=batch",
+)
+_TOKEN_RATE = Only((), "", "only the calls per minute are limited, by reward.max_rpm")
 _CHECKPOINT = NoEffect("a checkpoint always holds model, optimizer and scheduler; export writes a HF folder")
 _TEXT_ONLY = NoEffect("only text models are trained here")
 _GLOBAL_MICRO = NoEffect(
@@ -326,6 +332,13 @@ _REWARD: dict[str, Rule] = {
     "reward_model.megatron": _MEGATRON,
     "reward_model.profiler": _PROFILER,
     "reward_model.reward_manager": _MANAGER,
+    **{f"reward_model.{name}": Renamed(f"reward.{name}") for name in ("max_concurrent", "max_rpm")},
+    **{f"{name}.timeout": Renamed("reward.timeout_s") for name in ("reward", "reward_model")},
+    **{f"{name}.max_tpm": _TOKEN_RATE for name in ("reward", "reward_model")},
+    **{
+        f"{name}.estimated_tokens_per_request": NoEffect("tokens per minute are not limited")
+        for name in ("reward", "reward_model")
+    },
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": Only((False,), "", "the overlong penalty is not here yet"),
     "reward_model.reward_kwargs.overlong_buffer_cfg": NoEffect("the overlong penalty is off"),
     "reward_model.reward_kwargs": Renamed("reward.reward_kwargs"),

@@ -239,6 +239,40 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
             "reward.reward_kwargs={'a': 1} has no effect with reward.function_weight=0",
         ),
         (
+            {**SCORER, "reward.function_weight": 0.0, "reward.remote.url": "http://judge/score"},
+            "reward.remote.url=http://judge/score has no effect with reward.function_weight=0",
+        ),
+        ({"reward.remote.max_retries": 5}, "reward.remote.max_retries=5 has no effect without reward.remote.url"),
+        ({"reward.remote.url": "judge:80"}, "reward.remote.url=judge:80: a URL that starts with http:// or https://"),
+        (
+            {"reward.remote.url": "http://judge", "reward.custom_reward_function.path": "pkg://mine"},
+            "reward.remote.url=http://judge and reward.custom_reward_function.path=pkg://mine: one of them can be",
+        ),
+        (
+            {"reward.remote.url": "http://judge", "reward.remote.api_key_env": "NO_SUCH_KEY"},
+            "reward.remote.api_key_env=NO_SUCH_KEY: this environment variable is not set",
+        ),
+        (
+            {"reward.remote.url": "http://judge", "reward.num_workers": 0},
+            "reward.remote.url=http://judge needs a reward process, and with reward.num_workers=0 there is none",
+        ),
+        ({"reward.max_rpm": 60.0, "reward.num_workers": 0}, "reward.max_rpm=60.0 needs a reward process"),
+        ({"reward.max_memory_mb": 500, "reward.num_workers": 0}, "reward.max_memory_mb=500 needs a reward process"),
+        ({"reward.max_rpm": 0.0}, "reward.max_rpm=0.0: a number above 0 is expected"),
+        ({"reward.max_concurrent": 0}, "reward.max_concurrent=0: at least 1 is expected"),
+        (
+            {"reward.custom_reward_function.style": "lists", "reward.custom_reward_function.path": "pkg://mine"},
+            "reward.custom_reward_function.style=lists",
+        ),
+        (
+            {"reward.custom_reward_function.style": "batch"},
+            "reward.custom_reward_function.style=batch has no effect without reward.custom_reward_function.path",
+        ),
+        (
+            {"reward.batch_size": 8, "reward.custom_reward_function.path": "pkg://mine"},
+            "reward.batch_size=8 has no effect with reward.custom_reward_function.style=sample",
+        ),
+        (
             {**SCORER, "reward_model.micro_batch_size_per_gpu": 4},
             "reward_model.micro_batch_size_per_gpu=4 has no effect with reward_model.use_dynamic_bsz=true",
         ),
@@ -430,6 +464,13 @@ def test_problems_come_together(good: PPOConfig) -> None:
         {"data.val_files": []},
         {"algorithm.adv_estimator": "my.module:estimate", "actor.policy_loss.loss_mode": "my.module:loss"},
         {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["correct", "format"]},
+        {"reward.remote.url": "https://judge/score", "reward.max_rpm": 600.0, "reward.max_concurrent": 8},
+        {
+            "reward.custom_reward_function.path": "pkg://mine",
+            "reward.custom_reward_function.style": "trl",
+            "reward.batch_size": 8,
+            "reward.max_memory_mb": 2000,
+        },
         {"actor.policy_loss.loss_mode": "gspo", "actor.loss_agg_mode": "seq-mean-token-mean"},
         {"actor.policy_loss.loss_mode": "dro", "actor.policy_loss.dro_beta": 0.1},
         {"actor.policy_loss.loss_mode": "topr", "actor.ratio_type": "segment"},
