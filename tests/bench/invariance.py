@@ -14,6 +14,7 @@ import tempfile
 import time
 
 import torch
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from tests.workers.invariance import CUTS, RAGGED, WRONG, Table, all_cases, fp32_table, fp64_table, write_networks
 from tests.workers.ranks import Ranks
@@ -26,6 +27,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks over gloo")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    disable_progress_bar()
+    set_verbosity_error()
     cases = [case for case in all_cases() if args.losses is None or case.name in args.losses]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, Ranks(max(args.worlds), timeout_s=1800) as ranks:

@@ -450,7 +450,7 @@ def fp32_table(
         for world in worlds:
             for results in ranks.run(differences, path, file, runs, size=world):
                 for (case, _), found in zip(runs, results, strict=True):
-                    _note(table[case], f"{world} ranks", found)
+                    _note(table[case], f"{world} rank{'s' * (world > 1)}", found)
     return table
 
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tests.workers.engine_cases import PROMPT, RESPONSE, Batch, Case
 from tests.workers.invariance import (
     CUTS,
-    ONE_ROW,
     RAGGED,
     WRONG,
     Cut,
@@ -86,7 +85,6 @@ def test_fp64_in_process(path: str) -> None:
 
 def test_fp32_on_two_ranks(path: str, ranks: Ranks, tmp_path: Path) -> None:
     few = {RAGGED: tuple(cut for cut in CUTS[RAGGED] if cut.name in ("20 tokens", "empty rows"))}
-    few |= {ONE_ROW: CUTS[ONE_ROW][:1]}
     assert_within(fp32_table(path, str(tmp_path), one_mode_each(), ranks, worlds=(2,), cuts_of=few), FP32)
 
 
