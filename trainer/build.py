@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data import PromptDataset
 from trainer.environment import worker_environment
-from trainer.needs import needs_critic, needs_reward_function
+from trainer.needs import needs_critic, needs_reference, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.reward_failures import FailureLog
 from trainer.reward_inputs import RewardInputs, reward_inputs
@@ -24,6 +24,7 @@ from trainer.samples import SampleWriter
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
+from trainer.wish import wish_of
 from verl_lite.config import PPOConfig
 from verl_lite.device import cpu_count, device_type
 from verl_lite.rewards import reward_modules
@@ -36,17 +37,13 @@ from verl_lite.single_controller import (
 )
 from workers.actor_rollout import ActorRolloutWorker
 from workers.critic import CriticWorker
+from workers.device_holder import DeviceHolder
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.reward_pool import RewardPool
 
 REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
-
-
-def needs_reference(config: PPOConfig) -> bool:
-    """Whether any KL term compares the policy with the reference model."""
-    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 @dataclass(frozen=True)
@@ -105,12 +102,16 @@ def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> Ser
     return pool
 
 
-def worker_classes(config: PPOConfig, total_steps: int, pool: ServiceHandle | None) -> dict[str, ClassWithInitArgs]:
+def worker_classes(
+    config: PPOConfig, total_steps: int, pool: ServiceHandle | None, run_dir: Path
+) -> dict[str, ClassWithInitArgs]:
     """The workers of each device by role, in the order in which they build their models.
 
     The actor comes last: its rollout engine takes what memory the others leave.
     """
     roles = {}
+    if config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda":
+        roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(wish_of(config, 1, run_dir), count=1))
     if needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
     if needs_reference(config):
@@ -136,8 +137,10 @@ def build_trainer(
         if backend == "ray":
             from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
 
-            start_ray(config.ray_kwargs.ray_init, run_id=run_dir.name)
             stack.callback(stop_ray)
+            num_gpus = config.trainer.n_gpus_per_node if device_type(config.trainer.device) == "cuda" else 0
+            for note in start_ray(config.ray_kwargs.ray_init, run_id=run_dir.name, num_gpus=num_gpus):
+                tracking.note(note)
         log_dir = run_dir / "logs"
         pool = start_reward_pool(config, log_dir, stack)
         slots = config.trainer.n_gpus_per_node
@@ -146,7 +149,7 @@ def build_trainer(
         groups = create_worker_groups(
             backend,
             ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
-            worker_classes(config, steps.total, pool),
+            worker_classes(config, steps.total, pool, run_dir),
             env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
             log_dir=log_dir,
         )

@@ -35,7 +35,13 @@ def worker_environment(cpu: bool, threads: int) -> dict[str, str]:
     return environment
 
 
+DEVICES = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers of CUDA_VISIBLE_DEVICES mean what nvidia-smi shows
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is CUDA does not yet fix which devices are seen
+}
+
+
 def prepare_driver() -> None:
     """Sets this process's environment; what the user has set stays."""
-    for name, value in {**OFFLINE, **ENGINE, "OMP_NUM_THREADS": "1"}.items():
+    for name, value in {**OFFLINE, **ENGINE, **DEVICES, "OMP_NUM_THREADS": "1"}.items():
         os.environ.setdefault(name, value)

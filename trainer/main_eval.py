@@ -53,14 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         print(USAGE, file=sys.stderr)
         return 2
-    from trainer.run import run_ppo
-    from verl_lite.errors import UserError
+    from trainer.ending import run_command
 
-    try:
+    def command() -> int:
+        from trainer.run import run_ppo
+
         return run_ppo(eval_arguments(Path(argv[0]).expanduser().absolute(), argv[1:]))
-    except UserError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+
+    return run_command(command)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Learns from parquet, json or jsonl with a `messages` column, or `prompt` and `response` columns; writes the model in
 Hugging Face format to trainer.default_local_dir/hf, with metrics.jsonl and config.yaml beside it. `--help-config` lists
-the options. Exit status: 0 done, 2 the user's input was wrong (one message, no traceback), 1 anything else.
+the options. Exit status: see `trainer.ending`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from trainer.environment import prepare_driver
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     prepare_driver()
-    from verl_lite.errors import UserError
+    from trainer.ending import run_command
 
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 def run(argv: list[str]) -> int:

@@ -48,6 +48,11 @@ def needs_critic(config: PPOConfig) -> bool:
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "values")
 
 
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether any KL term compares the policy with the reference model."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
 def needs_greedy_baseline(config: PPOConfig) -> bool:
     """Whether the estimator compares answers with the greedy one, which the same rollout then gives."""
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "reward_baselines")

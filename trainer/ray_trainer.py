@@ -31,6 +31,7 @@ from trainer.tracking import Tracking
 from trainer.validation_metrics import validation_metrics
 from verl_lite.config import PPOConfig, ValKwargs
 from verl_lite.core_algos import RunningMoments, get_kl_controller
+from verl_lite.errors import during
 from verl_lite.metrics import Metric, values
 from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
@@ -306,8 +307,8 @@ class RayPPOTrainer:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the block's seconds to timing_s/<name>."""
-        with Timer(name=name, logger=None) as timer:
+        """Adds the block's seconds to timing_s/<name>; what is raised inside says that it was in this phase."""
+        with Timer(name=name, logger=None) as timer, during(name, self.steps.global_step):
             yield
         self.timing[name] = self.timing.get(name, 0.0) + timer.last
 

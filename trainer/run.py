@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -23,11 +25,14 @@ from trainer.saving import require_room_for_checkpoints
 from trainer.steps import count_steps
 from trainer.stopping import stopping_on_signal
 from trainer.tracking import Tracking
+from trainer.wish import claimed_devices
 from verl_lite.config import PPOConfig
-from verl_lite.config_loader import help_config, load_config, print_config, save_config, validate
+from verl_lite.config_loader import LoadedConfig, help_config, load_config, print_config, save_config, validate
 from verl_lite.device import device_type, visible_devices
+from verl_lite.device_lease import Holder, LeaseTaken, leased_file
 from verl_lite.errors import UserError
 from verl_lite.random_state import seed_random_state
+from verl_lite.single_controller.guard import guarded
 
 MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
@@ -47,19 +52,35 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     if loaded.action == "print":
         print(print_config(loaded))
         return 0
-    console = Console()
+    with ExitStack() as stack:
+        stack.enter_context(guarded())
+        return train(loaded, slots, argv, trainer_class, stack)
+
+
+def train(
+    loaded: LoadedConfig[PPOConfig],
+    slots: int,
+    argv: list[str],
+    trainer_class: type[RayPPOTrainer],
+    stack: ExitStack,
+) -> int:
+    """A run from its data to its report; returns the exit status. What it holds meanwhile ends with `stack`."""
+    config, console = loaded.config, Console()
+    available = available_devices(config)
     for note in loaded.notes:
         console.note(note)
     if config.recipe:
         recipe = load_recipe(config.recipe)
         if hasattr(recipe, "prepare"):
             recipe.prepare(config)
-    validate(config, slots=slots, available=available_devices(config))
+    validate(config, slots=slots, available=available)
+    stack.enter_context(claimed_devices(config, slots, run_folder(config), console.note))
     data = load_data(config)
     for part in (data.train, data.val):
         if part is not None:
             console.print(part.report)
     run_dir = make_run_dir(config)
+    stack.enter_context(held_folder(run_dir))
     total_steps = count_steps(config, len(data.train))
     refuse_another_run(config, run_dir, total_steps)
     require_room_for_checkpoints(config, run_dir, total_steps)
@@ -118,9 +139,26 @@ def recipe_overrides(name: str) -> dict[str, object]:
     return load_recipe(name).overrides()
 
 
+def run_folder(config: PPOConfig) -> Path:
+    """Where the run folder is, or will be."""
+    return Path(config.trainer.default_local_dir).absolute()
+
+
+@contextmanager
+def held_folder(run_dir: Path) -> Iterator[None]:
+    """Inside, no other run can write to this run folder. Raises UserError if one does already."""
+    try:
+        with leased_file(run_dir / "in_use", Holder.this_process(str(run_dir))):
+            yield
+    except LeaseTaken as error:
+        raise UserError(
+            f"trainer.default_local_dir={run_dir} is in use by {error}: choose another trainer.experiment_name, or wait"
+        ) from None
+
+
 def make_run_dir(config: PPOConfig) -> Path:
     """Makes the run folder. A folder that holds another run is refused unless the run is to be resumed."""
-    run_dir = Path(config.trainer.default_local_dir).absolute()
+    run_dir = run_folder(config)
     taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if taken and config.trainer.resume_mode == "disable":
         raise UserError(

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,14 @@ from trainer.environment import worker_environment
 from trainer.sft_data import Example, collate, load_examples
 from verl_lite.config import SFTConfig
 from verl_lite.device import cpu_count, device_type, dist_backend, get_device
+from verl_lite.device_claim import Wish, claimed_gpus
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup, create_worker_groups
 from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.guard import guarded
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
@@ -103,7 +105,12 @@ def run_sft(config: SFTConfig, report: Callable[[str], None] = print) -> SFTResu
     batches = list(draw_batches(len(train), config))
     folder = Path(config.trainer.default_local_dir).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    with worker_group(config, len(batches), folder) as group, (folder / "metrics.jsonl").open("w") as log:
+    with (
+        guarded(),
+        own_devices(config, folder, report),
+        worker_group(config, len(batches), folder) as group,
+        (folder / "metrics.jsonl").open("w") as log,
+    ):
         run = _Run(config, group, tokenizer.pad_token_id, report, log.write)
         for step, rows in enumerate(batches, start=1):
             run.step(step, len(batches), [train[row] for row in rows])
@@ -116,6 +123,14 @@ def run_sft(config: SFTConfig, report: Callable[[str], None] = print) -> SFTResu
     export(str(shards), str(folder / "hf"))
     shutil.rmtree(shards)
     return SFTResult(folder / "hf", len(batches), float(np.mean(run.losses[-config.trainer.log_freq :])), run.val_loss)
+
+
+def own_devices(config: SFTConfig, folder: Path, report: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Inside, the run's devices are its own, or shared knowingly; see `verl_lite.device_claim`."""
+    trainer = config.trainer
+    if device_type(trainer.device) == "cpu" or config.ray_kwargs.ray_init.address is not None:
+        return nullcontext()
+    return claimed_gpus(Wish(trainer.n_gpus_per_node, str(folder), shared=trainer.share_devices), report)
 
 
 def check(config: SFTConfig) -> None:
@@ -170,7 +185,7 @@ def worker_group(config: SFTConfig, total_steps: int, folder: Path) -> Iterator[
     if trainer.backend == "ray":
         from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
 
-        start_ray(config.ray_kwargs.ray_init, run_id="sft")
+        start_ray(config.ray_kwargs.ray_init, run_id="sft", num_gpus=0 if on_cpu else trainer.n_gpus_per_node)
         try:
             group = create_worker_groups("ray", pool, roles, env=worker_environment(on_cpu, threads), log_dir=folder)
             yield group["sft"]

@@ -351,6 +351,7 @@ class TrainerConfig:
     nnodes: int = opt(1, "machines")
     device: str = opt("auto", "auto | cpu | cuda")
     backend: str = opt("ray", "ray = one process per device; inline = everything in this process, for debuggers")
+    share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")
     seed: int = opt(1, "the root of every random number in the run")
     save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never")
     max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all")
@@ -424,6 +425,7 @@ class SFTTrainerConfig:
     n_gpus_per_node: int = opt(1, "devices (on a CPU: worker slots); more than one needs trainer.backend=ray")
     device: str = opt("auto", "auto | cpu | cuda")
     backend: str = opt("inline", "inline = in this process; ray = one process per device")
+    share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")
     seed: int = opt(1, "the root of every random number")
 
 

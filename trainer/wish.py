@@ -1,0 +1,65 @@
+"""What a run asks of the machine, and how it gets it before anything heavy starts; see `verl_lite.device_claim`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.needs import needs_critic, needs_reference
+from verl_lite.config import PPOConfig
+from verl_lite.device import device_type
+from verl_lite.device_claim import Wish, claimed_gpus, tell_of_busy_host
+from workers.critic import critic_network
+from workers.policy.loading import count_parameters
+from workers.rollout.base import resolve_engine_name
+
+MIB, GIB = 1 << 20, 1 << 30
+_DRIVER_BYTES = int(0.6 * GIB)
+_RAY_BYTES = GIB // 2
+_WORKER_BYTES = int(0.7 * GIB)  # a process with torch and transformers, before any model
+_VLLM_BYTES = GIB // 4
+_TRAINED, _FROZEN = 16, 4  # bytes for each parameter: fp32 weight, gradient and two moments, or the weight alone
+
+
+@contextmanager
+def claimed_devices(config: PPOConfig, slots: int, run_dir: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the run's devices are its own, or shared knowingly. In a cluster that is joined Ray gives devices out,
+    and the workers make sure of those that they get.
+
+    tell: takes sentences worth knowing. Raises UserError if the devices cannot be had.
+    """
+    wish = wish_of(config, slots, run_dir)
+    if device_type(config.trainer.device) == "cpu":
+        tell_of_busy_host(wish, tell)
+    elif config.ray_kwargs.ray_init.address is None:
+        with claimed_gpus(wish, tell):
+            yield
+        return
+    yield
+
+
+def wish_of(config: PPOConfig, slots: int, run_dir: Path) -> Wish:
+    """What the run takes of one machine."""
+    on_cpu = device_type(config.trainer.device) == "cpu"
+    with_vllm = resolve_engine_name(config.rollout.name) == "vllm"
+    return Wish(
+        count=slots // config.trainer.nnodes,
+        run=str(run_dir),
+        memory_share=config.rollout.gpu_memory_utilization if with_vllm else 0.0,
+        shared=config.trainer.share_devices,
+        host_bytes=host_bytes(config, slots, with_vllm) if on_cpu else 0,
+    )
+
+
+def host_bytes(config: PPOConfig, slots: int, with_vllm: bool) -> int:
+    """Memory that a run on a CPU takes at least, about: its processes and models, without activations."""
+    policy = count_parameters(config.model)
+    critic = count_parameters(critic_network(config)) if needs_critic(config) else 0
+    reward_model = count_parameters(config.reward_model.model) if config.reward_model.enable else 0
+    processes = _DRIVER_BYTES + _RAY_BYTES + slots * _WORKER_BYTES
+    if with_vllm:
+        processes += slots * (_VLLM_BYTES + config.rollout.kv_cache_memory_mb * MIB)
+    frozen = reward_model + (policy if needs_reference(config) else 0)
+    models = _TRAINED * (policy + critic) + _FROZEN * frozen + slots * _FROZEN * policy  # the last: rollout engines
+    return processes + models

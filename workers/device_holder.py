@@ -1,0 +1,27 @@
+"""In a cluster that somebody else started: makes sure that the device which Ray gave to a process is free.
+
+A role of its own, before all others, so that nothing is loaded onto a device that is taken.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from verl_lite.device_claim import Wish, claimed_gpus
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.worker import Worker
+
+
+class DeviceHolder(Worker):
+    """Leases the process's device for as long as the process lives. Its constructor raises UserError if it is taken.
+
+    wish: for one device.
+    """
+
+    def __init__(self, wish: Wish) -> None:
+        self._held = ExitStack()
+        self._held.enter_context(claimed_gpus(wish, print))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Nothing: there is no model."""
