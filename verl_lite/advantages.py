@@ -39,16 +39,25 @@ def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tenso
     A finite reward under mask 0 counts: an answer may end in a token that the environment wrote, and its score sits
     there. NaN and infinities under mask 0 do not.
     """
+    is_valid = response_mask.bool()
+    return _scores(token_level_rewards, is_valid, is_valid.any(dim=-1))
+
+
+def _scores(token_level_rewards: torch.Tensor, is_valid: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     rewards = at_least_fp32(token_level_rewards)
-    readable = (response_mask != 0) | torch.isfinite(rewards)
-    scores = torch.where(readable, rewards, 0).sum(dim=-1)
-    return torch.where((response_mask != 0).any(dim=-1), scores, 0)
+    scores = rewards.sum(dim=-1)
+    odd = ~torch.isfinite(scores)  # NaN or an infinity somewhere: a second look at these rows
+    if bool(odd.any()):
+        readable = is_valid[odd] | torch.isfinite(rewards[odd])
+        scores[odd] = torch.where(readable, rewards[odd], 0).sum(dim=-1)
+    return torch.where(valid, scores, 0)
 
 
 @dataclass(frozen=True)
 class Outcomes:
     """What the estimators of whole answers share: scores (B,) fp64, whether a row counts (B,) bool, its group (B,)."""
 
+    is_valid: torch.Tensor  # (B, T) bool
     scores: torch.Tensor
     valid: torch.Tensor
     groups: torch.Tensor
@@ -66,16 +75,17 @@ def outcomes(
     if index is None:
         raise ValueError(f"{name}: index is missing; (B,) the group of each row, its uid, is expected.")
     check_rows(name, len(token_level_rewards), index=index)
-    scores = outcome_scores(token_level_rewards, response_mask).double()
+    is_valid = response_mask.bool()
+    valid = is_valid.any(dim=-1)
+    scores = _scores(token_level_rewards, is_valid, valid).double()
     groups, num_groups = group_ids(index, scores.device)
-    valid = (response_mask != 0).any(dim=-1)
-    return Outcomes(scores, valid, groups, num_groups, *group_mean_std(scores, groups, num_groups, valid))
+    return Outcomes(is_valid, scores, valid, groups, num_groups, *group_mean_std(scores, groups, num_groups, valid))
 
 
 def spread(scores: torch.Tensor, response_mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A number per row (B,) at each of its valid tokens (B, T), 0 elsewhere, in fp64 if `like` is, else in fp32."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.where(response_mask != 0, scores.to(dtype).unsqueeze(-1), 0)
+    return torch.where(response_mask.bool(), scores.to(dtype).unsqueeze(-1), 0)
 
 
 def option(name: str, given: Any, config: Any, default: Any) -> Any:
@@ -109,7 +119,7 @@ def compute_gae_advantage_return(
     check_shapes("gae", token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     assert values is not None
     decay = gamma * (lam if lambd is None else lambd)
-    is_valid, values = response_mask != 0, at_least_fp32(values)
+    is_valid, values = response_mask.bool(), at_least_fp32(values)
     # columns one after the other in memory: a step of the scan is a few operations on (B,) vectors
     rewards_at, values_at, valid_at = (
         x.t().contiguous() for x in (token_level_rewards.to(values.dtype), values, is_valid)
@@ -121,8 +131,8 @@ def compute_gae_advantage_return(
         next_advantage = torch.where(valid_at[t], step, next_advantage, out=advantages_at[t])
         next_value = torch.where(valid_at[t], values_at[t], next_value)
     advantages = torch.where(is_valid, advantages_at.t(), 0)
-    returns = torch.where(is_valid, advantages + values, 0)
-    return whiten_or_keep(advantages, response_mask), returns
+    returns = (advantages + values).masked_fill_(~is_valid, 0)
+    return whiten_or_keep(advantages, is_valid), returns
 
 
 # ---------------------------------------------------------------------------------------------------- GRPO and kin
@@ -151,7 +161,7 @@ def compute_grpo_outcome_advantage(
     advantages = rows.scores - rows.means[rows.groups]
     if norm_adv_by_std_in_grpo:
         advantages = advantages / (rows.stds[rows.groups] + epsilon)
-    advantages = spread(advantages, response_mask, token_level_rewards)
+    advantages = spread(advantages, rows.is_valid, token_level_rewards)
     return advantages, advantages
 
 
@@ -179,7 +189,7 @@ def compute_grpo_passk_outcome_advantage(
     lead = torch.where(rows.counts > 1, first - second, 0)
     if option("norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo, config, True):
         lead = lead / (rows.stds + epsilon)
-    advantages = spread(torch.zeros_like(rows.scores).index_copy(0, best, lead), response_mask, token_level_rewards)
+    advantages = spread(torch.zeros_like(rows.scores).index_copy(0, best, lead), rows.is_valid, token_level_rewards)
     return advantages, advantages
 
 
@@ -219,7 +229,7 @@ def compute_gdpo_outcome_advantage(
         means, stds, _counts = group_mean_std(scores, rows.groups, rows.num_groups, rows.valid)
         advantage = scores - means[rows.groups]
         total += weight * (advantage / (stds[rows.groups] + epsilon) if norm_adv_by_std_in_grpo else advantage)
-    advantages = whiten_or_keep(spread(total, response_mask, token_level_rewards), response_mask)
+    advantages = whiten_or_keep(spread(total, rows.is_valid, token_level_rewards), rows.is_valid)
     return advantages, advantages
 
 
@@ -232,10 +242,7 @@ def compute_rloo_outcome_advantage(
     A group of one response has no baseline: A = R.
     """
     rows = outcomes("rloo", token_level_rewards, response_mask, index)
-    scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
-    advantages = spread(
-        scale[rows.groups] * (rows.scores - rows.means[rows.groups]), response_mask, token_level_rewards
-    )
+    advantages = spread(_leave_one_out(rows), rows.is_valid, token_level_rewards)
     return advantages, advantages
 
 
@@ -244,10 +251,16 @@ def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
     """RLOO as verl's rloo_vectorized has it: a group of one response gets 0 instead of its score."""
-    advantages, _same = compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
     rows = outcomes("rloo_vectorized", token_level_rewards, response_mask, index)
-    advantages = torch.where((rows.counts > 1)[rows.groups].unsqueeze(-1), advantages, 0)
+    several = (rows.counts > 1)[rows.groups]
+    advantages = spread(torch.where(several, _leave_one_out(rows), 0), rows.is_valid, token_level_rewards)
     return advantages, advantages
+
+
+def _leave_one_out(rows: Outcomes) -> torch.Tensor:
+    """Score less the mean of the others in the group, (B,); the score itself in a group of one."""
+    scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
+    return scale[rows.groups] * (rows.scores - rows.means[rows.groups])
 
 
 @torch.no_grad()
@@ -259,10 +272,10 @@ def compute_opo_outcome_advantage(
     len counts valid tokens. A group of one response has baseline 0.
     """
     rows = outcomes("opo", token_level_rewards, response_mask, index)
-    lengths = (response_mask != 0).sum(dim=-1).double()
+    lengths = rows.is_valid.sum(dim=-1).double()
     totals = group_sum(torch.stack([lengths * rows.scores, lengths], dim=-1), rows.groups, rows.num_groups)
     baselines = torch.where(rows.counts > 1, totals[:, 0] / totals[:, 1].clamp(min=1), 0)
-    advantages = spread(rows.scores - baselines[rows.groups], response_mask, token_level_rewards)
+    advantages = spread(rows.scores - baselines[rows.groups], rows.is_valid, token_level_rewards)
     return advantages, advantages
 
 
@@ -282,7 +295,7 @@ def compute_gpg_outcome_advantage(
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
     alpha = rows.valid.sum() / ((rows.scores != 0) & rows.valid).sum().clamp(min=1)
     advantages = alpha * (rows.scores - rows.means[rows.groups]) / f_norm
-    advantages = spread(advantages, response_mask, token_level_rewards)
+    advantages = spread(advantages, rows.is_valid, token_level_rewards)
     return advantages, advantages
 
 
@@ -312,8 +325,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 ) -> Pair:
     """REINFORCE++ with the group's mean as baseline: A = R - mean_g, whitened over the batch's valid tokens."""
     rows = outcomes("reinforce_plus_plus_baseline", token_level_rewards, response_mask, index)
-    centred = spread(rows.scores - rows.means[rows.groups], response_mask, token_level_rewards)
-    advantages = whiten_or_keep(centred, response_mask)
+    centred = spread(rows.scores - rows.means[rows.groups], rows.is_valid, token_level_rewards)
+    advantages = whiten_or_keep(centred, rows.is_valid)
     return advantages, advantages
 
 
@@ -365,12 +378,13 @@ def compute_optimal_token_baseline_advantage(
     _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     assert old_log_probs is not None and sum_pi_squared is not None
     rows = outcomes(name, token_level_rewards, response_mask, index)
-    is_valid = response_mask != 0
-    returns = discounted_returns(token_level_rewards, response_mask, 1.0)
-    weights = 1 - 2 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)
+    is_valid = rows.is_valid
+    returns = discounted_returns(token_level_rewards, is_valid, 1.0)
+    # (1 - pi)^2 at least: below 0 is rounding, and a sum of such weights near 0 would make any number of the baseline
+    weights = (1 - 2 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)).clamp(min=0)
     if rollout_is_weights is not None:
         weights = weights * at_least_fp32(rollout_is_weights).square()
-    energy = torch.where(is_valid, torch.where(is_valid, weights, 0).cumsum(dim=-1), 0)
+    energy = torch.where(is_valid, weights, 0).cumsum(dim=-1).masked_fill_(~is_valid, 0)
     totals = group_sum(energy, rows.groups, rows.num_groups)  # (G, T)
     baselines = group_sum(returns * energy, rows.groups, rows.num_groups) / (totals + epsilon)
     has_baseline = (rows.counts > 1)[rows.groups].unsqueeze(-1).expand_as(is_valid)
@@ -380,8 +394,8 @@ def compute_optimal_token_baseline_advantage(
         _best, first, second = group_top_two(ends, rows.groups, rows.num_groups, rows.valid)
         is_tail = (positions > second[rows.groups].unsqueeze(-1)) & (ends.double() == first[rows.groups]).unsqueeze(-1)
         has_baseline = has_baseline & ~is_tail
-    advantages = returns - torch.where(has_baseline, baselines[rows.groups], 0)
-    return torch.where(is_valid, advantages, 0), returns
+    advantages = returns - torch.where(has_baseline & is_valid, baselines[rows.groups], 0)
+    return advantages, returns
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ NORM_TYPES = ("batch", "group", None)
 def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, lambd: float = 1.0) -> Pair:
     """G_t = r_t + gamma G_(t+1) over all columns, as advantages and returns. `lambd` is not read (ROLL's signature)."""
     rewards = at_least_fp32(token_level_rewards)
-    returns = backward_scan(torch.full_like(rewards, gamma), rewards)
+    returns = backward_scan(rewards.new_tensor(gamma), rewards)
     return returns, returns
 
 
@@ -63,12 +63,11 @@ def compute_agentic_reinforce_return(
     ROLL. `lambd` is not read either. token_level_rewards, mask: (B, T).
     """
     check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
-    is_valid = mask != 0
+    is_valid = mask.bool()
     is_end = is_valid & ~torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
     rewards = at_least_fp32(token_level_rewards)
-    factors = torch.where(is_end, gamma, torch.ones_like(rewards))
-    scanned = backward_scan(factors, torch.where(is_end, rewards, 0))
-    returns = torch.where(is_valid, scanned, 0)
+    factors = torch.where(is_end, rewards.new_tensor(gamma), rewards.new_ones(()))
+    returns = backward_scan(factors, torch.where(is_end, rewards, 0)).masked_fill_(~is_valid, 0)
     return returns, returns
 
 
@@ -113,7 +112,7 @@ def compute_discounted_returns(
     places = torch.arange(len(scores), device=scores.device) - (sizes.cumsum(0) - sizes)[episodes[order]]
     table = torch.zeros(number, int(sizes.max()) if number else 0, dtype=scores.dtype, device=scores.device)
     table[episodes[order], places] = scores[order]
-    returns = backward_scan(torch.full_like(table, gamma), table)
+    returns = backward_scan(table.new_tensor(gamma), table)
     return torch.zeros_like(scores).index_copy(0, order, returns[episodes[order], places])
 
 
@@ -167,7 +166,7 @@ def compute_step_reinforce_advantage(
     name = "step_reinforce"
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step)
-    valid = (response_mask != 0).any(dim=-1)
+    valid = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
     rewards = agentic_reward_norm(returns, index, norm_mean_type, norm_std_type, valid)  # type: ignore[arg-type]
@@ -200,7 +199,7 @@ def compute_gigpo_advantage(
     name = "gigpo"
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
-    valid = (response_mask != 0).any(dim=-1)
+    valid = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
     trajectories, number = group_ids(traj_id, scores.device)  # type: ignore[arg-type]
     episodes = group_sum(scores, trajectories, number)[trajectories]
@@ -214,6 +213,6 @@ def compute_gigpo_advantage(
 
 def at_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Scores (B,) at the last valid token of each row, 0 elsewhere: (B, T)."""
-    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * (response_mask != 0)
-    is_last = (positions == positions.amax(dim=-1, keepdim=True)) & (response_mask != 0)
+    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * response_mask.bool()
+    is_last = (positions == positions.amax(dim=-1, keepdim=True)) & response_mask.bool()
     return torch.where(is_last, scores.unsqueeze(-1), 0)

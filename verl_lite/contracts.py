@@ -83,7 +83,8 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
     names = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
     columns: Columns = {name: torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for name in names}
     columns["old_log_probs"] = -columns["old_log_probs"].abs()
-    columns["sum_pi_squared"] = columns["sum_pi_squared"].sigmoid()
+    chosen = columns["old_log_probs"].exp()
+    columns["sum_pi_squared"] = chosen**2 + columns["sum_pi_squared"].sigmoid() * (1 - chosen) ** 2
     columns["token_level_rewards"] *= mask
     alone = ROWS - 1 if groups_of_one else None
     index = np.array([f"task-{'alone' if row == alone else row % 5}" for row in range(ROWS)], dtype=object)

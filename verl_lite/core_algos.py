@@ -207,7 +207,7 @@ def compute_value_loss(
     if cliprange_value <= 0:
         raise ValueError(f"compute_value_loss: cliprange_value={cliprange_value}: a number above 0 is expected.")
     check_shapes("compute_value_loss", vpreds=vpreds, returns=returns, values=values, response_mask=response_mask)
-    is_valid = response_mask != 0
+    is_valid = response_mask.bool()
     new, target, old = (torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in (vpreds, returns, values))
     plain = (new - target).square()
     clipped = (torch.clamp(new, old - cliprange_value, old + cliprange_value) - target).square()
@@ -261,7 +261,7 @@ def kl_penalty(
             )
     difference = at_least_fp32(logprob) - at_least_fp32(ref_logprob)
     if response_mask is not None:
-        difference = torch.where(response_mask != 0, difference, 0)
+        difference = torch.where(response_mask.bool(), difference, 0)
     value = _kl_estimate(difference, KL_ALIASES[name])
     if not kl_penalty.endswith("+") or KL_ALIASES[name] == "k2":
         return value
@@ -299,8 +299,8 @@ def apply_kl_penalty(
     check_shapes("apply_kl_penalty", token_level_scores=token_level_scores, response_mask=response_mask)
     with torch.no_grad():
         divergence = kl_penalty(log_prob, ref_log_prob, kl_penalty_type, response_mask)
-        divergence = torch.where(response_mask != 0, divergence, 0)
-        lengths = (response_mask != 0).sum(dim=-1)
+        divergence = torch.where(response_mask.bool(), divergence, 0)
+        lengths = response_mask.bool().sum(dim=-1)
         per_sequence = divergence.sum(dim=-1) / lengths.clamp(min=1)
         mean_kl = float(per_sequence.sum() / (lengths > 0).sum().clamp(min=1))
     return token_level_scores - kl_coef * divergence, mean_kl

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl_lite.masked import masked_mean
-from verl_lite.policy_losses import TokenLosses, clip_range, masked_log_ratio, policy_loss
+from verl_lite.policy_losses import TokenLosses, bounded_log_ratio, clip_range, masked_log_ratio, policy_loss
 
 
 @policy_loss()
@@ -29,15 +29,14 @@ def compute_policy_loss_clip_cov(
 
     selected (B, T): those tokens, from `select_clip_cov`; chosen here if the mini-batch is given whole. verl chooses
     anew in each micro-batch with the log-probs of now, so that its choice depends on the cut.
-    Metrics: pg_clipfrac: share of the chosen tokens; ppo_kl.
+    Metrics: pg_clipfrac: share of the chosen tokens.
     """
     low, high = clip_range(config)
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    ratio = log_ratio.exp()
+    ratio = bounded_log_ratio(log_prob, old_log_prob).exp()
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if selected is None:
         selected = select_clip_cov(old_log_prob, advantages, response_mask, config, log_prob=log_prob)
-    return torch.where(selected, 0, losses), {"pg_clipfrac": selected, "ppo_kl": -log_ratio}
+    return torch.where(selected, 0, losses), {"pg_clipfrac": selected}
 
 
 @policy_loss()
@@ -54,7 +53,7 @@ def compute_policy_loss_kl_cov(
     selected (B, T): those tokens, from `select_kl_cov`; chosen here if the mini-batch is given whole.
     Metrics: ppo_kl: mean of |d|, as in verl.
     """
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob)
     if selected is None:
         selected = select_kl_cov(old_log_prob, advantages, response_mask, config, log_prob=log_prob)
     penalty = torch.where(selected, config.policy_loss.ppo_kl_coef * log_ratio.abs(), 0)
@@ -77,7 +76,7 @@ def select_clip_cov(
     mean log_prob) lies between clip_cov_lb and clip_cov_ub, less those that PPO's clip drops already (options of
     config.policy_loss). log_prob: null = old_log_prob, the policy before the update. generator: null = torch's own.
     """
-    options, is_valid = config.policy_loss, response_mask != 0
+    options, is_valid = config.policy_loss, response_mask.bool()
     if not options.clip_cov_lb < options.clip_cov_ub:
         raise ValueError(
             f"clip_cov_lb={options.clip_cov_lb}, clip_cov_ub={options.clip_cov_ub}: no covariance lies between them."
@@ -111,7 +110,7 @@ def select_kl_cov(
 
     The max(kl_cov_ratio times the valid tokens, 1) of largest covariance, see `select_clip_cov`. Nothing is drawn.
     """
-    is_valid = response_mask != 0
+    is_valid = response_mask.bool()
     new = old_log_prob if log_prob is None else log_prob
     covariance = torch.where(is_valid, _covariance(new, advantages, is_valid), -torch.inf)
     tokens = int(is_valid.sum())

@@ -55,13 +55,13 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Sum of values where the mask is not 0. Values elsewhere may be NaN: they reach neither result nor gradient."""
-    kept = torch.where(mask != 0, at_least_fp32(values), 0)
+    kept = torch.where(mask.bool(), at_least_fp32(values), 0)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Mean of values where the mask is not 0; 0 where nothing is left (denominator + 1e-8, as verl)."""
-    count = (mask != 0).sum() if axis is None else (mask != 0).sum(dim=axis)
+    count = mask.bool().sum() if axis is None else mask.bool().sum(dim=axis)
     return masked_sum(values, mask, axis) / (count + 1e-8)
 
 
@@ -70,7 +70,7 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
 
     Raises ValueError if fewer than two values (one, if not unbiased) are left.
     """
-    count = int((mask != 0).sum())
+    count = int(mask.bool().sum())
     if count < 1 + unbiased:
         raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + unbiased}.")
     centred = at_least_fp32(values) - masked_mean(values, mask)
@@ -90,14 +90,16 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
 def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`masked_whiten`, then 0 under mask 0; values stay as they are where fewer than two are left (as ROLL).
 
-    A step in which nearly every reward failed goes on; verl stops it with an error.
+    A step in which nearly every reward failed goes on; verl stops it with an error. The result has no gradient.
     """
-    is_valid, values = mask != 0, at_least_fp32(values)
-    kept = values[is_valid]
-    if len(kept) > 1:
-        variance, mean = torch.var_mean(kept)
-        values = (values - mean).mul_(torch.rsqrt(variance + 1e-8))
-    return torch.where(is_valid, values, 0)
+    is_valid = mask.bool()
+    kept = torch.where(is_valid, at_least_fp32(values.detach()), 0)
+    count = int(is_valid.sum())
+    if count > 1:
+        kept.sub_(kept.sum(dtype=torch.float64) / count).masked_fill_(~is_valid, 0)
+        variance = torch.linalg.vector_norm(kept, dtype=torch.float64) ** 2 / (count - 1)
+        kept.mul_(torch.rsqrt(variance + 1e-8))
+    return kept
 
 
 # ---------------------------------------------------------------------------------------------------- along a row
@@ -106,10 +108,12 @@ def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def backward_scan(factors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """x_t = values_t + factors_t x_(t+1), from the last column to the first, x = 0 after it. Not differentiable.
 
-    Both (B, T). Columns lie one after the other in memory while the scan runs: one multiply-add over all rows per step.
+    values: (B, T); factors: (B, T), or () for one factor. Columns lie one after the other in memory while the scan
+    runs: one multiply-add over all rows per step.
     """
     columns = at_least_fp32(values.detach()).t().clone(memory_format=torch.contiguous_format)
-    steps = factors.detach().to(columns.dtype).t().contiguous()
+    steps = factors.to(columns.dtype)
+    steps = steps.t().contiguous() if steps.dim() else steps.expand(len(columns))
     for t in range(len(columns) - 2, -1, -1):
         columns[t].addcmul_(steps[t], columns[t + 1])
     return columns.t().contiguous()
@@ -123,10 +127,13 @@ def discounted_returns(
     next is the next valid token: tokens of an environment between two turns take no time and G passes them unchanged
     (verl). With `count_gaps` each column is a step, discounted as any other (ROLL).
     """
-    is_valid, rewards = mask != 0, at_least_fp32(rewards)
-    discount = torch.full_like(rewards, gamma)
-    factors = discount if count_gaps else torch.where(is_valid, discount, 1)
-    return torch.where(is_valid, backward_scan(factors, torch.where(is_valid, rewards, 0)), 0)
+    is_valid = mask.bool()
+    kept = torch.where(is_valid, at_least_fp32(rewards), 0)
+    if gamma == 1:
+        return kept.flip(-1).cumsum(dim=-1).flip(-1).masked_fill_(~is_valid, 0)
+    discount = kept.new_tensor(gamma)
+    factors = discount if count_gaps else torch.where(is_valid, discount, kept.new_ones(()))
+    return backward_scan(factors, kept).masked_fill_(~is_valid, 0)
 
 
 def compute_segment_masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -135,7 +142,7 @@ def compute_segment_masked_mean(values: torch.Tensor, mask: torch.Tensor) -> tor
     values, mask: (B, T) -> (B, T). One assistant turn is one run: with log-ratios as values this is GSPO's
     length-normalised ratio per turn (ROLL's name and semantics).
     """
-    is_valid, values = mask != 0, at_least_fp32(values)
+    is_valid, values = mask.bool(), at_least_fp32(values)
     starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
     runs = starts.cumsum(dim=-1)  # 0 before the first run; tokens between runs have number of the run before, value 0
     zeros = values.new_zeros(len(values), values.shape[-1] + 1)
@@ -278,12 +285,13 @@ def agg_loss(
         raise ValueError(f"agg_loss: loss_scale_factor={loss_scale_factor}: a number above 0 is expected, or None.")
     if loss_agg_mode == "token-sum":
         return masked_sum(loss_mat, loss_mask) * dp_size
-    lengths = (loss_mask != 0).sum(dim=-1)
+    is_valid = loss_mask.bool()
+    lengths = is_valid.sum(dim=-1, dtype=torch.int32)
     if loss_agg_mode == "token-mean":
         tokens = _denominator("batch_num_tokens", batch_num_tokens, lengths.sum(), dp_size, loss_agg_mode)
-        return masked_sum(loss_mat, loss_mask) / tokens * dp_size
+        return masked_sum(loss_mat, is_valid) / tokens * dp_size
     sequences = _denominator("global_batch_size", global_batch_size, (lengths > 0).sum(), dp_size, loss_agg_mode)
-    rows = masked_sum(loss_mat, loss_mask, axis=-1)
+    rows = masked_sum(loss_mat, is_valid, axis=-1)
     if loss_agg_mode == "seq-mean-token-mean":
         rows = rows / lengths.clamp(min=1)
     elif loss_agg_mode == "seq-mean-token-sum-norm":

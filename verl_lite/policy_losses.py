@@ -2,7 +2,8 @@
 
 Each loss is a formula for one token, made a `PolicyLossFn` by `policy_loss`, which sees to the mask, the importance
 weights and the denominators; `core_algos` registers them. Notation: d = log_prob - old_log_prob within +-20,
-r = exp(d), A the advantage, sg = no gradient. Formulas see tensors (B, T) of at least fp32 that are 0 under mask 0.
+r = exp(d), A the advantage, sg = no gradient. Formulas see tensors (B, T) of at least fp32 that are 0 under mask 0, and
+a bool mask. Each loss has the metric ppo_kl, the mean of -d, unless its formula gives another.
 
 Nothing here depends on how the batch was cut: formulas read a token or its row, and rows are never cut. This file has
 the losses whose gradient flows through the ratio; those of REINFORCE's form stand in `reinforce_losses`, those that
@@ -97,11 +98,12 @@ def policy_loss(
             optional = {"rollout_is_weights": rollout_is_weights, "selected": extras.get("selected")}
             checked = given | {name: tensor for name, tensor in optional.items() if tensor is not None}
             check_shapes(formula.__name__, response_mask=response_mask, **checked)
-            is_valid = response_mask != 0
+            is_valid = response_mask.bool()
             if takes(formula, "selected") and extras.get("selected") is None:
                 _require_whole(formula.__name__, is_valid, batch_num_tokens)
-            masked = (torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values())
-            losses, averages = formula(*masked, response_mask, config, **extras)
+            masked = [torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values()]
+            old, new, _advantages = (tensor.detach() for tensor in masked)
+            losses, averages = formula(*masked, is_valid, config, **extras)
             if rollout_is_weights is not None:
                 weights = at_least_fp32(rollout_is_weights)
                 if row_weights:
@@ -109,13 +111,13 @@ def policy_loss(
                 losses = losses * weights
             loss = agg_loss(
                 losses,
-                response_mask,
+                is_valid,
                 always or loss_agg_mode,
                 batch_num_tokens=batch_num_tokens,
                 global_batch_size=global_batch_size,
                 loss_scale_factor=config.loss_scale_factor,
             )
-            return loss, token_means(response_mask, **averages)
+            return loss, token_means(is_valid, **{"ppo_kl": bounded_log_ratio(old, new)} | averages)
 
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(loss_function, attribute, getattr(formula, attribute))
@@ -154,7 +156,7 @@ def call_policy_loss(
     loss, metrics = loss_fn(*arguments, **given)
     if all(isinstance(value, Metric) for value in metrics.values()):
         return loss, dict(metrics)
-    tokens = float((response_mask != 0).sum())
+    tokens = float(response_mask.bool().sum())
     return loss, {
         name: value if isinstance(value, Metric) else Metric.mean(float(value) * tokens, tokens)
         for name, value in metrics.items()
@@ -184,7 +186,7 @@ def _require_whole(name: str, is_valid: torch.Tensor, batch_num_tokens: Count | 
 def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str, Metric]:
     """Metrics that are means over valid tokens, moved to the host in one transfer. Each value: (B, T)."""
     totals = torch.stack([masked_sum(value.detach().float(), response_mask) for value in values.values()])
-    host = torch.cat([totals, (response_mask != 0).sum()[None].to(totals.dtype)]).tolist()
+    host = torch.cat([totals, response_mask.bool().sum()[None].to(totals.dtype)]).tolist()
     return {name: Metric.mean(total, host[-1]) for name, total in zip(values, host[:-1], strict=True)}
 
 
@@ -194,8 +196,13 @@ def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str
 def masked_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """log_prob - old_log_prob within +-20; 0 under mask 0 before it is exponentiated: a NaN there has no gradient."""
     difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
-    log_ratio = torch.where(response_mask != 0, difference, 0)
+    log_ratio = torch.where(response_mask.bool(), difference, 0)
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def bounded_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+    """log_prob - old_log_prob within +-20, of log-probs that are masked already."""
+    return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def importance_log_ratio(
@@ -247,11 +254,10 @@ def clipped_surrogate(
     if clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
     advantages = at_least_fp32(advantages)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    ratio, cost = log_ratio.exp(), -advantages
+    plain, clipped = cost * ratio, cost * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     pessimistic = torch.maximum(plain, clipped)
-    bound = -advantages * clip_ratio_c
+    bound = cost * clip_ratio_c
     is_bounded = (advantages < 0) & (pessimistic > bound)
     loss = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
     return loss, clipped > plain, is_bounded
@@ -272,13 +278,12 @@ def compute_policy_loss_vanilla(
 
     config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_scale_factor, ratio_type (segment: one ratio
     per run of response tokens; ROLL's dual_clip_loss is clip_ratio_c = 1 + 2 clip_ratio).
-    Metrics: pg_clipfrac, pg_clipfrac_lower (shares of tokens), ppo_kl (mean of old - new).
+    Metrics: pg_clipfrac, pg_clipfrac_lower (shares of tokens).
     """
     low, high = clip_range(config)
     log_ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config)
     losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, config.clip_ratio_c)
-    divergence = -masked_log_ratio(log_prob, old_log_prob, response_mask)
-    return losses, {"pg_clipfrac": is_clipped, "ppo_kl": divergence, "pg_clipfrac_lower": is_bounded}
+    return losses, {"pg_clipfrac": is_clipped, "pg_clipfrac_lower": is_bounded}
 
 
 def compute_policy_loss(
@@ -334,11 +339,11 @@ def compute_policy_loss_gspo(
     a row (GSPO-token). The mode is always seq-mean-token-mean, as the paper defines it and verl has it.
     """
     low, high = clip_range(config)
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    by_row = masked_mean(log_ratio, response_mask, axis=-1).detach().unsqueeze(-1)
+    log_ratio = bounded_log_ratio(log_prob.detach(), old_log_prob)
+    by_row = masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1)
     ratio = (log_prob - log_prob.detach() + by_row).clamp(max=10.0).exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain, "ppo_kl": -log_ratio}
+    return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}
 
 
 @policy_loss(always="seq-mean-token-mean")
@@ -356,10 +361,9 @@ def compute_policy_loss_sapo(
     """
     if config.tau_pos <= 0 or config.tau_neg <= 0:
         raise ValueError(f"tau_pos={config.tau_pos}, tau_neg={config.tau_neg}: sapo needs both above 0.")
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    ratio = bounded_log_ratio(log_prob, old_log_prob).exp()
     tau = torch.where(advantages > 0, config.tau_pos, torch.full_like(advantages, config.tau_neg))
-    gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
-    return -advantages * gate, {"ppo_kl": -log_ratio}
+    return -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)), {}
 
 
 @policy_loss(always="seq-mean-token-mean", row_weights=True)
@@ -377,16 +381,12 @@ def compute_policy_loss_geo_mean(
     pg_clipfrac_lower: tokens out of range with A > 0, with A < 0.
     """
     low, high = clip_range(config)
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob)
     clamped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     worse = sign * torch.minimum(sign * log_ratio, sign * clamped)
     ratio = masked_mean(worse, response_mask, axis=-1).exp()
     advantage = masked_mean(advantages, response_mask, axis=-1)
     is_out = log_ratio != clamped
-    averages = {
-        "pg_clipfrac": is_out & (advantages > 0),
-        "ppo_kl": -log_ratio,
-        "pg_clipfrac_lower": is_out & (advantages < 0),
-    }
+    averages = {"pg_clipfrac": is_out & (advantages > 0), "pg_clipfrac_lower": is_out & (advantages < 0)}
     return (-advantage * ratio).unsqueeze(-1).expand_as(log_ratio), averages

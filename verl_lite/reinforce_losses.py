@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl_lite.policy_losses import TokenLosses, clip_range, importance_log_ratio, masked_log_ratio, policy_loss
+from verl_lite.policy_losses import TokenLosses, bounded_log_ratio, clip_range, importance_log_ratio, policy_loss
 
 
 @policy_loss()
@@ -22,7 +22,7 @@ def compute_policy_loss_gpg(
     config: Any,
 ) -> TokenLosses:
     """GPG: -A log_prob, plain policy gradient (arXiv:2504.02546)."""
-    return -advantages * log_prob, {"ppo_kl": -masked_log_ratio(log_prob, old_log_prob, response_mask)}
+    return -advantages * log_prob, {}
 
 
 @policy_loss()
@@ -76,8 +76,7 @@ def _truncated(
 ) -> TokenLosses:
     ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).detach().exp()
     truncated = ratio.clamp(lower, upper)
-    divergence = -masked_log_ratio(log_prob, old_log_prob, response_mask)
-    return -truncated * advantages * log_prob, {"pg_clipfrac": truncated != ratio, "ppo_kl": divergence}
+    return -truncated * advantages * log_prob, {"pg_clipfrac": truncated != ratio}
 
 
 @policy_loss()
@@ -100,11 +99,7 @@ def compute_policy_loss_topr(
     is_good = (advantages > 0) if scores is None else (scores > 0).unsqueeze(-1).expand_as(advantages)
     tapered = options.topr_negative_weight * ratio.clamp(0.0, 1.0)
     weights = torch.where(is_good, options.topr_positive_weight, tapered)
-    averages = {
-        "pg_clipfrac": ~is_good & (ratio > 1),
-        "ppo_kl": -masked_log_ratio(log_prob, old_log_prob, response_mask),
-    }
-    return -weights * advantages * log_prob, averages
+    return -weights * advantages * log_prob, {"pg_clipfrac": ~is_good & (ratio > 1)}
 
 
 @policy_loss()
@@ -117,8 +112,7 @@ def compute_policy_loss_kimi15(
 ) -> TokenLosses:
     """Kimi k1.5: -A log_prob + tau / 2 d^2 (arXiv:2501.12599), tau = config.policy_loss.kimi15_tau."""
     difference = log_prob - old_log_prob
-    losses = -advantages * log_prob + 0.5 * config.policy_loss.kimi15_tau * difference.square()
-    return losses, {"ppo_kl": -difference}
+    return -advantages * log_prob + 0.5 * config.policy_loss.kimi15_tau * difference.square(), {}
 
 
 @policy_loss()
@@ -137,7 +131,7 @@ def compute_policy_loss_dro(
     if beta is None or beta <= 0:
         raise ValueError(f"dro_beta={beta}: dro needs a number above 0.")
     difference = log_prob - old_log_prob
-    return -(advantages * log_prob - 0.5 * beta * difference.square()), {"ppo_kl": -difference}
+    return -(advantages * log_prob - 0.5 * beta * difference.square()), {}
 
 
 @policy_loss()
@@ -190,12 +184,6 @@ def _divergence_gated(
 ) -> TokenLosses:
     if config.clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={config.clip_ratio_c}: it bounds ratios above 1; set it above 1.0.")
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    weights = log_ratio.detach().exp().clamp(max=config.clip_ratio_c)
+    weights = bounded_log_ratio(log_prob.detach(), old_log_prob).exp().clamp(max=config.clip_ratio_c)
     losses = torch.where(is_inside, -weights * advantages * log_prob, 0)
-    averages = {
-        "pg_clipfrac": ~is_inside,
-        "ppo_kl": -log_ratio,
-        "pg_clipfrac_lower": ~is_inside & (advantages <= 0),
-    }
-    return losses, averages
+    return losses, {"pg_clipfrac": ~is_inside, "pg_clipfrac_lower": ~is_inside & (advantages <= 0)}

@@ -247,7 +247,7 @@ def optimal_token_baseline(given: Given) -> Pair:
         total = 0.0
         for t in range(given.width):
             if given.mask[row][t]:
-                weight = 1 - 2 * math.exp(log_probs[row][t]) + squares[row][t]
+                weight = max(0.0, 1 - 2 * math.exp(log_probs[row][t]) + squares[row][t])
                 total += weight * (is_weights[row][t] ** 2 if is_weights else 1.0)
                 energy[row][t] = total
     ends = [max((t + 1 for t in range(given.width) if mask[t]), default=0) for mask in given.mask]

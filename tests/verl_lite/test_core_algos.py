@@ -147,7 +147,7 @@ def test_agg_loss_names_what_is_wrong():
         agg_loss(LOSSES, MASK, "seq-mean-token-sum-norm", loss_scale_factor=0)
 
 
-# ---------------------------------------------------------------------------------------------------- PPO by its older name
+# ---------------------------------------------------------------------------------------------------- seed 001
 
 
 def test_seed_signature_agrees_with_the_registered_loss():

@@ -39,7 +39,7 @@ def batch(name: str, seed: int = 0) -> dict[str, Any]:
 
 def said(name: str) -> str:
     """The name in its errors: that of the kin that does the work."""
-    return name.removesuffix("_vectorized").removeprefix("tir_")
+    return "grpo" if name == "grpo_vectorized" else name.removeprefix("tir_")
 
 
 def estimate(name: str, columns: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,6 +95,19 @@ def test_the_multi_turn_baseline_counts_the_policys_own_tokens() -> None:
     columns = batch("tir_optimal_token_baseline", 6)
     found = [estimate(name, columns)[0] for name in ("optimal_token_baseline", "tir_optimal_token_baseline")]
     assert not torch.allclose(*found)
+
+
+def test_the_token_baseline_of_sure_tokens_is_bounded() -> None:
+    """Of tokens with probability 1 the weights are rounding, here one below and one above 0; the baseline is a mean."""
+    columns = {
+        "token_level_rewards": torch.tensor([[3.0], [1.0]]),
+        "response_mask": torch.ones(2, 1),
+        "old_log_probs": torch.zeros(2, 1),
+        "sum_pi_squared": torch.tensor([[1 - 2**-24], [1 + 2**-23]]),
+    }
+    advantages, returns = ADV_ESTIMATOR_REGISTRY["optimal_token_baseline"](**columns, index=["a", "a"])
+    baselines = returns - advantages
+    assert bool(((baselines >= 0) & (baselines <= 3)).all()), "a mean of the returns, drawn to 0 by epsilon"
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gigpo", "step_reinforce"])
