@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data import PromptDataset
 from trainer.environment import worker_environment
-from trainer.needs import needs_critic, needs_reference, needs_reward_function
+from trainer.needs import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.reward_failures import FailureLog
 from trainer.reward_inputs import RewardInputs, reward_inputs
@@ -114,7 +114,7 @@ def worker_classes(
         roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(wish_of(config, 1, run_dir), count=1))
     if needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
-    if needs_reference(config):
+    if needs_reference_model(config):
         roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
     if config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
@@ -166,12 +166,13 @@ def build_trainer(
         if data.reward_inputs is not None:
             reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
         actor = ActorRole(groups["actor_rollout"], config)
+        reference = groups["ref"] if "ref" in groups else groups["actor_rollout"]
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
         yield trainer_class(
             config,
             actor=actor,
-            ref=ReferenceRole(groups["ref"], config) if "ref" in groups else None,
+            ref=ReferenceRole(reference, config) if needs_reference(config) else None,
             critic=critic,
             rewards=Rewards(pool, config.reward, run_dir, reward_model, failures),
             steps=steps,

@@ -1,7 +1,8 @@
 """`python -m trainer.export RUN --to FOLDER`: a checkpoint as a Hugging Face folder, on a CPU.
 
 RUN is a run folder (its newest checkpoint) or a global_step_N folder. FOLDER gets safetensors, config, tokenizer and
-generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it.
+generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it. What was trained as an adapter (LoRA) is
+merged into its base model; with `--adapter` FOLDER gets it alone, as `peft.PeftModel.from_pretrained` loads it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ def main(argv: list[str] | None = None) -> int:
     prepare_driver()
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run folder, or a global_step_N folder")
-    parser.add_argument("--to", type=Path, help="the folder to write; default: hf beside the checkpoint")
+    parser.add_argument("--to", type=Path, help="the folder to write; default: hf (or adapter) in the checkpoint")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, in fp32 and in peft's format")
     options = parser.parse_args(argv)
     from trainer.checkpoint import saved_steps
     from verl_lite.errors import UserError
-    from workers.engine.checkpoint import export
+    from workers.engine.checkpoint import export, export_adapter
 
     run = options.run.expanduser().absolute()
     steps = saved_steps(run)
     checkpoint = run if not steps else steps[max(steps)]
-    target = options.to or checkpoint / "hf"
+    target = options.to or checkpoint / ("adapter" if options.adapter else "hf")
     try:
-        export(str(checkpoint / "actor"), str(target), options.dtype)
+        if options.adapter:
+            export_adapter(str(checkpoint / "actor"), str(target))
+        else:
+            export(str(checkpoint / "actor"), str(target), options.dtype)
     except UserError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         return 2

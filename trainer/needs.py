@@ -53,6 +53,11 @@ def needs_reference(config: PPOConfig) -> bool:
     return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
+def needs_reference_model(config: PPOConfig) -> bool:
+    """Whether it takes a model of its own: where the policy has an adapter, it is the policy without it."""
+    return needs_reference(config) and not config.model.lora_rank
+
+
 def needs_greedy_baseline(config: PPOConfig) -> bool:
     """Whether the estimator compares answers with the greedy one, which the same rollout then gives."""
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), "reward_baselines")

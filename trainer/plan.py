@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trainer.needs import is_on_policy, needs_critic, needs_greedy_baseline, needs_old_log_prob, needs_reward_function
 from verl_lite.config import PPOConfig
+from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 
 
@@ -74,7 +75,18 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
             else f"trainer.total_training_steps={trainer.total_training_steps}",
         ),
         PlanRow("rollout engine", f"{engines} x {resolve_engine_name(config.rollout.name)}", "rollout.name"),
+        *_adapter_rows(config),
     ]
+
+
+def _adapter_rows(config: PPOConfig) -> list[PlanRow]:
+    """How much of the policy learns, where that is an adapter."""
+    model = config.model
+    if not model.lora_rank:
+        return []
+    trained, whole = count_trained(model), count_parameters(model)
+    options = f"of {whole:,}: model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
+    return [PlanRow("parameters that learn", f"{trained:,}", options)]
 
 
 def _critic_rows(config: PPOConfig) -> list[PlanRow]:

@@ -26,7 +26,7 @@ from trainer.needs import needs_critic
 from verl_lite.config import PPOConfig, TrainerConfig
 from verl_lite.errors import UserError
 from workers.critic import critic_network
-from workers.policy.loading import count_parameters
+from workers.policy.loading import count_parameters, count_trained
 
 BYTES_PER_PARAMETER = 12  # fp32: the parameter and AdamW's two moments
 
@@ -120,7 +120,7 @@ class Saver:
 
 def checkpoint_bytes(config: PPOConfig) -> int:
     """About the size of one checkpoint: weights and moments of what learns."""
-    count = count_parameters(config.model)
+    count = count_trained(config.model)
     if needs_critic(config):
         count += count_parameters(critic_network(config))
     return count * BYTES_PER_PARAMETER

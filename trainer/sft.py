@@ -24,6 +24,7 @@ from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.device_claim import Wish, claimed_gpus
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine, values
+from verl_lite.model_checks import adapter
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup, create_worker_groups
@@ -146,6 +147,8 @@ def check(config: SFTConfig) -> None:
     ):
         if value < 1:
             raise UserError(f"{key}={value}: expected at least 1")
+    for problem in adapter(config.model):
+        raise UserError(problem)
     if config.trainer.backend == "inline" and config.trainer.n_gpus_per_node > 1:
         raise UserError(
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} with trainer.backend=inline: one process is one "

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.needs import needs_critic, needs_reference
+from trainer.needs import needs_critic, needs_reference_model
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
 from verl_lite.device_claim import Wish, claimed_gpus, tell_of_busy_host
 from workers.critic import critic_network
-from workers.policy.loading import count_parameters
+from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -55,11 +55,12 @@ def wish_of(config: PPOConfig, slots: int, run_dir: Path) -> Wish:
 def host_bytes(config: PPOConfig, slots: int, with_vllm: bool) -> int:
     """Memory that a run on a CPU takes at least, about: its processes and models, without activations."""
     policy = count_parameters(config.model)
+    learns = count_trained(config.model)  # all of it, or an adapter beside it
     critic = count_parameters(critic_network(config)) if needs_critic(config) else 0
     reward_model = count_parameters(config.reward_model.model) if config.reward_model.enable else 0
     processes = _DRIVER_BYTES + _RAY_BYTES + slots * _WORKER_BYTES
     if with_vllm:
         processes += slots * (_VLLM_BYTES + config.rollout.kv_cache_memory_mb * MIB)
-    frozen = reward_model + (policy if needs_reference(config) else 0)
-    models = _TRAINED * (policy + critic) + _FROZEN * frozen + slots * _FROZEN * policy  # the last: rollout engines
+    frozen = reward_model + policy * (needs_reference_model(config) + (config.model.lora_rank > 0))
+    models = _TRAINED * (learns + critic) + _FROZEN * frozen + slots * _FROZEN * policy  # the last: rollout engines
     return processes + models

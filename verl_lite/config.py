@@ -62,6 +62,10 @@ class ModelConfig(NetworkConfig):
     """The policy's network."""
 
     tokenizer_path: str | None = opt(None, "tokenizer from elsewhere; null = model.path")
+    lora_rank: int = opt(0, "rank of a LoRA adapter, which is then all that learns; 0 = all parameters learn")
+    lora_alpha: int = opt(16, "the adapter counts lora_alpha / lora_rank")
+    target_modules: list[str] = opt(["all-linear"], "linear layers with an adapter: all-linear, or [q_proj,v_proj,...]")
+    exclude_modules: list[str] = opt([], "of these, layers without one")
 
 
 @dataclass

@@ -195,6 +195,7 @@ def validate(
     # imports torch, which printing the options does not need
     from verl_lite.algorithm_checks import critic, estimator, losses, shaping
     from verl_lite.correction_checks import rollout_correction
+    from verl_lite.model_checks import adapter
     from verl_lite.reward_checks import rewards
 
     trainer = config.trainer
@@ -204,6 +205,7 @@ def validate(
         *_ranges(config),
         *_batch_sizes(config),
         *_micro_batches(config),
+        *adapter(config.model),
         *losses(config),
         *estimator(config),
         *shaping(config),

@@ -42,7 +42,7 @@ _VETO = Only(
 )
 _IS_BOUNDS = Only((), "", f"both bounds are {_CORRECTION}.rollout_is_threshold=low_high")
 _MULTI_TURN = "multi-turn rollout is not here yet"
-_LORA = "LoRA is not here yet; all parameters are trained"
+_WHOLE = "an adapter (LoRA) is for the policy alone; this model has none"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _WEIGHTS_FROM_TRAINER = NoEffect("the engine starts with dummy weights and always gets them from the trainer")
 
@@ -122,13 +122,9 @@ _MODEL: dict[str, Rule] = {
     "model.custom_chat_template": Only((), "", "put the template into the tokenizer's folder (model.tokenizer_path)"),
     "model.hf_config_path": Only((), "", "the config comes from model.path; model.override_config changes entries"),
     "model.enable_activation_offload": NoEffect("activations are recomputed, not moved; it is a matter of memory only"),
-    "model.lora_rank": Only((0,), "no LoRA is used", _LORA),
-    "model.lora_alpha": NoEffect("no LoRA is used"),
-    "model.target_modules": NoEffect("no LoRA is used"),
-    "model.exclude_modules": NoEffect("no LoRA is used"),
-    "model.lora_adapter_path": Only((), "", _LORA),
-    "model.lora.rank": Only((0,), "no LoRA is used", _LORA),
-    "model.lora": NoEffect("no LoRA is used"),
+    "model.lora_adapter_path": Only((), "", "an adapter starts at zero here; merge yours into the model of model.path"),
+    "model.lora.rank": Only((0,), "model.lora_rank is read", "say model.lora_rank, and model.lora_alpha with it"),
+    "model.lora": NoEffect("model.lora_rank, lora_alpha, target_modules and exclude_modules are read"),
     "model.use_liger": NoEffect("fused kernels change speed only, and none are used"),
     "model.use_fused_kernels": _CHUNKED,
     "model.fused_kernel_options": _CHUNKED,
@@ -136,6 +132,13 @@ _MODEL: dict[str, Rule] = {
     "model.mtp.enable": Only((False,), "no multi-token prediction is used", "multi-token prediction is not here"),
     "model.mtp": NoEffect("no multi-token prediction is used"),
     "model.use_prefix_grouper": NoEffect("a matter of speed only"),
+}
+
+_NO_ADAPTER: dict[str, Rule] = {
+    "model.lora_rank": Only((0,), _WHOLE, _WHOLE),
+    "model.lora_alpha": NoEffect(_WHOLE),
+    "model.target_modules": NoEffect(_WHOLE),
+    "model.exclude_modules": NoEffect(_WHOLE),
 }
 
 _ACTOR: dict[str, Rule] = {
@@ -173,7 +176,7 @@ _ACTOR: dict[str, Rule] = {
 }
 
 _CRITIC: dict[str, Rule] = {
-    **{f"critic.{name}": rule for name, rule in _MODEL.items()},
+    **{f"critic.{name}": rule for name, rule in (_MODEL | _NO_ADAPTER).items()},
     "critic.enable": NoEffect("there is a critic exactly where algorithm.adv_estimator needs values"),
     "critic.strategy": _STRATEGY,
     "critic.grad_clip": Renamed("critic.optim.clip_grad"),
@@ -318,7 +321,7 @@ _REWARD: dict[str, Rule] = {
     "reward_model.model.input_tokenizer": Means(
         "reward_model.retokenize", True, "the answer is decoded by the policy's tokenizer (model.tokenizer_path)"
     ),
-    **{f"reward_model.{name}": rule for name, rule in _MODEL.items()},
+    **{f"reward_model.{name}": rule for name, rule in (_MODEL | _NO_ADAPTER).items()},
     "reward_model.model.tokenizer_path": Only((), "", "its tokenizer lies in the folder reward_model.model.path"),
     **_fsdp_rules("reward_model.fsdp_config"),
     **_fsdp_rules("reward_model.fsdp_config", spelt="reward_model.model.fsdp_config"),

@@ -22,6 +22,7 @@ from workers.losses import actor_loss, outputs_of_logits
 from workers.phase import Phase, process_phases
 from workers.policy.causal_lm import causal_lm
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
+from workers.reference import ref_log_prob
 from workers.reward_pool import RewardItem
 from workers.rollout.base import Completion, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
@@ -146,6 +147,13 @@ class ActorRolloutWorker(TrainingWorker):
         outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in asked})
         columns = {"log_probs": "old_log_probs", "entropys": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict(tensors={columns[name]: value for name, value in outputs.items()})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """ref_log_prob (n, R) of a planned batch: the policy without its adapter. As `ReferenceWorker`'s."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        with self.engine.adapter_off():
+            return ref_log_prob(self.engine, data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:

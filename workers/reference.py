@@ -1,4 +1,7 @@
-"""The frozen reference model: its log-probs are what KL terms compare the policy with."""
+"""The frozen reference model: its log-probs are what KL terms compare the policy with.
+
+A policy that is trained as an adapter needs no such worker: with the adapter switched off it is the reference itself.
+"""
 
 from __future__ import annotations
 
@@ -42,5 +45,10 @@ class ReferenceWorker(Worker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """ref_log_prob (n, R) of a planned batch; meta_info temperature."""
         self.phases.enter(Phase.TRAIN, self.engine)
-        outputs = self.engine.infer(data, temperature=data.meta_info["temperature"], calculate_entropy=False)
-        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
+        return ref_log_prob(self.engine, data)
+
+
+def ref_log_prob(engine: FSDPEngine, data: DataProto) -> DataProto:
+    """ref_log_prob (n, R) of a planned batch by an engine that is the reference now; meta_info temperature."""
+    outputs = engine.infer(data, temperature=data.meta_info["temperature"], calculate_entropy=False)
+    return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})

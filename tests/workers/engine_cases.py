@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -128,11 +129,12 @@ def build_engine(
     case: Case,
     optim: OptimConfig | None = None,
     build_policy: PolicyBuilder | None = None,
+    model: Mapping[str, Any] | None = None,
     **fsdp: Any,
 ) -> FSDPEngine:
-    """build_policy: null = a language model."""
+    """build_policy: null = a language model. model: more options of `ModelConfig`; the rest are `FSDPConfig`'s."""
     return FSDPEngine(
-        ModelConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=case.checkpointing),
+        ModelConfig(path, False, {}, case.checkpointing, case.packed, **(model or {})),
         FSDPConfig(
             fsdp_size=case.fsdp_size,
             reshard_after_forward=case.reshard_after_forward,

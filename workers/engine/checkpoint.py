@@ -1,9 +1,9 @@
-"""Checkpoints of a sharded model and its optimizer, and the export to a plain Hugging Face folder.
+"""Checkpoints of what learns of a sharded model, with its optimizer, and the export to a plain Hugging Face folder.
 
 A checkpoint is a folder in the format of torch.distributed.checkpoint (each rank writes its shards; any number of
 ranks can read it) with a `huggingface/` folder beside the shards: config, tokenizer and generation config, so that
-`export` needs nothing else. `python -m workers.engine.checkpoint FOLDER TARGET` exports on a CPU, without
-torch.distributed.
+`export` needs nothing else; an adapter has its peft config there too, and its base model stays where it is.
+`python -m workers.engine.checkpoint FOLDER TARGET` exports on a CPU, without torch.distributed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from verl_lite.config import ModelConfig, NetworkConfig
@@ -36,6 +37,10 @@ from verl_lite.device import DTYPES
 from verl_lite.errors import UserError
 from verl_lite.random_state import get_random_state, set_random_state
 from workers.engine.optimizer import ShardedAdamW
+from workers.policy.adapter import describe, load_adapter_config, merged, save_adapter, scale_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ASSETS = "huggingface"
 
@@ -93,13 +98,27 @@ def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, sc
     return state
 
 
-def save_model_assets(path: str, model: NetworkConfig, config: PretrainedConfig) -> None:
-    """Config, tokenizer and generation config into `path`/huggingface. Call on one rank.
+def require_same_adapter(path: str, adapter: LoraConfig | None) -> None:
+    """Raises UserError unless the checkpoint was trained with such an adapter, or without one."""
+    saved, wanted = describe(load_adapter_config(Path(path))), describe(adapter)
+    if saved != wanted:
+        raise UserError(
+            f"checkpoint {path!r} holds {saved}, and this run trains {wanted}: set model.lora_rank, model.lora_alpha "
+            "and model.target_modules as they were, or start a new run"
+        )
+
+
+def save_model_assets(
+    path: str, model: NetworkConfig, config: PretrainedConfig, adapter: LoraConfig | None = None
+) -> None:
+    """Config, tokenizer and generation config into `path`/huggingface, an adapter's config beside it. Call on one rank.
 
     A model without tokenizer files gets none; a model without a generation config likewise.
     """
     folder = Path(path) / ASSETS
     config.save_pretrained(folder)
+    if adapter is not None:
+        adapter.save_pretrained(path)
     elsewhere = model.tokenizer_path if isinstance(model, ModelConfig) else None
     source = elsewhere or model.path
     with suppress(OSError):
@@ -111,15 +130,48 @@ def save_model_assets(path: str, model: NetworkConfig, config: PretrainedConfig)
 def export(path: str, target: str, dtype: str | None = None) -> None:
     """Writes a checkpoint's model as a Hugging Face folder: safetensors, config, tokenizer, generation config.
 
-    path: a folder written by `save`. dtype: fp32 or bf16; None = the dtype of the model it was trained from. Runs in
-    one process on a CPU; memory: the model once. Raises UserError if `path` holds no checkpoint.
+    path: a folder written by `save`; an adapter is merged into its base model. dtype: fp32 or bf16; None = the dtype of
+    the model it was trained from. Runs in one process on a CPU; memory: the model once. Raises UserError if `path`
+    holds no checkpoint, or if the adapter's base model is not where it was.
     """
-    source, folder = Path(path), Path(target)
-    if not (source / ".metadata").is_file() or not (source / ASSETS).is_dir():
-        raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (.metadata and {ASSETS}/)")
+    source, folder = _checkpoint(path), Path(target)
     shutil.copytree(source / ASSETS, folder, dirs_exist_ok=True)
     config = AutoConfig.from_pretrained(folder)
     target_dtype = DTYPES[dtype] if dtype else config.dtype or torch.float32
+    adapter = load_adapter_config(source)
+    if adapter is None:
+        network = _network_of(config, _read_weights(source), target_dtype, path)
+    else:
+        network = _merged_network(config, adapter, _read_weights(source), target_dtype, path)
+    if (folder / "generation_config.json").is_file():  # else save_pretrained writes one made from the config
+        network.generation_config = GenerationConfig.from_pretrained(folder)
+    network.save_pretrained(folder)
+
+
+def export_adapter(path: str, target: str) -> None:
+    """Writes a checkpoint's adapter, fp32, as a folder that `peft.PeftModel.from_pretrained(base, target)` loads.
+
+    Raises UserError if `path` holds no checkpoint, or one without an adapter.
+    """
+    source, folder = _checkpoint(path), Path(target)
+    adapter = load_adapter_config(source)
+    if adapter is None:
+        raise UserError(f"checkpoint {path!r}: all parameters were trained, so it has no adapter; export it as a model")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_adapter(folder, _read_weights(source), adapter)
+    with suppress(OSError):
+        AutoTokenizer.from_pretrained(source / ASSETS).save_pretrained(folder)
+
+
+def _checkpoint(path: str) -> Path:
+    source = Path(path)
+    if not (source / ".metadata").is_file() or not (source / ASSETS).is_dir():
+        raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (.metadata and {ASSETS}/)")
+    return source
+
+
+def _read_weights(source: Path) -> dict[str, torch.Tensor]:
+    """What learnt, whole, by name."""
     metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -129,16 +181,39 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted here
         dcp.load(state, checkpoint_id=source, no_dist=True)
-    weights = {name.removeprefix("model."): state.pop(name).to(target_dtype) for name in list(state)}
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def _network_of(
+    config: PretrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype, path: str
+) -> PreTrainedModel:
+    """A model of these weights, which are taken out of the mapping one by one."""
     with torch.device("meta"):
-        network = _auto_class(config).from_config(config, dtype=target_dtype)
-    missing = network.load_state_dict(weights, strict=False, assign=True)
+        network = _auto_class(config).from_config(config, dtype=dtype)
+    converted = {name: weights.pop(name).to(dtype) for name in list(weights)}
+    missing = network.load_state_dict(converted, strict=False, assign=True)
     if missing.unexpected_keys:
         raise UserError(f"checkpoint {path!r}: tensors that its config has no place for: {missing.unexpected_keys[:5]}")
     network.tie_weights()
-    if (folder / "generation_config.json").is_file():  # else save_pretrained writes one made from the config
-        network.generation_config = GenerationConfig.from_pretrained(folder)
-    network.save_pretrained(folder)
+    return cast("PreTrainedModel", network)
+
+
+def _merged_network(
+    config: PretrainedConfig, adapter: LoraConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, path: str
+) -> PreTrainedModel:
+    """The adapter's base model with the adapter in its weights."""
+    base = adapter.base_model_name_or_path
+    try:
+        network = _auto_class(config).from_pretrained(base, config=config, dtype=config.dtype or torch.float32)
+    except OSError as error:
+        raise UserError(
+            f"checkpoint {path!r} holds an adapter of the model {base}, which is not there: put it back, or write the "
+            "adapter alone (--adapter)"
+        ) from error
+    with torch.no_grad():
+        for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
+            network.get_parameter(name).copy_(weight)
+    return cast("PreTrainedModel", network.to(dtype))
 
 
 def _auto_class(config: PretrainedConfig) -> Any:

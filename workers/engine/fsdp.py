@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from workers.engine import checkpoint
 from workers.engine.optimizer import ShardedAdamW, lr_factor
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.engine.parameters import fill_shards, gather_full
+from workers.policy.adapter import adapter_off, has_adapter, merged, scale_of
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
 from workers.update import LossFunction, infer_batch, train_epochs
 
@@ -41,8 +43,9 @@ class FSDPEngine:
 
     model: which network. fsdp: sharding, precision and offload. optim: None for an engine that never trains.
     build_policy: what the network is and gives (`workers.policy`). total_training_steps: calls of `train` in the whole
-    run, for the learning-rate schedule. forward_only: a frozen model, held in the compute dtype. All ranks of the
-    default process group build it together; without a group it makes one of a single rank.
+    run, for the learning-rate schedule. forward_only: a frozen model. All ranks of the default process group build it
+    together; without a group it makes one of a single rank. What is frozen is held in the compute dtype, what learns in
+    fp32; optimizer state and checkpoints are of the latter alone.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class FSDPEngine:
         self.optimizer = None
         if not forward_only and optim_config is not None:
             lr_factor(0, optim_config, total_training_steps)  # an unknown schedule is refused here
-            self.optimizer = ShardedAdamW(self.parameters, optim_config, self.shard_group)
+            self.optimizer = ShardedAdamW(self.trained, optim_config, self.shard_group)
         self._forward_arguments: dict[str, Any] = {}
         self._saving: Future[Any] | None = None
         self._save_group: dist.ProcessGroup | None = None  # of its own: its thread must not meet training's collectives
@@ -84,7 +87,7 @@ class FSDPEngine:
             NetworkSpec(
                 self.model_config,
                 self.hf_config,
-                dtype=master_dtype,
+                dtype=self.param_dtype if has_adapter(self.model_config) else master_dtype,
                 attention=PACKED_ATTENTION if self.model_config.use_remove_padding else "sdpa",
                 with_weights=dist.get_rank() == 0,
             )
@@ -130,6 +133,11 @@ class FSDPEngine:
         assert all(isinstance(value, DTensor) for value in parameters.values())
         return parameters  # type: ignore[return-value]
 
+    @property
+    def trained(self) -> dict[str, DTensor]:
+        """The parameters that learn: all, or an adapter's."""
+        return {name: value for name, value in self.parameters.items() if value.requires_grad}
+
     def _reshard(self) -> None:
         for module in self._fsdp_modules(self.policy):
             module.reshard()
@@ -169,6 +177,10 @@ class FSDPEngine:
         self._reshard()
         return outputs
 
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Inside, the policy is the base model that its adapter started from."""
+        return adapter_off(self.policy)
+
     @property
     def lr(self) -> float:
         """Learning rate of the current training step."""
@@ -202,10 +214,18 @@ class FSDPEngine:
     def full_params(self, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter whole, in the compute dtype, under its Hugging Face name; tied ones once. All ranks call it.
 
-        bucket_bytes: full tensors gathered at one time. A tensor may share memory with the engine's own parameters:
-        use or copy it before the next training step.
+        bucket_bytes: full tensors gathered at one time; an adapter is held whole beside them, and merged. A tensor may
+        share memory with the engine's own parameters: use or copy it before the next training step.
         """
-        yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
+        if self.policy.adapter is None:
+            yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
+            return
+        learnt = self.trained
+        adapter = dict(gather_full(learnt, torch.float32, self.shard_group, bucket_bytes))
+        frozen = {name: value for name, value in self.parameters.items() if name not in learnt}
+        base = gather_full(frozen, self.param_dtype, self.shard_group, bucket_bytes)
+        with torch.no_grad():
+            yield from merged(base, adapter, scale_of(self.policy.adapter))
 
     def save(self, path: str, *, background: bool = False) -> None:
         """Writes model, optimizer, schedule and random states under `path`, with the model's config and tokenizer.
@@ -218,13 +238,13 @@ class FSDPEngine:
         if background:
             self._save_group = self._save_group or dist.new_group(backend="gloo")
             self._saving = checkpoint.save_in_background(
-                path, self.parameters, self.optimizer, self.scheduler_step, self._save_group
+                path, self.trained, self.optimizer, self.scheduler_step, self._save_group
             )
         else:
-            checkpoint.save(path, self.parameters, self.optimizer, self.scheduler_step)
+            checkpoint.save(path, self.trained, self.optimizer, self.scheduler_step)
         checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
-            checkpoint.save_model_assets(path, self.model_config, self.hf_config)
+            checkpoint.save_model_assets(path, self.model_config, self.hf_config, self.policy.adapter)
         dist.barrier()
 
     def finish_save(self) -> None:
@@ -234,8 +254,9 @@ class FSDPEngine:
             saving.result()
 
     def load(self, path: str) -> None:
-        """Reads what `save` wrote, on any number of ranks."""
-        self.scheduler_step = checkpoint.load(path, self.parameters, self.optimizer)
+        """Reads what `save` wrote, on any number of ranks. UserError if it was trained with another adapter."""
+        checkpoint.require_same_adapter(path, self.policy.adapter)
+        self.scheduler_step = checkpoint.load(path, self.trained, self.optimizer)
         checkpoint.load_random_state(path, dist.get_rank())
 
     def move_in(self) -> None:
@@ -267,7 +288,7 @@ class FSDPEngine:
         self.policy.to(device)
         self.parameters = self._sharded_parameters()
         if self.optimizer is not None:
-            self.optimizer.bind(self.parameters)
+            self.optimizer.bind(self.trained)
         empty_cache(self.device)
 
 

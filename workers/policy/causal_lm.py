@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from verl_lite.config import ModelConfig
 from workers.engine.packing import ModelInputs
+from workers.policy.adapter import add_adapter
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
 
 # Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
@@ -67,10 +69,16 @@ class CausalLMPolicy(Policy):
 
 
 def causal_lm(chunk_tokens: int) -> PolicyBuilder:
-    """Builds a `CausalLMPolicy`. chunk_tokens: tokens whose logits exist at one time."""
+    """Builds a `CausalLMPolicy`, with an adapter if `model.lora_rank` is above 0.
+
+    chunk_tokens: tokens whose logits exist at one time.
+    """
 
     def build(spec: NetworkSpec) -> CausalLMPolicy:
-        return CausalLMPolicy(build_network(AutoModelForCausalLM, spec), chunk_tokens)
+        policy = CausalLMPolicy(build_network(AutoModelForCausalLM, spec), chunk_tokens)
+        if isinstance(spec.model, ModelConfig) and spec.model.lora_rank > 0:
+            policy.adapter = add_adapter(policy.model, spec.model)
+        return policy
 
     return build
 
@@ -167,9 +175,12 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropys, _ = grad_outputs
         dtype, scale = normalizers.dtype, ctx.inverse_temperature
         grad_hidden = torch.empty_like(hidden)
+        _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # frozen beside an adapter
         single = hidden.shape[0] <= ctx.size
-        grad_weight = None if single else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+        grad_weight = (
+            torch.zeros(weight.shape, dtype=dtype, device=weight.device) if weight_learns and not single else None
+        )
+        grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
         for start in range(0, hidden.shape[0], ctx.size):
             part = slice(start, start + ctx.size)
             logits = kept if ctx.keep else _scaled_logits(hidden[part], weight, bias, scale, dtype)
@@ -187,9 +198,11 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[part])
-            product = grad_logits.t() @ hidden[part]
-            grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+            if weight_learns:
+                product = grad_logits.t() @ hidden[part]
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        if weight_learns:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

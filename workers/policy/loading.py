@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,10 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import ModelInputs
+from workers.policy.adapter import count_trained_parameters
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,12 @@ class Policy(nn.Module):
     """A network and what is computed from its hidden states.
 
     The parameters of `model` appear under the prefix `model.`, followed by their Hugging Face names. forward takes
-    `ModelInputs` and options of its own, and gives outputs (b, R) by name.
+    `ModelInputs` and options of its own, and gives outputs (b, R) by name. adapter: peft's config of the adapter that
+    is trained in place of `model`'s own parameters (`workers.policy.adapter`), if there is one.
     """
 
     model: PreTrainedModel
+    adapter: LoraConfig | None = None
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """The backbone's last hidden states: (1, T, H) packed or (b, S, H) padded."""
@@ -81,9 +87,18 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
 
 def count_parameters(model: NetworkConfig) -> int:
     """Parameters of a causal language model, tied ones once, by its config alone."""
+    return sum(parameter.numel() for parameter in _without_memory(model).parameters())
+
+
+def count_trained(model: NetworkConfig) -> int:
+    """Those of them that learn, or the adapter's that learn in their place. UserError if the network has no layer that
+    `model.target_modules` names."""
+    return count_trained_parameters(_without_memory(model), model)
+
+
+def _without_memory(model: NetworkConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(load_model_config(model), trust_remote_code=model.trust_remote_code)
-    return sum(parameter.numel() for parameter in network.parameters())
+        return AutoModelForCausalLM.from_config(load_model_config(model), trust_remote_code=model.trust_remote_code)
 
 
 def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:

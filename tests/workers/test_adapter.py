@@ -1,0 +1,330 @@
+"""LoRA in the training engine: it is peft's, on one rank and two; the base stays; the reference is the adapter off."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.tiny_model import tiny_qwen2
+from tests.workers.engine_cases import CPU, PROMPT, RESPONSE, Batch, Case, build_engine, loss_fn, planned, ragged_batch
+from tests.workers.ranks import Ranks
+from verl_lite.config import ModelConfig, OptimConfig, RolloutConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+from workers.engine.checkpoint import export, export_adapter
+from workers.engine.fsdp import FSDPEngine
+from workers.policy import causal_lm
+from workers.policy.loading import count_parameters, count_trained
+from workers.rollout.base import Request, SamplingParams, build_rollout_engine
+from workers.weight_sync import sync_weights
+
+BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
+OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.05)  # the gradient is clipped in every step
+CASE = Case()
+ATTENTION = ("q_proj", "v_proj")
+vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+ARGUMENTS: dict[str, Any] = {"temperature": 1.0, "calculate_entropy": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def tied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("tied"), hidden=32, heads=4, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def engine_of(path: str, case: Case = CASE, targets: tuple[str, ...] = ("all-linear",), rank: int = 3) -> FSDPEngine:
+    model = {"lora_rank": rank, "lora_alpha": 6, "target_modules": list(targets)}
+    return build_engine(path, case, OPTIM, model=model)
+
+
+def base_of(path: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def gathered(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Copies of what learns, whole, by name."""
+    return {name: value.full_tensor().detach().clone() for name, value in engine.trained.items()}
+
+
+def train(engine: FSDPEngine, case: Case, steps: int = 1) -> None:
+    data, _ = planned(ragged_batch(BATCH), case, mini_batch_size=4)
+    for _ in range(steps):
+        engine.train(data, loss_fn, epochs=1, **ARGUMENTS)
+
+
+def log_probs(engine: FSDPEngine) -> torch.Tensor:
+    return engine.infer(planned(ragged_batch(BATCH), Case())[0], temperature=1.0, calculate_entropy=False)["log_probs"]
+
+
+def plain_outputs(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """log_probs and entropys (B, R) by the padded forward of transformers."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    distribution = model(**inputs).logits[:, PROMPT - 1 : -1].log_softmax(-1)
+    log_p = distribution.gather(2, batch["responses"].unsqueeze(2)).squeeze(2)
+    return {"log_probs": log_p, "entropys": -(distribution.exp() * distribution).sum(2)}
+
+
+def trained_adapter(path: str, case: Case, steps: int, save: str = "", load: str = "") -> dict[str, Any]:
+    """On each rank: what learns after some steps, and the merged weights."""
+    engine = engine_of(path, case)
+    if load:
+        engine.load(load)
+    start = {name: value.numpy() for name, value in gathered(engine).items()}
+    train(engine, case, steps)
+    if save:
+        engine.save(save)
+    return {
+        "start": start,
+        "adapter": {name: value.numpy() for name, value in gathered(engine).items()},
+        "merged": {name: value.clone().numpy() for name, value in engine.full_params(bucket_bytes=5000)},
+    }
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= tolerance, name
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_at_first_the_policy_is_the_base_exactly(path: str, tied_path: str, packed: bool) -> None:
+    for model in (path, tied_path):
+        engine, base = engine_of(model, Case(packed=packed)), build_engine(model, Case(packed=packed))
+        assert torch.equal(log_probs(engine), log_probs(base))
+        plain = dict(base.full_params())
+        found = dict(engine.full_params())
+        assert list(found) == list(plain) and all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ATTENTION])
+def test_gradients_and_steps_equal_those_of_plain_peft(path: str, targets: tuple[str, ...]) -> None:
+    """Two optimizer steps of clipped AdamW on the same adapter; the frozen layers must not enter the norm."""
+    engine = engine_of(path, targets=targets)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    plain = peft.get_peft_model(base_of(path), config)
+    weights = {name.removeprefix("base_model.model."): value for name, value in plain.named_parameters()}
+    learnt = {name: value for name, value in weights.items() if value.requires_grad}
+    assert learnt.keys() == engine.trained.keys()
+    with torch.no_grad():
+        for name, value in gathered(engine).items():
+            learnt[name].copy_(value)
+    optimizer = torch.optim.AdamW(learnt.values(), lr=1e-2, eps=1e-3, weight_decay=0.01, betas=(0.9, 0.999))
+    data, _ = planned(ragged_batch(BATCH), Case())
+    whole = ragged_batch(BATCH)
+    whole.meta_info |= {"num_tokens": int(whole.batch["response_mask"].sum()), "num_sequences": 8}
+    for _ in range(2):
+        engine.train(data, loss_fn, epochs=1, **ARGUMENTS)
+        optimizer.zero_grad()
+        loss_fn(whole, plain_outputs(plain, whole.batch))[0].backward()
+        torch.nn.utils.clip_grad_norm_(learnt.values(), 0.05)
+        optimizer.step()
+        assert_close(
+            {name: value.numpy() for name, value in gathered(engine).items()},
+            {name: value.detach().numpy() for name, value in learnt.items()},
+            1e-6,
+        )
+
+
+def test_two_ranks_equal_one_and_the_base_never_changes(path: str, tied_path: str, two_ranks: Ranks) -> None:
+    for model in (path, tied_path):
+        alone = trained_adapter(model, Case(), steps=3)
+        base = {name: value.detach().numpy() for name, value in base_of(model).named_parameters()}
+        assert max(np.abs(alone["adapter"][name] - value).max() for name, value in alone["start"].items()) > 1e-2
+        adapted = {f"{name.split('.lora_')[0]}.weight" for name in alone["adapter"]}
+        assert alone["merged"].keys() == base.keys() and len(adapted) == 2 * 7
+        for name, value in base.items():
+            assert (np.abs(alone["merged"][name] - value).max() > 1e-3) == (name in adapted), name
+            assert name in adapted or np.array_equal(alone["merged"][name], value), name
+        for case in (Case(), Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9)):
+            for result in two_ranks.run(trained_adapter, model, case, 3):
+                assert_close(result["start"], alone["start"], 0.0)
+                assert_close(result["adapter"], alone["adapter"], 2e-6)
+                assert_close(result["merged"], alone["merged"], 2e-6)
+
+
+def test_switched_off_it_is_the_base_before_and_after_training(path: str) -> None:
+    engine = engine_of(path, Case(checkpointing=True))
+    with engine.adapter_off():  # the engine's first forward: FSDP2 must still learn what will have gradients
+        before = log_probs(engine)
+    train(engine, Case(checkpointing=True), steps=2)
+    after = log_probs(engine)
+    with engine.adapter_off():
+        assert torch.equal(log_probs(engine), before)
+    assert torch.equal(before, log_probs(build_engine(path, Case())))
+    assert torch.equal(log_probs(engine), after) and (after - before).abs().max() > 1e-2
+
+
+def test_the_frozen_output_layer_gets_no_gradient(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With logits in one piece and in chunks: its product with the hidden states is never made."""
+    shapes = []
+    original = torch.zeros
+
+    def zeros(*arguments: Any, **options: Any) -> torch.Tensor:
+        shapes.append(tuple(arguments[0]) if arguments and isinstance(arguments[0], tuple | torch.Size) else ())
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", 0)
+    one, many = (engine_of(path, Case(chunk_tokens=size)) for size in (1000, 4))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    train(one, Case())
+    train(many, Case())
+    assert (64, 32) not in shapes
+    found = ({name: value.numpy() for name, value in gathered(engine).items()} for engine in (one, many))
+    assert_close(next(found), next(found), 2e-6)
+    train(build_engine(path, Case(chunk_tokens=4), OPTIM), Case())
+    assert (64, 32) in shapes  # what is looked for is there when the layer learns
+
+
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, vllm_missing])])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_rollout_engine_really_uses_the_adapter(name: str, tied: bool, tmp_path: Path) -> None:
+    """The log-probs of what it generates are the trainer's, and not those of the base."""
+    model = tiny_qwen2(tmp_path, heads=4, hidden=128, kv_heads=2, tie_word_embeddings=tied)
+    engine = engine_of(model)
+    train(engine, Case(), steps=2)
+    options = RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=16, max_num_batched_tokens=512)
+    rollout = build_rollout_engine(name, model, options, max_model_len=64, device=CPU, dtype=torch.float32, seed=0)
+    try:
+        sync_weights(engine, rollout, version=1, bucket_mb=1)
+        batch = ragged_batch(Batch(rows=6)).batch
+        for row in range(6):
+            tokens = batch["input_ids"][row, :PROMPT][batch["attention_mask"][row, :PROMPT] == 1]
+            rollout.submit(Request(str(row), tuple(tokens.tolist()), SamplingParams(max_tokens=RESPONSE, seed=row)))
+        done = {}
+        while rollout.unfinished:
+            done.update({completion.request_id: completion for completion in rollout.step()})
+    finally:
+        rollout.close()
+    generated = torch.zeros(6, RESPONSE)
+    batch["input_ids"][:, PROMPT:] = torch.tensor([list(done[str(row)].token_ids) for row in range(6)])
+    batch["responses"] = batch["input_ids"][:, PROMPT:]
+    batch["response_mask"].fill_(1)
+    batch["attention_mask"][:, PROMPT:] = 1
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for row in range(6):
+        generated[row] = torch.tensor(done[str(row)].log_probs)
+    data, plan = planned(DataProto.from_dict(dict(batch)), Case())
+    trainers = engine.infer(data, temperature=1.0, calculate_entropy=False)["log_probs"]
+    with engine.adapter_off():
+        base = engine.infer(data, temperature=1.0, calculate_entropy=False)["log_probs"]
+    assert (generated[plan.order] - trainers).abs().max() < 1e-4
+    assert (generated[plan.order] - base).abs().max() > 1e-2
+
+
+def test_checkpoints_hold_the_adapter_alone_and_continue_bit_equal(path: str, tmp_path: Path) -> None:
+    without_stop = trained_adapter(path, Case(), steps=4)
+    trained_adapter(path, Case(), steps=2, save=str(tmp_path / "one"))
+    continued = trained_adapter(path, Case(), steps=2, load=str(tmp_path / "one"))
+    assert_close(continued["adapter"], without_stop["adapter"], 0.0)
+    assert_close(continued["merged"], without_stop["merged"], 0.0)
+    entries = FileSystemReader(tmp_path / "one").read_metadata().state_dict_metadata
+    kinds = [f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in without_stop["adapter"]]
+    assert set(entries) == {*kinds, "steps_taken", "scheduler_step"}
+    learnt = sum(value.size for value in without_stop["adapter"].values())
+    assert count_trained(ModelConfig(path=path, lora_rank=3)) == learnt
+    assert count_trained(ModelConfig(path=path)) == count_parameters(ModelConfig(path=path)) > 5 * learnt
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one_and_back(path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    without_stop = trained_adapter(path, Case(), steps=4)
+    two_ranks.run(trained_adapter, path, Case(), 2, str(tmp_path / "two"))
+    alone = trained_adapter(path, Case(), steps=1, load=str(tmp_path / "two"), save=str(tmp_path / "one"))
+    assert alone["start"]
+    for result in two_ranks.run(trained_adapter, path, Case(), 1, "", str(tmp_path / "one")):
+        assert_close(result["adapter"], without_stop["adapter"], 2e-6)
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(path: str, tmp_path: Path) -> None:
+    engine_of(path).save(str(tmp_path / "adapter"))
+    build_engine(path, Case()).save(str(tmp_path / "whole"))
+    with pytest.raises(UserError, match="lora_rank=3.*this run trains an adapter of model.lora_rank=5"):
+        engine_of(path, rank=5).load(str(tmp_path / "adapter"))
+    with pytest.raises(UserError, match=r'on \["q_proj", "v_proj"\]'):
+        engine_of(path, targets=ATTENTION).load(str(tmp_path / "adapter"))
+    with pytest.raises(UserError, match="this run trains no adapter"):
+        build_engine(path, Case()).load(str(tmp_path / "adapter"))
+    with pytest.raises(UserError, match="holds no adapter"):
+        engine_of(path).load(str(tmp_path / "whole"))
+    with pytest.raises(UserError, match="all parameters were trained"):
+        export_adapter(str(tmp_path / "whole"), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exports_have_the_logits_of_the_model_in_memory(
+    path: str, tied_path: str, two_ranks: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    """Merged, and as an adapter beside the base; against peft's own forward on the trained adapter."""
+    tokens = torch.tensor([[3, 9, 30, 11]])
+    for name, model in (("plain", path), ("tied", tied_path)):
+        folder = str(tmp_path / name)
+        if ranks == 1:
+            result = trained_adapter(model, Case(), 2, folder)
+        else:
+            result = two_ranks.run(trained_adapter, model, Case(), 2, folder)[0]
+        in_memory = peft.get_peft_model(
+            base_of(model), peft.LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+        for key, value in result["adapter"].items():
+            in_memory.get_parameter(f"base_model.model.{key}").data = torch.from_numpy(value)
+        export(folder, f"{folder}_hf")
+        export_adapter(folder, f"{folder}_peft")
+        beside = peft.PeftModel.from_pretrained(base_of(model), f"{folder}_peft")
+        with torch.no_grad():
+            expected = in_memory(tokens).logits
+            assert (base_of(model)(tokens).logits - expected).abs().max() > 1e-2
+            assert (base_of(f"{folder}_hf")(tokens).logits - expected).abs().max() < 1e-5
+            assert torch.equal(beside(tokens).logits, expected)
+        assert beside.peft_config["default"].lora_alpha == 6
+        assert len(load_file(f"{folder}_peft/adapter_model.safetensors")) == 2 * 14
+        assert not (Path(f"{folder}_hf") / "adapter_config.json").exists()
+    export(str(tmp_path / "plain"), str(tmp_path / "half"), dtype="bf16")
+    assert base_of(str(tmp_path / "half")).dtype == torch.bfloat16
+
+
+def test_a_base_that_is_gone_is_one_sentence_and_the_adapter_can_still_be_had(tmp_path: Path) -> None:
+    base = tiny_qwen2(tmp_path / "base", hidden=32, heads=4)
+    engine_of(base).save(str(tmp_path / "checkpoint"))
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="put it back"):
+        export(str(tmp_path / "checkpoint"), str(tmp_path / "out"))
+    export_adapter(str(tmp_path / "checkpoint"), str(tmp_path / "adapter"))
+    peft.PeftModel.from_pretrained(base_of(str(tmp_path / "elsewhere")), str(tmp_path / "adapter"))
+
+
+def test_layers_are_named_as_they_are(path: str) -> None:
+    with pytest.raises(
+        UserError, match=r"model.target_modules: query fits no linear layer of Qwen2ForCausalLM.*q_proj"
+    ):
+        engine_of(path, targets=("q_proj", "query"))
+    for head in ("lm_head", "embed_tokens"):
+        with pytest.raises(UserError, match=f"target_modules: {head} fits no linear layer"):
+            engine_of(path, targets=(head,))
+    engine = build_engine(path, Case(), OPTIM, model={"lora_rank": 2, "exclude_modules": ["mlp.up_proj", "o_proj"]})
+    assert {name.split(".lora_")[0].split(".")[-1] for name in engine.trained} == {
+        "q_proj", "k_proj", "v_proj", "gate_proj", "down_proj",
+    }  # fmt: skip
+    with pytest.raises(UserError, match="model.target_modules: typo"):
+        count_trained(ModelConfig(path=path, lora_rank=2, target_modules=["typo"]))
