@@ -23,8 +23,6 @@ from verl_lite.masked import (
 )
 from verl_lite.reward_norm import normalise_scores
 
-NORM_TYPES = ("batch", "group", None)
-
 
 def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, lambd: float = 1.0) -> Pair:
     """G_t = r_t + gamma G_(t+1) over all columns, as advantages and returns. `lambd` is not read (ROLL's signature)."""
@@ -116,26 +114,6 @@ def compute_discounted_returns(
     return torch.zeros_like(scores).index_copy(0, order, returns[episodes[order], places])
 
 
-@torch.no_grad()
-def agentic_reward_norm(
-    scores: torch.Tensor,
-    groups: Index,
-    norm_mean_type: str | None = None,
-    norm_std_type: str | None = None,
-    valid: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`normalise_scores` by its types "batch" and "group" (or None), under ROLL's name for episodes.
-
-    groups: (B,) labels; valid: (B,) rows that count, null = all; others get 0. Raises ValueError for another type.
-    """
-    for name, kind in (("norm_mean_type", norm_mean_type), ("norm_std_type", norm_std_type)):
-        if kind not in NORM_TYPES:
-            raise ValueError(f"{name}={kind!r}: expected batch, group or None.")
-    counted = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
-    check_rows("agentic_reward_norm", len(scores), groups=groups)
-    return normalise_scores(at_least_fp32(scores), counted, norm_mean_type, norm_std_type, groups=groups)
-
-
 def build_state_groups(traj_group_id: Index, state_hash: Index) -> list[tuple[Any, Any]]:
     """Label of each row's group of equal states within one task: (traj_group_id, state_hash).
 
@@ -161,7 +139,7 @@ def compute_step_reinforce_advantage(
     """Step REINFORCE: the discounted return of each step of an episode, normalised, at the last token of its row.
 
     Then REINFORCE along the tokens with `gamma`. index: (B,) groups of the normalisation (tasks); traj_id, step: see
-    `compute_discounted_returns`; norm types: see `agentic_reward_norm`. Raises ValueError if one is missing.
+    `compute_discounted_returns`; norm types: see `normalise_scores`. Raises ValueError if one is missing.
     """
     name = "step_reinforce"
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
@@ -169,7 +147,7 @@ def compute_step_reinforce_advantage(
     valid = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
-    rewards = agentic_reward_norm(returns, index, norm_mean_type, norm_std_type, valid)  # type: ignore[arg-type]
+    rewards = normalise_scores(returns, valid, norm_mean_type, norm_std_type, groups=index)
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 
@@ -205,9 +183,10 @@ def compute_gigpo_advantage(
     episodes = group_sum(scores, trajectories, number)[trajectories]
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
     states = build_state_groups(index, state_hash)  # type: ignore[arg-type]
-    types = (norm_mean_type, norm_std_type, valid)
-    by_episode = agentic_reward_norm(episodes, index, *types)  # type: ignore[arg-type]
-    rewards = episode_reward_weight * by_episode + step_reward_weight * agentic_reward_norm(returns, states, *types)
+    types = (valid, norm_mean_type, norm_std_type)
+    by_episode = normalise_scores(episodes, *types, groups=index)
+    by_step = normalise_scores(returns, *types, groups=states)
+    rewards = episode_reward_weight * by_episode + step_reward_weight * by_step
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 

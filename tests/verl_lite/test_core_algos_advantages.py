@@ -15,7 +15,7 @@ import torch
 
 from tests.verl_lite.naive_estimators import NAIVE_ESTIMATORS, naive_estimate
 from verl_lite import core_algos
-from verl_lite.agentic_algos import agentic_reward_norm, compute_discounted_returns
+from verl_lite.agentic_algos import compute_discounted_returns
 from verl_lite.contracts import ROWS, WIDTH, estimator_batch
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
@@ -192,7 +192,7 @@ def test_other_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"grpo: index has shape \[24, 2\], expected one label"):
         estimate("grpo", columns | {"index": np.zeros((ROWS, 2))})
     for name in ("step_reinforce", "gigpo"):
-        with pytest.raises(ValueError, match="norm_std_type='running': expected batch, group or None"):
+        with pytest.raises(ValueError, match="norm_std_type='running' needs running and domains"):
             estimate(name, columns | {"norm_std_type": "running"})
 
 
@@ -235,18 +235,6 @@ def test_rewards_that_differ_late_keep_their_variance() -> None:
     rewards = torch.tensor([[1000.0], [1000.0001], [1000.0002]], dtype=torch.float64)
     advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(3, 1), ["a"] * 3, epsilon=0.0)
     torch.testing.assert_close(advantages[:, 0], torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))
-
-
-def test_reward_norm_by_hand() -> None:
-    scores = torch.tensor([1.0, 3.0, 5.0])
-    groups = ["a", "a", "b"]
-    assert agentic_reward_norm(scores, groups).tolist() == [1.0, 3.0, 5.0]
-    assert agentic_reward_norm(scores, groups, "group").tolist() == [-1.0, 1.0, 0.0]
-    assert agentic_reward_norm(scores, groups, "batch", "batch").tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
-    by_group = agentic_reward_norm(scores, groups, "group", "group").tolist()
-    assert by_group == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5), 0.0], abs=1e-5)
-    with pytest.raises(ValueError, match="norm_std_type='running'"):
-        agentic_reward_norm(scores, groups, "group", "running")
 
 
 def test_discounted_returns_of_steps_in_any_order() -> None:
