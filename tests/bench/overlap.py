@@ -1,0 +1,158 @@
+"""What streaming rewards save: generation and reward at the same time, against one after the other, in one run.
+
+The main job in this process on the task of `bench step` (1.06M parameters, 16 prompts x 8 samples of skewed lengths,
+Hugging Face engine) with a reward that waits a set time for each sample, as a sandbox or a judge does: as long in all
+as generation takes. Steps with streaming and steps that hold every sample back until generation has ended take turns.
+Printed are generation and reward as they follow (`timing_s/gen` + `timing_s/reward`) against the longer of the two,
+which no schedule can beat, and against their sum. Options: --rounds N (pairs of steps for each kind of reward).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+from collections.abc import Hashable, Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+PROCESSES = 2
+WARM_UP = 3
+
+REWARD = """
+import asyncio, time, zlib
+
+def score(solution_str):
+    return (zlib.crc32(solution_str.encode()) % 1000) / 1000
+
+def seconds(file):
+    return float(open(file).read())
+
+def sleeps(data_source, solution_str, ground_truth, extra_info, file):
+    time.sleep(seconds(file))
+    return score(solution_str)
+
+async def awaits(data_source, solution_str, ground_truth, extra_info, file):
+    await asyncio.sleep(seconds(file))
+    return score(solution_str)
+"""
+
+
+def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, float]:
+    """Median seconds: of generation and of the reward by themselves, and of both with and without streaming.
+
+    function: of the reward file. at_once: samples that it can work on at one time.
+    """
+    from tests.bench.step_task import LEARNING_RATE, PROMPTS_PER_STEP, SAMPLES, SKEWED
+    from trainer import build
+    from trainer.ray_trainer import RayPPOTrainer
+    from trainer.run import run_ppo
+    from verl_lite.protocol import DataProto
+    from verl_lite.rewards import RewardItem, RewardResult
+    from workers.reward_pool import RewardPool
+
+    file = folder / "seconds"
+    file.write_text("0")
+    hold = False
+    generation: list[float] = []
+    both: dict[bool, list[float]] = {True: [], False: []}
+
+    class Holding(RewardPool):
+        """A pool that, while `hold`, gets its samples when somebody waits for them: when generation has ended."""
+
+        held: list[RewardItem] = []
+
+        def submit(self, items: Iterable[RewardItem]) -> None:
+            if hold:
+                self.held += items
+            else:
+                super().submit(items)
+
+        def collect(self, keys: Iterable[Hashable]) -> dict[Hashable, RewardResult]:
+            held, self.held = self.held, []
+            super().submit(held)
+            return super().collect(keys)
+
+    class Timed(RayPPOTrainer):
+        def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
+            nonlocal hold
+            step = self.steps.global_step
+            if step <= WARM_UP:
+                generation.append(self.timing["gen"])
+                file.write_text(str(statistics.median(generation) * at_once / len(batch)))
+            else:
+                both[hold].append(self.timing["gen"] + self.timing["reward"])
+                generation.append(self.timing["gen"])
+            hold = step >= WARM_UP and (step - WARM_UP) % 2 == 1
+
+    overrides: dict[str, Any] = {
+        "model.path": folder / "model",
+        "model.enable_gradient_checkpointing": False,
+        "data.train_files": folder / "train.parquet",
+        "data.train_batch_size": PROMPTS_PER_STEP,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": SKEWED.maximum,
+        "actor.ppo_mini_batch_size": PROMPTS_PER_STEP,
+        "actor.optim.lr": LEARNING_RATE,
+        "rollout.n": SAMPLES,
+        "rollout.name": "hf",
+        "reward.custom_reward_function.path": folder / "reward.py",
+        "reward.custom_reward_function.name": function,
+        "reward.reward_kwargs": f"{{file: {file}}}",
+        "reward.num_workers": PROCESSES if function == "sleeps" else 1,
+        "trainer.backend": "inline",
+        "trainer.device": "cpu",
+        "trainer.total_training_steps": WARM_UP + 2 * rounds,
+        "trainer.save_freq": 0,
+        "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": folder / f"run-{function}",
+    }
+    if function == "awaits":
+        overrides["reward.max_concurrent"] = at_once
+    pool_class, build.RewardPool = build.RewardPool, Holding  # type: ignore[misc]
+    try:
+        with (folder / f"{function}.log").open("w") as log, redirect_stdout(log):
+            run_ppo([f"{key}={value}" for key, value in overrides.items()], trainer_class=Timed)
+    finally:
+        build.RewardPool = pool_class  # type: ignore[misc]
+    reward = float(file.read_text()) * PROMPTS_PER_STEP * SAMPLES / at_once
+    return {
+        "generation": statistics.median(generation[WARM_UP:]),
+        "reward": reward,
+        "streaming": statistics.median(both[False]),
+        "in turn": statistics.median(both[True]),
+    }
+
+
+def show(title: str, seconds: dict[str, float]) -> None:
+    """Prints the measured times and what they are against the longer of the two and against their sum."""
+    longer, total = max(seconds["generation"], seconds["reward"]), seconds["generation"] + seconds["reward"]
+    print(f"\n{title}")
+    print(f"  generation {seconds['generation']:.3f} s, reward {seconds['reward']:.3f} s")
+    for name in ("streaming", "in turn"):
+        took = seconds[name]
+        print(f"  {name:9s}  {took:.3f} s = {took / longer:.2f} x the longer = {took / total:.2f} x the sum")
+    print(f"  ratio streaming / in turn: {seconds['streaming'] / seconds['in turn']:.2f}")
+
+
+def main(argv: list[str]) -> int:
+    """Runs both kinds of reward."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench overlap", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    rounds = parser.parse_args(argv).rounds
+    from trainer.environment import prepare_driver
+
+    prepare_driver()
+    from tests.bench.step_task import make_task
+
+    folder = Path(tempfile.mkdtemp(prefix="bench-overlap-"))
+    try:
+        make_task(folder)
+        (folder / "reward.py").write_text(REWARD)
+        show(f"a function in {PROCESSES} processes", run(folder, "sleeps", PROCESSES, rounds))
+        show("an async function, 16 calls at once in one process", run(folder, "awaits", 16, rounds))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
