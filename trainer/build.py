@@ -135,12 +135,11 @@ def build_trainer(
         steps = TrainingSteps(config, data.train)
         backend = config.trainer.backend
         if backend == "ray":
-            from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
+            from verl_lite.single_controller.ray_cluster import ray_running
 
-            stack.callback(stop_ray)
             num_gpus = config.trainer.n_gpus_per_node if device_type(config.trainer.device) == "cuda" else 0
-            for note in start_ray(config.ray_kwargs.ray_init, run_id=run_dir.name, num_gpus=num_gpus):
-                tracking.note(note)
+            ray_init = config.ray_kwargs.ray_init
+            stack.enter_context(ray_running(ray_init, run_dir.name, num_gpus=num_gpus, tell=tracking.note))
         log_dir = run_dir / "logs"
         pool = start_reward_pool(config, log_dir, stack)
         slots = config.trainer.n_gpus_per_node

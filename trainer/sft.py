@@ -186,15 +186,12 @@ def worker_group(config: SFTConfig, total_steps: int, folder: Path) -> Iterator[
     pool = ResourcePool([trainer.n_gpus_per_node], use_gpu=not on_cpu)
     roles = {"sft": ClassWithInitArgs(SFTWorker, config, total_steps)}
     if trainer.backend == "ray":
-        from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
+        from verl_lite.single_controller.ray_cluster import ray_running
 
-        start_ray(config.ray_kwargs.ray_init, run_id="sft", num_gpus=0 if on_cpu else trainer.n_gpus_per_node)
-        try:
+        with ray_running(config.ray_kwargs.ray_init, "sft", num_gpus=0 if on_cpu else trainer.n_gpus_per_node):
             group = create_worker_groups("ray", pool, roles, env=worker_environment(on_cpu, threads), log_dir=folder)
             yield group["sft"]
             group["sft"].shutdown()
-        finally:
-            stop_ray()
         return
     group = create_worker_groups(trainer.backend, pool, roles)
     yield group["sft"]

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,22 @@ class _Cluster:
 
 _cluster: _Cluster | None = None
 _joined = False
+
+
+@contextmanager
+def ray_running(
+    ray_init: RayInit, run_id: str, *, num_gpus: int | None = None, tell: Callable[[str], None] = print
+) -> Iterator[None]:
+    """Ray is up inside, see `start_ray`; where it was up before, it stays. tell: takes its sentences."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        for note in start_ray(ray_init, run_id, num_gpus=num_gpus):
+            tell(note)
+        yield
+    finally:
+        stop_ray()
 
 
 def start_ray(ray_init: RayInit, run_id: str, *, num_gpus: int | None = None) -> list[str]:

@@ -19,7 +19,7 @@ RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, 
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
 ALIVE = "alive"  # file in the run's folder, locked while the driver or its guard lives
 _SHARED_MEMORY = "/dev/shm/"
-_LOOK_EVERY_S = 10.0  # for shared memory of processes that may be gone when the driver dies
+_LOOK_EVERY_S = 3.0  # for shared memory of processes that may be gone when the driver dies
 
 
 def marked_processes(mark: str, token: str) -> list[int]:
