@@ -42,6 +42,7 @@ FREE = (
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_memory_mb",
     "rollout.max_num_seqs",
+    "rollout.tensor_model_parallel_size",
     "rollout.max_num_batched_tokens",
     "rollout.update_weights_bucket_megabytes",
     "trainer.",

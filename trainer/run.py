@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trainer.build import build_trainer, load_data
+from trainer.capsule import capsule_on_failure
 from trainer.checkpoint import saved_steps
 from trainer.console import Console
 from trainer.picture import draw_curve
@@ -92,6 +93,7 @@ def train(
         Tracking(run_dir, config, console) as tracking,
         build_trainer(config, data, run_dir, tracking, trainer_class) as trainer,
         stopping_on_signal(trainer.steps.stop, console.note),
+        capsule_on_failure(trainer),
     ):
         result = trainer.fit()
     console.print(final_report(result, run_dir, draw_curve(run_dir)))

@@ -27,7 +27,7 @@ class TrainingSteps:
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config = config
-        self.loader = build_train_loader(data, config)
+        self.loader: Any = build_train_loader(data, config)
         self.total = count_steps(config, len(data))
         self.global_step = 0
         self.epoch = 0
@@ -41,6 +41,10 @@ class TrainingSteps:
                 if self.stopping or self.is_last:
                     return
             self.epoch += 1
+
+    def only(self, step: int, epoch: int, prompts: DataProto) -> None:
+        """Leaves one step to do, with these prompts."""
+        self.loader, self.global_step, self.epoch, self.total = [prompts], step - 1, epoch, step
 
     def stop(self) -> None:
         """The step that runs now is the last one; the others are for a resumed run."""

@@ -1,0 +1,84 @@
+"""`python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]`: runs the step of a crash capsule once more.
+
+Everything runs in this process (trainer.backend=inline), so that breakpoints hold in workers too; --pdb stops where the
+error is raised. The weights are those of the newest checkpoint that the run had, else the model's own: if it failed
+later than that, they are older than they were. A batch that was complete (answers and scores) is taken from the
+capsule; else answers are sampled again with the same seeds.
+"""
+
+from __future__ import annotations
+
+import pdb
+import sys
+from pathlib import Path
+
+from trainer.environment import prepare_driver
+
+USAGE = "usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]"
+
+
+def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str]) -> list[str]:
+    """The command line of the run that is the replay."""
+    arguments = [
+        "--config", str(folder / "config.yaml"), "trainer.backend=inline", "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1", f"trainer.default_local_dir={folder / 'replay'}", "trainer.logger=[console]",
+        "trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_freq=0", "trainer.resume_mode=disable",
+        "trainer.max_best_ckpt_to_keep=0", "trainer.max_actor_ckpt_to_keep=null", "trainer.async_save=false",
+        "~trainer.resume_from_path", "~trainer.resume_allow", "~trainer.best_ckpt_metric",
+        "reward.num_workers=0", "rollout.tensor_model_parallel_size=1",
+    ]  # fmt: skip
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+    return [*arguments, *overrides]
+
+
+def replay(folder: Path, overrides: list[str]) -> int:
+    """Runs the step; returns the exit status of the run."""
+    from trainer.capsule import read_capsule
+    from trainer.ray_trainer import RayPPOTrainer
+    from trainer.run import run_ppo
+    from verl_lite.protocol import DataProto
+
+    failed = read_capsule(folder)
+
+    class Replay(RayPPOTrainer):
+        def resume(self) -> None:
+            super().resume()
+            self.steps.only(failed.step, failed.epoch, failed.prompts)
+
+        def collect(self, prompts: DataProto) -> DataProto:
+            return super().collect(prompts) if failed.batch is None else failed.batch
+
+        def score(self, batch: DataProto) -> DataProto:
+            return super().score(batch) if failed.batch is None else batch
+
+    kept = "sampled again" if failed.batch is None else "from the capsule"
+    weights = failed.checkpoint or "the model"
+    print(f"Step {failed.step}, which failed in {failed.phase}: answers {kept}, weights of {weights}")
+    return run_ppo(replay_arguments(folder, failed.checkpoint, overrides), trainer_class=Replay)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    prepare_driver()
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+        print(USAGE, file=sys.stderr)
+        return 2
+    from trainer.ending import run_command
+
+    folder, wants_debugger = Path(argv[0]).expanduser().absolute(), "--pdb" in argv
+
+    def command() -> int:
+        try:
+            return replay(folder, [argument for argument in argv[1:] if argument != "--pdb"])
+        except Exception as error:
+            if wants_debugger:
+                pdb.post_mortem(error.__traceback__)
+            raise
+
+    return run_command(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
