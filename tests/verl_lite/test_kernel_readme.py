@@ -1,0 +1,134 @@
+"""verl_lite/README.md stays true: its tables name what is registered, its keys exist, its recipes load, its code runs.
+
+That the differences it states are so is in test_differences.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.verl_lite import test_differences
+from verl_lite import core_algos
+from verl_lite.algorithm_checks import NOT_PROVIDED, estimator, losses
+from verl_lite.config_keys import KEYS
+from verl_lite.config_loader import load_config
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
+
+PAGE = (Path(core_algos.__file__).parent / "README.md").read_text()
+SOURCES = ("core_algos", "advantages", "agentic_algos", "policy_losses", "reinforce_losses", "covariance_losses")
+SECTIONS = {part.split("\n", 1)[0].strip(): part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of the section's tables, without head and rule."""
+    lines = [line for line in SECTIONS[section].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    rules = {number for number, row in enumerate(cells) if all(set(cell) == {"-"} for cell in row)}
+    return [row for number, row in enumerate(cells) if number not in rules and number + 1 not in rules]
+
+
+def code_names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def first_names(section: str) -> list[str]:
+    return [code_names(row[0])[0] for row in rows(section)]
+
+
+@pytest.mark.parametrize(
+    ("section", "known"),
+    [
+        ("Advantage estimators", ADV_ESTIMATOR_REGISTRY),
+        ("Policy losses", POLICY_LOSS_REGISTRY),
+        ("Aggregation", LOSS_AGG_MODES),
+    ],
+)
+def test_tables_name_exactly_what_is_registered(section: str, known: Any) -> None:
+    names = first_names(section)
+    assert len(names) == len(set(names)) and set(names) == set(known)
+
+
+def test_the_kl_tables_name_every_estimator_and_controller() -> None:
+    named = {name for row in rows("KL") for name in code_names(row[0])}
+    assert named == set(KL_ALIASES) | {"+", "fixed", "adaptive"}
+    for row in rows("KL")[:4]:
+        assert len({KL_ALIASES[name] for name in code_names(row[0])}) == 1, "names in a row are one estimator"
+
+
+def test_papers_are_linked_by_their_numbers() -> None:
+    links = re.findall(r"\[(\d{4}\.\d{5})\]\(https://arxiv\.org/abs/([\d.]+)\)", PAGE)
+    assert len(links) > 20 and all(text == target for text, target in links)
+    folder = Path(core_algos.__file__).parent
+    sources = "".join(folder.joinpath(f"{name}.py").read_text() for name in SOURCES)
+    assert not [number for number, _ in links if f"arXiv:{number}" not in sources], "the code names the same papers"
+
+
+def test_keys_exist() -> None:
+    for key in re.findall(r"`((?:algorithm|actor|critic|trainer)\.[\w.]+)", PAGE):
+        section = key.rstrip(".") + "."
+        assert key in KEYS or any(name.startswith(section) for name in KEYS), key
+    for row in rows("Policy losses"):
+        for option in code_names(row[2]):
+            assert not re.fullmatch(r"[a-z_.]+", option) or "actor." + option in KEYS, option
+
+
+def test_options_of_estimators_are_theirs() -> None:
+    """What is named without a section is an argument of the function."""
+    for row in rows("Advantage estimators"):
+        parameters = inspect.signature(ADV_ESTIMATOR_REGISTRY[code_names(row[0])[0]]).parameters
+        arguments = [name for name in code_names(row[2]) if re.fullmatch(r"[a-z_]+", name) and name != "gpg"]
+        assert set(arguments) <= set(parameters), row[0]
+
+
+def test_what_cannot_be_trained_with_is_said() -> None:
+    sentence = re.search(r"((?:`\w+`(?: and )?)+) can be called, but not yet trained with", PAGE)
+    named = set(code_names(sentence[1])) if sentence else set()
+    assert named == set(NOT_PROVIDED)
+
+
+def test_differences_are_numbered_and_tested() -> None:
+    numbers = [int(row[0]) for row in rows("Where we differ, on purpose")]
+    assert numbers == list(range(1, len(numbers) + 1))
+    for section in ("Advantage estimators", "Policy losses", "Aggregation"):
+        assert {int(number) for row in rows(section) for number in row[-1].split()} <= set(numbers)
+    tested = {int(found[1]) for name in dir(test_differences) if (found := re.match(r"test_(\d+)_", name))}
+    assert tested == set(numbers), "each difference has a test_N_..."
+
+
+def test_anchors_lead_to_headings() -> None:
+    headings = re.findall(r"^#+ (.+)$", PAGE, flags=re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= slugs
+
+
+RECIPES = [
+    re.split(r"\s{2,}", line.strip(), maxsplit=1)
+    for line in re.findall(r"```text\n(.*?)```", SECTIONS["Recipes of verl and ROLL"], re.DOTALL)[0].splitlines()
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), RECIPES, ids=[name for name, _ in RECIPES])
+def test_recipes_load_and_have_nothing_to_complain_about(name: str, arguments: str) -> None:
+    given = ["model.path=m", "data.train_files=t.parquet", "rollout.n=8", *arguments.split()]
+    config = load_config(given).config
+    assert [*losses(config), *estimator(config)] == []
+
+
+def test_the_examples_run_and_keep_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
+        monkeypatch.setattr(core_algos, name, getattr(core_algos, name).copy())
+    section = SECTIONS["Your own estimator, your own loss"]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert core_algos.get_adv_estimator_fn("half_and_half") is namespace["half_and_half"]
+    assert core_algos.get_policy_loss_fn("bounded") is namespace["bounded"]
+    for block in blocks[:2]:
+        body = block[block.index("@register") :].strip().splitlines()
+        assert len(body) <= 15, "fifteen lines are enough"
