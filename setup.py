@@ -25,6 +25,7 @@ setup(
         "transformers>=5.5",
         "tensordict>=0.10",
         "torchdata>=0.11",
+        "peft>=0.18",
         "datasets>=4.0",
         "safetensors>=0.5",
         "omegaconf>=2.4",

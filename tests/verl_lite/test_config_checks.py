@@ -561,6 +561,8 @@ def test_every_number_has_a_range_or_a_reason_to_have_none() -> None:
         "actor.policy_loss.clip_cov_lb",
         "actor.policy_loss.clip_cov_ub",
         "rollout.max_model_len",  # judged by _engine
+        "model.lora_rank",  # judged by model_checks, which supervised fine-tuning asks too
+        "model.lora_alpha",
         "reward.function_weight",  # negative weights turn a score into a penalty; judged by reward_checks
         "reward_model.weight",
     }

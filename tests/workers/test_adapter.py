@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.tiny_model import tiny_qwen2
 from tests.workers.engine_cases import CPU, PROMPT, RESPONSE, Batch, Case, build_engine, loss_fn, planned, ragged_batch
 from tests.workers.ranks import Ranks
-from verl_lite.config import ModelConfig, OptimConfig, RolloutConfig
+from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engine.checkpoint import export, export_adapter
@@ -48,7 +48,7 @@ def tied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
+    with Ranks(2, timeout_s=400) as ranks:  # the first call imports peft and transformers
         yield ranks
 
 
@@ -149,7 +149,8 @@ def test_gradients_and_steps_equal_those_of_plain_peft(path: str, targets: tuple
 
 
 def test_two_ranks_equal_one_and_the_base_never_changes(path: str, tied_path: str, two_ranks: Ranks) -> None:
-    for model in (path, tied_path):
+    cut = (Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9))
+    for model, cases in ((path, cut), (tied_path, (Case(),))):
         alone = trained_adapter(model, Case(), steps=3)
         base = {name: value.detach().numpy() for name, value in base_of(model).named_parameters()}
         assert max(np.abs(alone["adapter"][name] - value).max() for name, value in alone["start"].items()) > 1e-2
@@ -158,11 +159,30 @@ def test_two_ranks_equal_one_and_the_base_never_changes(path: str, tied_path: st
         for name, value in base.items():
             assert (np.abs(alone["merged"][name] - value).max() > 1e-3) == (name in adapted), name
             assert name in adapted or np.array_equal(alone["merged"][name], value), name
-        for case in (Case(), Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9)):
+        for case in cases:
             for result in two_ranks.run(trained_adapter, model, case, 3):
                 assert_close(result["start"], alone["start"], 0.0)
                 assert_close(result["adapter"], alone["adapter"], 2e-6)
                 assert_close(result["merged"], alone["merged"], 2e-6)
+
+
+def test_in_bf16_the_base_takes_half_and_the_adapter_stays_fp32(path: str) -> None:
+    precision = MixedPrecisionConfig(param_dtype="bf16")
+    engine = build_engine(path, CASE, OPTIM, model={"lora_rank": 3}, mixed_precision=precision, param_offload=True)
+    dtypes = {name: value.dtype for name, value in engine.parameters.items()}
+    assert {dtypes[name] for name in engine.trained} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if name not in engine.trained} == {torch.bfloat16}
+    with engine.adapter_off():
+        base = log_probs(engine)
+    assert torch.equal(log_probs(engine), base)
+    engine.move_out()
+    engine.move_in()
+    before = gathered(engine)
+    train(engine, CASE)
+    assert all((value != before[name]).any() for name, value in gathered(engine).items())
+    assert {value.dtype for _, value in engine.full_params()} == {torch.bfloat16}
+    with engine.adapter_off():
+        assert torch.equal(log_probs(engine), base)
 
 
 def test_switched_off_it_is_the_base_before_and_after_training(path: str) -> None:
@@ -198,8 +218,10 @@ def test_the_frozen_output_layer_gets_no_gradient(path: str, monkeypatch: pytest
     assert (64, 32) in shapes  # what is looked for is there when the layer learns
 
 
-@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, vllm_missing])])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("hf", False), ("hf", True), pytest.param("vllm", True, marks=[pytest.mark.slow, vllm_missing])],
+)
 def test_the_rollout_engine_really_uses_the_adapter(name: str, tied: bool, tmp_path: Path) -> None:
     """The log-probs of what it generates are the trainer's, and not those of the base."""
     model = tiny_qwen2(tmp_path, heads=4, hidden=128, kv_heads=2, tie_word_embeddings=tied)

@@ -166,10 +166,14 @@ def test_loading_on_the_same_number_of_ranks_is_exact(path: str, tmp_path: Path)
     assert_equal_parameters(continued["parameters"], without_stop["parameters"], 0.0)
 
 
-def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_export_is_a_hugging_face_folder(
+    path: str, tied_path: str, two_ranks: Ranks, tmp_path: Path, ranks: int
+) -> None:
     tokens = torch.tensor([[3, 9, 30, 11]])
     for name, model in (("plain", path), ("tied", tied_path)):
-        result = two_ranks.run(trained, model, BATCH, Case(), 1, str(tmp_path / name))[0]
+        arguments = (model, BATCH, Case(), 1, str(tmp_path / name))
+        result = trained(*arguments) if ranks == 1 else two_ranks.run(trained, *arguments)[0]
         export(str(tmp_path / name), str(tmp_path / f"{name}_exported"))
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_exported")
         reference = AutoModelForCausalLM.from_pretrained(model)

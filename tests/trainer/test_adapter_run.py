@@ -1,0 +1,139 @@
+"""Runs that train an adapter, in this process: no reference model, a KL from 0, resumed, exported both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import tiny_qwen2
+from trainer import main_sft
+from trainer.build import worker_classes
+from trainer.export import main as export
+from trainer.plan import launch_table
+from trainer.run import run_ppo
+from trainer.saving import checkpoint_bytes
+from trainer.tracking import read_metrics
+from trainer.wish import host_bytes
+from verl_lite.config import PPOConfig
+from verl_lite.config_checks import ConfigError
+from verl_lite.errors import UserError
+
+OPTIONS = [
+    "actor.use_kl_loss=true", "actor.optim.lr=1e-2", "actor.ppo_mini_batch_size=4", "data.train_batch_size=4",
+    "trainer.backend=inline", "trainer.device=cpu", "rollout.name=hf", "rollout.n=2", "reward.num_workers=0",
+    "data.max_prompt_length=24", "data.max_response_length=6", "trainer.save_freq=1", "trainer.logger=[jsonl]",
+    "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.total_epochs=9",
+    "reward.custom_reward_function.name=reward_by_length",
+    "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.model.target_modules=all-linear",
+]  # fmt: skip
+CODE = """
+def reward_by_length(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+TOKENS = torch.tensor([[3, 9, 30, 11]])
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    row = {"data_source": "task", "reward_model": {"ground_truth": "1"}}
+    rows = [row | {"prompt": [{"role": "user", "content": f"{number}+{number}"}]} for number in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(CODE)
+    return [
+        *OPTIONS,
+        f"model.path={tiny_qwen2(tmp_path / 'model')}",
+        f"data.train_files={tmp_path / 'train.jsonl'}",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def test_a_run_with_an_adapter_is_its_own_reference_and_exports_both_ways(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ppo([*options, "trainer.total_training_steps=2"])
+    assert "parameters that learn" in capsys.readouterr().out
+    run_dir = tmp_path / "run"
+    first, second = read_metrics(run_dir / "metrics.jsonl").values()
+    assert first["actor/kl_loss"] == 0.0 and second["actor/kl_loss"] > 1e-6
+    assert first["actor/grad_norm"] > 0
+    assert not list(run_dir.glob("logs/*ref*"))
+    run_ppo([*options, "trainer.total_training_steps=3", "trainer.resume_mode=auto"])
+    assert list(read_metrics(run_dir / "metrics.jsonl")) == [1, 2, 3]
+    with pytest.raises(UserError, match="model.lora_rank: 4 in the checkpoint, 8 now"):
+        run_ppo([*options, "model.lora_rank=8", "trainer.total_training_steps=4", "trainer.resume_mode=auto"])
+
+    assert export([str(run_dir), "--to", str(tmp_path / "merged")]) == 0
+    assert export([str(run_dir), "--adapter", "--to", str(tmp_path / "adapter")]) == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    start = logits(base)
+    with_adapter = logits(peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert (merged - with_adapter).abs().max() < 1e-5 < 1e-3 < (merged - start).abs().max()
+
+
+def test_supervised_fine_tuning_trains_an_adapter_too(tmp_path: Path) -> None:
+    model = tiny_qwen2(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "response": "=2"}) + "\n")
+    arguments = [
+        f"data.train_files={tmp_path / 'rows.jsonl'}", f"model.path={model}", "trainer.total_training_steps=3",
+        f"trainer.default_local_dir={tmp_path / 'sft'}", "optim.lr=1e-2", "trainer.device=cpu",
+    ]  # fmt: skip
+    assert main_sft.main([*arguments, "model.lora_rank=2", "model.target_modules=[q_proj]"]) == 0
+    before, after = (
+        dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        for folder in (model, tmp_path / "sft" / "hf")
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
+    assert main_sft.main([*arguments, "model.lora_alpha=2"]) == 2
+
+
+def test_what_an_adapter_spares_is_counted(tmp_path: Path) -> None:
+    config = PPOConfig()
+    config.model.path = tiny_qwen2(tmp_path)
+    config.actor.use_kl_loss, config.rollout.name = True, "hf"
+    assert list(worker_classes(config, 1, None, tmp_path)) == ["ref", "actor_rollout"]
+    whole, memory = checkpoint_bytes(config), host_bytes(config, 1, False)
+    assert "parameters that learn" not in launch_table(config, 1)
+    config.model.lora_rank, config.model.target_modules = 2, ["q_proj", "down_proj"]
+    learns = 2 * 2 * ((64 + 64) + (256 + 64))
+    parameters = whole // 12
+    assert checkpoint_bytes(config) == 12 * learns
+    assert memory - host_bytes(config, 1, False) == 16 * (parameters - learns)  # the base for the reference
+    assert list(worker_classes(config, 1, None, tmp_path)) == ["actor_rollout"]
+    assert f"{learns:,}   of {parameters:,}: model.lora_rank=2 on q_proj, down_proj" in launch_table(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["model.lora_alpha=32"], "model.lora_alpha=32: without effect"),
+        (["model.target_modules=[q_proj]"], r"model.target_modules=\['q_proj'\]: without effect"),
+        (["model.lora_rank=-1"], "model.lora_rank=-1: 0"),
+        (["model.lora_rank=4", "model.lora_alpha=0"], "model.lora_alpha=0: at least 1"),
+        (["model.lora_rank=4", "model.target_modules=[]"], "target_modules is empty"),
+        (["model.lora_rank=4", "model.target_modules=[all-linear,q_proj]"], "all-linear alone"),
+    ],
+)
+def test_options_without_sense_are_refused(options: list[str], given: list[str], said: str) -> None:
+    plain = [option for option in options if "lora" not in option and "target_modules" not in option]
+    with pytest.raises(ConfigError, match=said):
+        run_ppo([*plain, *given])
+
+
+def test_an_unknown_layer_is_refused_before_anything_starts(options: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="q_projj fits no linear layer .* there are down_proj, gate_proj, k_proj"):
+        run_ppo([*options, "model.target_modules=[q_projj]"])
+    assert not (tmp_path / "run" / "config.yaml").exists()
