@@ -45,7 +45,7 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
 
     function: of the reward file. at_once: samples that it can work on at one time.
     """
-    from tests.bench.step_task import LEARNING_RATE, PROMPTS_PER_STEP, SAMPLES, SKEWED
+    from tests.bench.step_task import PROMPTS_PER_STEP, SAMPLES
     from trainer import build
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.run import run_ppo
@@ -87,30 +87,7 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
                 generation.append(self.timing["gen"])
             hold = step >= WARM_UP and (step - WARM_UP) % 2 == 1
 
-    overrides: dict[str, Any] = {
-        "model.path": folder / "model",
-        "model.enable_gradient_checkpointing": False,
-        "data.train_files": folder / "train.parquet",
-        "data.train_batch_size": PROMPTS_PER_STEP,
-        "data.max_prompt_length": 16,
-        "data.max_response_length": SKEWED.maximum,
-        "actor.ppo_mini_batch_size": PROMPTS_PER_STEP,
-        "actor.optim.lr": LEARNING_RATE,
-        "rollout.n": SAMPLES,
-        "rollout.name": "hf",
-        "reward.custom_reward_function.path": folder / "reward.py",
-        "reward.custom_reward_function.name": function,
-        "reward.reward_kwargs": f"{{file: {file}}}",
-        "reward.num_workers": PROCESSES if function == "sleeps" else 1,
-        "trainer.backend": "inline",
-        "trainer.device": "cpu",
-        "trainer.total_training_steps": WARM_UP + 2 * rounds,
-        "trainer.save_freq": 0,
-        "trainer.logger": "[jsonl]",
-        "trainer.default_local_dir": folder / f"run-{function}",
-    }
-    if function == "awaits":
-        overrides["reward.max_concurrent"] = at_once
+    overrides = options(folder, function, at_once, WARM_UP + 2 * rounds)
     pool_class, build.RewardPool = build.RewardPool, Holding  # type: ignore[misc]
     try:
         with (folder / f"{function}.log").open("w") as log, redirect_stdout(log):
@@ -124,6 +101,37 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
         "streaming": statistics.median(both[False]),
         "in turn": statistics.median(both[True]),
     }
+
+
+def options(folder: Path, function: str, at_once: int, steps: int) -> dict[str, Any]:
+    """The run's command line."""
+    from tests.bench.step_task import LEARNING_RATE, PROMPTS_PER_STEP, SAMPLES, SKEWED
+
+    overrides: dict[str, Any] = {
+        "model.path": folder / "model",
+        "model.enable_gradient_checkpointing": False,
+        "data.train_files": folder / "train.parquet",
+        "data.train_batch_size": PROMPTS_PER_STEP,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": SKEWED.maximum,
+        "actor.ppo_mini_batch_size": PROMPTS_PER_STEP,
+        "actor.optim.lr": LEARNING_RATE,
+        "rollout.n": SAMPLES,
+        "rollout.name": "hf",
+        "reward.custom_reward_function.path": folder / "reward.py",
+        "reward.custom_reward_function.name": function,
+        "reward.reward_kwargs": f"{{file: {folder}/seconds}}",
+        "reward.num_workers": PROCESSES if function == "sleeps" else 1,
+        "trainer.backend": "inline",
+        "trainer.device": "cpu",
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": 0,
+        "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": folder / f"run-{function}",
+    }
+    if function == "awaits":
+        overrides["reward.max_concurrent"] = at_once
+    return overrides
 
 
 def show(title: str, seconds: dict[str, float]) -> None:
