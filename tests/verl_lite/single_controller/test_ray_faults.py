@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.verl_lite.single_controller.workers import Calculator, Collective
+from verl_lite.errors import circumstances
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, WorkerDiedError, create_worker_groups
 from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
+from verl_lite.single_controller.worker_group import StalledError
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +82,22 @@ def test_driver_does_not_wait_for_ranks_that_wait(how: str, expected: type[Excep
         assert "c rank 1 died in fail_before_collective" in str(caught.value)
         assert "good morning" in "".join(caught.value.__notes__)  # the end of its log
     with pytest.raises(WorkerDiedError, match="the workers were ended"):
+        groups["d"].process()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_rank_that_never_answers_ends_the_wait_with_its_stack_in_its_log(tmp_path: Path) -> None:
+    recipe = {"c": ClassWithInitArgs(Collective), "d": ClassWithInitArgs(Calculator)}
+    groups = create_worker_groups("ray", POOL, recipe, log_dir=tmp_path, stall_timeout_s=3)
+    started = time.monotonic()
+    said = r"c.hang: ranks \[1\] of 2 have not answered for 3 s .*stall_timeout_s"
+    with pytest.raises(StalledError, match=said) as told:
+        groups["c"].hang(1)
+    assert time.monotonic() - started < 30
+    assert circumstances(told.value).rank == 1
+    log = (tmp_path / "c+d-1.log").read_text()
+    assert "Timeout (0:00:02.7" in log and "in hang" in log
+    with pytest.raises(WorkerDiedError, match="the workers were ended: stalled"):
         groups["d"].process()
 
 

@@ -186,6 +186,11 @@ class Collective(Worker):
             raise LookupError(f"rank {rank} gives up")
         torch.distributed.barrier()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hang(self, rank: int) -> None:
+        if self.rank == rank:
+            time.sleep(600)
+
 
 class Counter:
     """A service."""

@@ -1,0 +1,113 @@
+"""How commands end: exit status, signals, and what is printed last."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.ending import failure_text, run_command, signals_interrupt
+from verl_lite.errors import UserError, add_circumstances, circumstances, during
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def hook_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def test_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong() -> int:
+        raise UserError("data.train_files: no such file")
+
+    def broken() -> int:
+        raise LookupError("x")
+
+    assert run_command(lambda: 0) == 0
+    assert run_command(wrong) == 2
+    assert capsys.readouterr().err == "\nUserError: data.train_files: no such file\n"
+    with pytest.raises(LookupError):  # for debuggers; `sys.excepthook` prints it
+        run_command(broken)
+    assert sys.excepthook.__name__ == "print_failure"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_unwinds_the_run(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    cleaned: list[str] = []
+
+    def command() -> int:
+        try:
+            os.kill(os.getpid(), number)
+            return 0
+        finally:
+            cleaned.append("up")
+
+    assert run_command(command) == 128 + number and cleaned == ["up"]
+    assert f"Stopped by {number.name}" in capfd.readouterr().err
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_interrupt() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    program = (
+        "import os, signal, time\nfrom trainer.ending import run_command\n"
+        "def command():\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    finally:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(60)\n"
+        "run_command(command)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=50).returncode == 128 + signal.SIGINT
+
+
+def test_the_first_cause_is_printed_last() -> None:
+    error = ValueError("no such loss\nin two lines")
+    error.add_note("raised in actor, rank 1, update")
+    error.add_note("remote traceback:\nray::x\n  File loss.py\nValueError: no such loss")
+    add_circumstances(
+        error, role="actor", rank=1, method="update", traceback="ray::x\n  File loss.py\nValueError: no such loss"
+    )
+    add_circumstances(error, log="/run/logs/actor-1.log")
+    with pytest.raises(ValueError) as caught, during("step", 3), during("update_actor", 3):
+        raise error
+    blocks = failure_text(caught.value).split("\n\n")
+    assert blocks[0].lstrip().startswith("Traceback (most recent call last)") and "test_ending.py" in blocks[0]
+    assert blocks[1:] == [
+        "raised in actor, rank 1, update",
+        "The first cause, actor, rank 1, in update (phase update_actor of step 3):\n"
+        "ray::x\n  File loss.py\nValueError: no such loss",
+        "The run failed: actor, rank 1, in update (phase update_actor of step 3): ValueError: no such loss\n"
+        "  its log: /run/logs/actor-1.log",
+    ]
+
+
+def test_of_an_error_of_the_driver_the_phase_is_known() -> None:
+    with pytest.raises(KeyError) as caught, during("adv", 7):
+        raise KeyError("returns")
+    assert failure_text(caught.value).splitlines()[-1] == "The run failed: phase adv of step 7: KeyError: 'returns'"
+    assert failure_text(RuntimeError()).splitlines()[-1] == "The run failed: RuntimeError: "
+
+
+def test_circumstances_travel_and_the_innermost_stays() -> None:
+    error = LookupError("x")
+    add_circumstances(error, role="actor", rank=0, method="update")
+    add_circumstances(error, role="service", method="call", phase="adv")
+    found = circumstances(pickle.loads(pickle.dumps(error)))
+    assert (found.role, found.rank, found.method, found.phase) == ("actor", 0, "update", "adv")
+    assert str(found) == "actor, rank 0, in update (phase adv)"

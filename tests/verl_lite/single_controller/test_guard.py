@@ -1,0 +1,123 @@
+"""The guard of a run: nothing of it is left, however it ends, and nothing else is touched.
+
+Drivers are forks of the test's process, so that they need not import anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_lite.single_controller.guard import current_guard, guarded, start_guard, sweep
+from verl_lite.single_controller.watcher import ALIVE, RUN_MARK, marked_processes
+
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def own_temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short, so that it is used for sockets as well."""
+    folder = Path(tempfile.mkdtemp(prefix="vg-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def driver(with_fork: bool) -> dict[str, Any]:
+    """A run that has started a process in a session of its own and, perhaps, a fork, and then waits."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        guard = start_guard()
+        started = [subprocess.Popen(["sleep", "100"], start_new_session=True).pid]
+        if with_fork:
+            fork = os.fork()
+            if fork == 0:
+                time.sleep(100)
+                os._exit(0)
+            started.append(fork)
+        facts = {"started": started, "watcher": guard.process.pid, "folder": str(guard.folder), "token": guard.token}
+        os.write(writer, json.dumps(facts).encode())
+        time.sleep(100)
+        os._exit(0)
+    os.close(writer)
+    facts = json.loads(os.read(reader, 10_000))
+    os.close(reader)
+    return {"pid": pid, **facts}
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def soon(is_true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SOON_S
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_true()
+
+
+def test_kill_9_of_a_driver_ends_what_it_started_and_its_forks(own_temp: Path) -> None:
+    run = driver(with_fork=True)
+    assert all(map(lives, run["started"])) and Path(run["folder"], ALIVE).exists()
+    os.kill(run["pid"], signal.SIGKILL)
+    os.waitpid(run["pid"], 0)
+    assert soon(lambda: not any(map(lives, [*run["started"], run["watcher"]])))
+    assert not list(own_temp.iterdir())
+
+
+def test_a_normal_end_leaves_nothing_and_restores_the_environment(own_temp: Path) -> None:
+    before = dict(os.environ)
+    with guarded() as guard:
+        child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        inner = tempfile.mkdtemp()
+        assert Path(inner).parent == guard.temp and guard.temp.parent == guard.folder
+        with guarded() as same:
+            assert same is guard and current_guard() is guard
+        assert marked_processes(RUN_MARK, guard.token) == [child.pid]
+    assert child.wait(SOON_S) == -signal.SIGKILL and guard.process.returncode == 0
+    assert current_guard() is None and dict(os.environ) == before and tempfile.gettempdir() == str(own_temp)
+    assert not list(own_temp.iterdir())
+
+
+def test_a_run_whose_guard_was_killed_with_it_is_swept_by_the_next(own_temp: Path) -> None:
+    run, other = driver(with_fork=False), driver(with_fork=False)
+    assert sweep({str(own_temp)}) == []  # both live
+    for pid in (run["watcher"], run["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(run["pid"], 0)
+    assert lives(run["started"][0]) and Path(run["folder"]).exists()
+    with guarded():
+        assert soon(lambda: not lives(run["started"][0])) and not Path(run["folder"]).exists()
+        assert lives(other["started"][0]) and Path(other["folder"]).exists()
+    os.kill(other["pid"], signal.SIGKILL)
+    os.waitpid(other["pid"], 0)
+    assert soon(lambda: not list(own_temp.iterdir()))
+
+
+def test_with_a_long_tmpdir_sockets_go_elsewhere_and_files_stay(
+    own_temp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = own_temp / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with guarded() as guard:
+        assert guard.folder.parent == Path("/tmp") and guard.temp.parent == long
+        assert len(str(guard.folder)) <= 42 and os.environ["TMPDIR"] == str(guard.temp)
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(long / "torchinductor_"))
+    assert not guard.folder.exists() and not list(long.iterdir())
