@@ -100,6 +100,12 @@ def test_differences_are_numbered_and_tested() -> None:
     assert tested == set(numbers), "each difference has a test_N_..."
 
 
+def test_files_exist() -> None:
+    root = Path(core_algos.__file__).parents[1]
+    named = re.findall(r"`((?:tests|trainer)/[\w/]+\.py)`", PAGE)
+    assert len(named) > 4 and not [name for name in named if not (root / name).is_file()]
+
+
 def test_anchors_lead_to_headings() -> None:
     headings = re.findall(r"^#+ (.+)$", PAGE, flags=re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
