@@ -96,6 +96,7 @@ def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> Ser
         env=worker_environment(cpu=True, threads=1),
         log_dir=log_dir,
         max_concurrency=REWARD_CALLS_AT_ONCE,
+        stall_timeout_s=config.trainer.stall_timeout_s,
     )
     stack.callback(pool.stop)
     pool.call("start")
@@ -151,6 +152,7 @@ def build_trainer(
             worker_classes(config, steps.total, pool, run_dir),
             env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
             log_dir=log_dir,
+            stall_timeout_s=config.trainer.stall_timeout_s,
         )
         for group in groups.values():
             stack.callback(group.shutdown)

@@ -357,6 +357,9 @@ class TrainerConfig:
     backend: str = opt("ray", "ray = one process per device; inline = everything in this process, for debuggers")
     share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")
     seed: int = opt(1, "the root of every random number in the run")
+    stall_timeout_s: float | None = opt(
+        3600.0, "a call of workers that takes longer ends the run, with all stacks in the logs; null = no limit (ray)"
+    )
     save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never")
     max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all")
     max_best_ckpt_to_keep: int = opt(0, "checkpoints kept besides, for the best validation")

@@ -123,6 +123,7 @@ POSITIVE = (
     "algorithm.advantage_clip",
     "algorithm.pf_ppo.weight_pow",
     "reward.timeout_s",
+    "trainer.stall_timeout_s",
     "reward.max_rpm",
 )
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from verl_lite.errors import add_circumstances
 from verl_lite.single_controller.local_worker_group import LocalService
 from verl_lite.single_controller.ray_cluster import worker_env
 from verl_lite.single_controller.ray_errors import death, original_error
 from verl_lite.single_controller.ray_worker_group import Portable, redirect_output
-from verl_lite.single_controller.worker_group import ClassWithInitArgs
+from verl_lite.single_controller.worker_group import ClassWithInitArgs, StalledError
 
 
 class ServiceProcess:
@@ -40,8 +40,8 @@ class ServiceProcess:
 class RayServiceHandle:
     """Handle of a service; pickles."""
 
-    def __init__(self, actor: Any, name: str, log: str | None) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any, name: str, log: str | None, stall_timeout_s: float | None) -> None:
+        self._actor, self._stall_timeout_s = actor, stall_timeout_s
         self._name = name
         self._log = log
 
@@ -55,7 +55,13 @@ class RayServiceHandle:
         """The answer of a running call; raises what the service raised."""
         cause: Exception
         try:
-            return ray.get(ref)
+            return ray.get(ref, timeout=self._stall_timeout_s)
+        except GetTimeoutError:
+            cause = StalledError(
+                f"{self._name}.{method} has not answered for {self._stall_timeout_s:g} s (trainer.stall_timeout_s). "
+                "Raise the limit if the work simply takes longer"
+            )
+            add_circumstances(cause, role=self._name, method=method, log=self._log)
         except RayTaskError as error:
             cause = original_error(error)
             add_circumstances(cause, role=self._name, method=method)
@@ -69,13 +75,18 @@ class RayServiceHandle:
 
 
 def start_ray_service(
-    recipe: ClassWithInitArgs, *, env: dict[str, str], log_dir: str | Path | None, max_concurrency: int
+    recipe: ClassWithInitArgs,
+    *,
+    env: dict[str, str],
+    log_dir: str | Path | None,
+    max_concurrency: int,
+    stall_timeout_s: float | None,
 ) -> RayServiceHandle:
     """See `start_service`."""
     name = recipe.cls.__name__
     log = None if log_dir is None else str(Path(log_dir).resolve() / f"{name}.log")
     options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_env(env)}, "max_concurrency": max_concurrency}
     actor: Any = ray.remote(ServiceProcess).options(**options).remote(recipe, log)
-    handle = RayServiceHandle(actor, name, log)
+    handle = RayServiceHandle(actor, name, log, stall_timeout_s)
     handle.wait(actor.start.remote(), "its constructor")
     return handle

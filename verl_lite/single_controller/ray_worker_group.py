@@ -12,6 +12,8 @@ import faulthandler
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
-from verl_lite.errors import circumstances
+from verl_lite.errors import add_circumstances, circumstances
 from verl_lite.protocol import tensor_dict
 from verl_lite.single_controller.ray_cluster import worker_env
 from verl_lite.single_controller.ray_errors import death, is_consequence, original_error
@@ -28,18 +30,20 @@ from verl_lite.single_controller.ray_resource_pool import RayResourcePool
 from verl_lite.single_controller.resource_pool import ResourcePool
 from verl_lite.single_controller.slot_memory import SlotMemory
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
-from verl_lite.single_controller.worker_group import ClassWithInitArgs, WorkerDiedError
+from verl_lite.single_controller.worker_group import ClassWithInitArgs, StalledError, WorkerDiedError
 
 _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 0.5
 _GRACE_S = 2.0  # after an error: time for the other ranks to come back, or to tell the real cause
+_STACKS_AT = 0.9  # of the stall timeout: before the driver ends the process
 _CAUSE_PATIENCE_S = 15.0  # the same while all that is known are consequences of something else
 
 
 class SlotProcess:
     """What runs in a worker process: the slot, and calls on the objects in it."""
 
-    def __init__(self, log_file: str | None) -> None:
+    def __init__(self, log_file: str | None, stall_timeout_s: float | None) -> None:
+        self._stall_timeout_s = stall_timeout_s
         if log_file is not None:
             redirect_output(log_file)
             faulthandler.enable()  # a crash in native code leaves its stack there
@@ -75,7 +79,7 @@ class SlotProcess:
         """Call a method; the last len(names) values are keyword arguments: Ray resolves only top-level references."""
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
-        with Portable():
+        with Portable(), stacks_if_it_stalls(self._stall_timeout_s):
             return invoke(self._slot, role, method, positional, keywords)
 
 
@@ -99,8 +103,10 @@ class RayTransport:
         *,
         env: dict[str, str],
         log_dir: str | Path | None,
+        stall_timeout_s: float | None,
     ) -> None:
         self.world_size = pool.world_size
+        self._stall_timeout_s: float | None = None  # starting may take as long as it takes
         self._ended: str | None = None
         own = RayResourcePool(pool.process_on_nodes, pool.use_gpu, pool.cpus_per_process)
         self._pool = pool if isinstance(pool, RayResourcePool) else own
@@ -116,8 +122,9 @@ class RayTransport:
             "runtime_env": {"env_vars": worker_env(env)},
         }
         for place, log in zip(self._pool.reserve(), self._logs, strict=True):
-            self._actors.append(actor.options(scheduling_strategy=place, **options).remote(log))
+            self._actors.append(actor.options(scheduling_strategy=place, **options).remote(log, stall_timeout_s))
         self._construct(pool, roles, name)
+        self._stall_timeout_s = stall_timeout_s
 
     def _construct(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs], name: str) -> None:
         where = "its constructor"
@@ -148,7 +155,7 @@ class RayTransport:
         by_ref = {handle.ref: handle for handle in handles}
         values: dict[Any, Any] = {}
         pending = list(by_ref)
-        look = _FIRST_LOOK_S
+        look, begun = _FIRST_LOOK_S, time.monotonic()
         while pending:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=look)
             look = min(2 * look, _LONGEST_LOOK_S)
@@ -157,6 +164,8 @@ class RayTransport:
             errors = self._fetch(ready, by_ref, values)
             if errors:
                 raise self._first(errors, pending, by_ref, values, fatal)
+            if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
+                raise self._stalled([by_ref[ref] for ref in pending])
         return [values[handle.ref] for handle in handles]
 
     def _fetch(self, ready: list[Any], by_ref: dict[Any, _Handle], values: dict[Any, Any]) -> list[Exception]:
@@ -208,6 +217,19 @@ class RayTransport:
             died.add_note(f"the workers had been ended: {self._ended}")
         return died
 
+    def _stalled(self, silent: list[_Handle]) -> StalledError:
+        """The error that says who did not answer; ends the slots."""
+        first = silent[0]
+        ranks = sorted(handle.rank for handle in silent)
+        error = StalledError(
+            f"{first.role}.{first.method}: ranks {ranks} of {self.world_size} have not answered for "
+            f"{self._stall_timeout_s:g} s (trainer.stall_timeout_s). The stacks of their threads are at the end of "
+            f"their logs, such as {self._logs[first.rank]}. Raise the limit if the work simply takes longer"
+        )
+        add_circumstances(error, role=first.role, rank=first.rank, method=first.method, log=self._logs[first.rank])
+        self._end("stalled")
+        return error
+
     def close(self) -> None:
         if self._ended is None:
             self._end("shut down")
@@ -236,6 +258,22 @@ class Portable:
                 portable.add_note(note)
             vars(circumstances(portable)).update(vars(circumstances(error)))
             raise portable from error
+
+
+@contextmanager
+def stacks_if_it_stalls(timeout_s: float | None) -> Iterator[None]:
+    """Writes the stacks of all threads to standard error when the block takes nearly that long; it goes on then.
+
+    The interpreter's own watchdog thread does it, so that it works while native code holds the interpreter's lock.
+    """
+    if timeout_s is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(_STACKS_AT * timeout_s)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def redirect_output(log_file: str) -> None:

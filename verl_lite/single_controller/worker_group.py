@@ -34,6 +34,11 @@ class WorkerDiedError(RuntimeError):
     """A worker's process ended. The message names role, rank and method, and what is known of the cause."""
 
 
+class StalledError(RuntimeError):
+    """Workers did not answer for longer than they may. The message names role, method and ranks; their stacks are in
+    their logs."""
+
+
 class ClassWithInitArgs:
     """A class and the arguments of its constructor, which runs elsewhere. (verl: RayClassWithInitArgs)"""
 
@@ -232,6 +237,7 @@ def create_worker_groups(
     *,
     env: dict[str, str] | None = None,
     log_dir: str | Path | None = None,
+    stall_timeout_s: float | None = None,
 ) -> dict[str, WorkerGroup]:
     """Worker groups whose roles share the slots of `pool`.
 
@@ -240,6 +246,8 @@ def create_worker_groups(
         roles: name -> class and constructor arguments; made in this order in each slot.
         env: environment variables of the worker processes, set before they import anything (ray only).
         log_dir: folder for what workers print, one file {role}-{rank}.log for each process (ray only).
+        stall_timeout_s: a call that takes longer is a StalledError, and the workers are ended; None = no limit. Shortly
+            before, each process writes the stacks of its threads to its log (ray only).
 
     Raises:
         What a constructor raised, first; WorkerDiedError if a process ended; ValueError for an unknown backend.
@@ -253,7 +261,7 @@ def create_worker_groups(
     elif backend == "ray":
         from verl_lite.single_controller.ray_worker_group import RayTransport
 
-        transport = RayTransport(pool, roles, env=env or {}, log_dir=log_dir)
+        transport = RayTransport(pool, roles, env=env or {}, log_dir=log_dir, stall_timeout_s=stall_timeout_s)
     else:
         raise ValueError(f"trainer.backend={backend!r} is unknown; choose one of {BACKENDS}")
     return {role: WorkerGroup(role, recipe.cls, transport) for role, recipe in roles.items()}
@@ -266,10 +274,12 @@ def start_service(
     env: dict[str, str] | None = None,
     log_dir: str | Path | None = None,
     max_concurrency: int = 1,
+    stall_timeout_s: float | None = None,
 ) -> ServiceHandle:
     """One object in a process of its own (ray), or in this process (inline).
 
     Returns when its constructor has run, and raises what it raised. max_concurrency > 1 runs methods in threads (ray).
+    stall_timeout_s: a call that takes longer is a StalledError (ray).
     """
     if backend == "inline":
         from verl_lite.single_controller.local_worker_group import LocalService
@@ -278,7 +288,13 @@ def start_service(
     if backend == "ray":
         from verl_lite.single_controller.ray_service import start_ray_service
 
-        return start_ray_service(recipe, env=env or {}, log_dir=log_dir, max_concurrency=max_concurrency)
+        return start_ray_service(
+            recipe,
+            env=env or {},
+            log_dir=log_dir,
+            max_concurrency=max_concurrency,
+            stall_timeout_s=stall_timeout_s,
+        )
     raise ValueError(f"trainer.backend={backend!r} is unknown; choose one of {BACKENDS}")
 
 
