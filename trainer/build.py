@@ -35,6 +35,7 @@ from verl_lite.single_controller import (
     create_worker_groups,
     start_service,
 )
+from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
@@ -124,6 +125,28 @@ def worker_classes(
     return roles
 
 
+def start_workers(
+    config: PPOConfig, roles: dict[str, ClassWithInitArgs], log_dir: Path, stack: ExitStack
+) -> dict[str, WorkerGroup]:
+    """The worker groups, with their models built; they end with `stack`."""
+    slots = config.trainer.n_gpus_per_node
+    assert slots is not None
+    on_cpu = device_type(config.trainer.device) == "cpu"
+    groups = create_worker_groups(
+        config.trainer.backend,
+        ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
+        roles,
+        env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
+        log_dir=log_dir,
+        stall_timeout_s=config.trainer.stall_timeout_s,
+    )
+    for group in groups.values():
+        stack.callback(group.shutdown)
+    for group in groups.values():
+        group.init_model()
+    return groups
+
+
 @contextmanager
 def build_trainer(
     config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, trainer_class: type[RayPPOTrainer]
@@ -134,30 +157,14 @@ def build_trainer(
     """
     with ExitStack() as stack:
         steps = TrainingSteps(config, data.train)
-        backend = config.trainer.backend
-        if backend == "ray":
+        if config.trainer.backend == "ray":
             from verl_lite.single_controller.ray_cluster import ray_running
 
             num_gpus = config.trainer.n_gpus_per_node if device_type(config.trainer.device) == "cuda" else 0
             ray_init = config.ray_kwargs.ray_init
             stack.enter_context(ray_running(ray_init, run_dir.name, num_gpus=num_gpus, tell=tracking.note))
-        log_dir = run_dir / "logs"
-        pool = start_reward_pool(config, log_dir, stack)
-        slots = config.trainer.n_gpus_per_node
-        assert slots is not None
-        on_cpu = device_type(config.trainer.device) == "cpu"
-        groups = create_worker_groups(
-            backend,
-            ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
-            worker_classes(config, steps.total, pool, run_dir),
-            env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
-            log_dir=log_dir,
-            stall_timeout_s=config.trainer.stall_timeout_s,
-        )
-        for group in groups.values():
-            stack.callback(group.shutdown)
-        for group in groups.values():
-            group.init_model()
+        pool = start_reward_pool(config, run_dir / "logs", stack)
+        groups = start_workers(config, worker_classes(config, steps.total, pool, run_dir), run_dir / "logs", stack)
 
         def answer_text(ids: list[int]) -> str:
             return str(data.tokenizer.decode(ids, skip_special_tokens=True))

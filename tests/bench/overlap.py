@@ -53,10 +53,8 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
     from verl_lite.rewards import RewardItem, RewardResult
     from workers.reward_pool import RewardPool
 
-    file = folder / "seconds"
-    file.write_text("0")
-    hold = False
-    generation: list[float] = []
+    (file := folder / "seconds").write_text("0")
+    hold, generation = False, list[float]()
     both: dict[bool, list[float]] = {True: [], False: []}
 
     class Holding(RewardPool):

@@ -1,4 +1,4 @@
-"""The reward model's scores are those of transformers' own forward on each row alone, however rows are cut and packed."""
+"""The reward model's scores are those of transformers' own forward on each row alone, however rows are packed."""
 
 from __future__ import annotations
 
