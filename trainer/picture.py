@@ -105,14 +105,14 @@ def _draw_time(panel: Axes, steps: Steps) -> None:
     stages["other"] = np.clip(whole - sum(stages.values()), 0.0, None)
     groups = np.array_split(np.arange(len(x)), min(_BARS_MAX, len(x)))
     places = np.array([x[group].mean() for group in groups])
-    width = (x[-1] - x[0] + 1) / len(groups)
+    widths = np.array([x[group[-1]] - x[group[0]] + 1 for group in groups])
     bottom = np.zeros(len(groups))
     for number, (name, seconds) in enumerate(stages.items()):
         heights = np.array([seconds[group].mean() for group in groups])
         if heights.sum() < 0.005 * whole.mean() * len(groups):
             continue
         color = _GREY if name == "other" else _COLORS[number % len(_COLORS)]
-        panel.bar(places, heights, width, bottom=bottom, color=color, label=name, linewidth=0)
+        panel.bar(places, heights, widths, bottom=bottom, color=color, label=name, linewidth=0)
         bottom += heights
     _legend_outside(panel, from_the_top=True)
     panel.set_ylim(0, 1.15 * float(np.percentile(bottom, 98)))
