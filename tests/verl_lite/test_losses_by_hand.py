@@ -102,6 +102,10 @@ def test_every_loss_has_a_case() -> None:
     assert set(TOKENS) | set(CHOOSING) == set(POLICY_LOSS_REGISTRY)
 
 
+def label(value: str | Token) -> str:
+    return value if isinstance(value, str) else f"ratio {value.ratio:g} advantage {value.advantage:g}"
+
+
 def one(token: Token) -> dict[str, torch.Tensor]:
     numbers = {
         "old_log_prob": -1.0,
@@ -112,14 +116,14 @@ def one(token: Token) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([[value]], dtype=torch.float64) for name, value in numbers.items()}
 
 
-@pytest.mark.parametrize(("name", "token"), [(name, token) for name in TOKENS for token in TOKENS[name]], ids=str)
+@pytest.mark.parametrize(("name", "token"), [(name, token) for name in TOKENS for token in TOKENS[name]], ids=label)
 def test_one_token_by_hand(name: str, token: Token) -> None:
     loss, metrics = POLICY_LOSS_REGISTRY[name](*one(token).values(), "token-mean", token.config or CONFIG)
     assert loss.item() == pytest.approx(token.loss, rel=1e-6, abs=1e-12)
     assert metrics["ppo_kl"].value == pytest.approx(-math.log(token.ratio), abs=1e-6)
 
 
-@pytest.mark.parametrize("token", TOKENS["vanilla"], ids=str)
+@pytest.mark.parametrize("token", TOKENS["vanilla"], ids=label)
 def test_the_seeds_signature_by_hand(token: Token) -> None:
     loss, clipfrac, kl, lower = compute_policy_loss(*one(token).values(), cliprange=0.3, cliprange_low=0.1)
     assert loss.item() == pytest.approx(token.loss)
