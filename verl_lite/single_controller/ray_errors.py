@@ -57,10 +57,10 @@ def cause_of_death(error: RayError) -> str:
     if isinstance(error, OutOfMemoryError):
         used, limit = _MEMORY_USED.search(text), _MEMORY_LIMIT.search(text)
         numbers = f" ({used[1]} of {used[2]} in use)" if used else ""
-        share = f" at {limit[1]}" if limit else ""
+        share = f" above {limit[1]}" if limit else ""
         return (
-            f"the machine's memory ran out{numbers}, and Ray ends the largest worker{share}. Take less of it (fewer "
-            "or smaller micro-batches, rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for the neighbours"
+            f"the machine's memory ran out{numbers}; Ray ends workers{share}. Take less of it (smaller micro-batches, "
+            "rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for the neighbours"
         )
     if "connection error code 2" in text:  # all that Ray knows: the process was there, then its socket closed
         return (

@@ -19,7 +19,7 @@ RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, 
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
 ALIVE = "alive"  # file in the run's folder, locked while the driver or its guard lives
 _SHARED_MEMORY = "/dev/shm/"
-_LOOK_EVERY_S = 3.0  # for shared memory of processes that may be gone when the driver dies
+LOOK_EVERY_S = 3.0  # for shared memory of processes that may be gone when the driver dies
 
 
 def marked_processes(mark: str, token: str) -> list[int]:
@@ -105,7 +105,7 @@ def watch(driver: int, token: str, folders: list[str]) -> None:
             if os.read(sys.stdin.fileno(), 1):
                 return
             break
-        if time.monotonic() - looked > _LOOK_EVERY_S:
+        if time.monotonic() - looked > LOOK_EVERY_S:
             shared |= shared_memory_of(marked_processes(RUN_MARK, token))
             looked = time.monotonic()
     kill(processes_holding(pipe))  # forks of the driver: they have its environment, which has no mark

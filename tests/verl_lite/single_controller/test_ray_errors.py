@@ -39,8 +39,8 @@ def test_a_memory_kill_says_how_much_who_and_in_which_call(monkeypatch: pytest.M
     log.write_text("one\nlast words\n")
     error = death(OutOfMemoryError(OUT_OF_MEMORY), "actor", 1, "generate_sequences", str(log), memory.describe(1))
     assert str(error).startswith(
-        "actor rank 1 died in generate_sequences: the machine's memory ran out (4.05GB of 23.54GB in use), "
-        "and Ray ends the largest worker at 17.1%. Take less"
+        "actor rank 1 died in generate_sequences: the machine's memory ran out (4.05GB of 23.54GB in use); "
+        "Ray ends workers above 17.1%. Take less"
     )
     held, users, tail = error.__notes__
     assert held == (

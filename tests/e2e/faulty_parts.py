@@ -1,0 +1,55 @@
+"""Parts of a run that fail on rank 1, at a chosen place: what `test_faults.py` puts into real runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from verl_lite.core_algos import compute_policy_loss_vanilla
+from workers.rollout.base import Completion
+from workers.rollout.hf_engine import HFEngine
+
+DYING = "rank 1 dies at "
+
+
+def die() -> None:
+    """As by kill -9, after a line that says when."""
+    if os.environ["RANK"] == "1":
+        print(f"{DYING}{time.time()}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesGenerating(HFEngine):
+    def step(self) -> list[Completion]:
+        die()
+        return super().step()
+
+
+class DiesInSync(HFEngine):
+    """In the middle of the second weight update: the first comes before all steps."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        super().load_weights(dying_after(3, weights) if version > 0 else weights, version)
+
+
+def dying_after(count: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for place, weight in enumerate(weights):
+        if place == count:
+            die()
+        yield weight
+
+
+def dying_loss(*args: Any, **kwargs: Any) -> Any:
+    die()
+    return compute_policy_loss_vanilla(*args, **kwargs)
+
+
+def raising_loss(*args: Any, **kwargs: Any) -> Any:
+    if os.environ["RANK"] == "1":
+        raise LookupError("the user's loss\nhas two lines")
+    return compute_policy_loss_vanilla(*args, **kwargs)

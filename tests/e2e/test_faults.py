@@ -1,0 +1,91 @@
+"""A rank dies or raises in the middle of a real run: the run ends soon, and says who, where and why.
+
+The runs share one Ray cluster, in this process; each has two ranks that wait for each other in collectives. One more
+is a whole command in a process of its own, whose rank is killed in the update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.faulty_parts import DYING
+from tests.tiny_run import TinyTask
+from trainer.ending import failure_text
+from trainer.run import run_ppo
+from verl_lite.config import RayInitConfig
+from verl_lite.errors import circumstances
+from verl_lite.single_controller import WorkerDiedError
+
+pytestmark = pytest.mark.slow
+
+SOON_S = 60.0
+
+
+def seconds_since_death(run_dir: Path) -> float:
+    """By what the rank printed last."""
+    lines = (run_dir / "logs" / "actor_rollout-1.log").read_text().splitlines()
+    return time.time() - next(float(line.removeprefix(DYING)) for line in lines if line.startswith(DYING))
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyTask]:
+    from verl_lite.single_controller.ray_cluster import ray_running
+
+    with ray_running(RayInitConfig(num_cpus=2, object_store_memory_mb=80), "faults"):
+        yield TinyTask(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize(
+    ("option", "method", "phase"),
+    [
+        ("rollout.name=tests.e2e.faulty_parts:DiesGenerating", "generate_sequences", "gen"),
+        ("rollout.name=tests.e2e.faulty_parts:DiesInSync", "update_weights", "update_weights"),
+    ],
+)
+def test_a_rank_killed_ends_the_run(option: str, method: str, phase: str, task: TinyTask) -> None:
+    run_dir = task.folder / phase
+    argv = [*task.options, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={run_dir}", option]
+    with pytest.raises(WorkerDiedError) as caught:
+        run_ppo(argv)
+    assert seconds_since_death(run_dir) < SOON_S
+    place = circumstances(caught.value)
+    assert (place.role, place.rank, place.method) == ("actor_rollout", 1, method)
+    assert (place.phase, place.step) == (phase, 1)
+    assert place.log == str(run_dir / "logs" / "actor_rollout-1.log")
+    assert "memory of rank 1" in "".join(caught.value.__notes__)
+
+
+def test_an_exception_on_one_rank_is_told_with_its_traceback(task: TinyTask) -> None:
+    option = "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:raising_loss"
+    argv = [*task.options, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={task.folder / 'raise'}", option]
+    with pytest.raises(LookupError, match="the user's loss") as caught:
+        run_ppo(argv)
+    text = failure_text(caught.value)
+    *_, cause, summary = text.split("\n\n")
+    assert cause.startswith("The first cause, actor_rollout, rank 1, in update_actor (phase update_actor of step 1):")
+    assert 'faulty_parts.py", line' in cause and "in raising_loss" in cause
+    assert summary == (
+        "The run failed: actor_rollout, rank 1, in update_actor (phase update_actor of step 1): "
+        "LookupError: the user's loss"
+    )
+
+
+def test_the_command_ends_soon_and_leaves_nothing(tmp_path: Path) -> None:
+    run = TinyTask(tmp_path).start(
+        "run", "trainer.n_gpus_per_node=2", "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:dying_loss"
+    )
+    try:
+        assert run.wait() == 1, run.output()
+        assert seconds_since_death(run.run_dir) < SOON_S
+        last = run.output().splitlines()[-2:]
+        assert last[0].startswith(
+            "The run failed: actor_rollout, rank 1, in update_actor (phase update_actor of step 1)"
+        )
+        assert last[1].strip() == f"its log: {run.run_dir}/logs/actor_rollout-1.log"
+        run.leaves_nothing(within_s=0)
+    finally:
+        run.close()
