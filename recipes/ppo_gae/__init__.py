@@ -1,0 +1,1 @@
+"""PPO with a critic on the task of the quickstart."""

@@ -1,0 +1,34 @@
+"""PPO with a critic (GAE) on the task of the quickstart: its model, data and warm start, another estimator.
+
+One answer to each question: what GRPO learns from a group of answers, the critic has to know here. As many samples a
+step as the quickstart, so that the two compare.
+"""
+
+from __future__ import annotations
+
+from recipes.quickstart import recipe as quickstart
+
+RL_STEPS = 130
+
+
+def overrides() -> dict[str, object]:
+    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    return quickstart.overrides() | {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "data.train_batch_size": 1024,
+        "rollout.n": 1,
+        "actor.ppo_mini_batch_size": 512,
+        "actor.optim.lr": 2e-4,
+        "critic.ppo_mini_batch_size": 256,
+        "critic.optim.lr": 1e-3,
+        "critic.optim.betas": [0.9, 0.95],
+        "critic.model.enable_gradient_checkpointing": False,
+        "critic.fsdp_config.wrap_policy.min_num_params": 10_000_000,
+        "critic.fsdp_config.reshard_after_forward": False,
+        "trainer.total_training_steps": RL_STEPS,
+    }
+
+
+prepare = quickstart.prepare
