@@ -16,7 +16,7 @@ Two registries are the extension points: `@register_adv_est(name)` and `@registe
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 import torch
@@ -53,10 +53,12 @@ from verl_lite.masked import (
     agg_loss,
     at_least_fp32,
     check_shapes,
+    compute_clip_fraction,
     compute_segment_masked_mean,
     group_ids,
     group_mean_std,
     masked_mean,
+    masked_normalize,
     masked_sum,
     masked_var,
     masked_whiten,
@@ -92,6 +94,8 @@ __all__ = [
     "RunningMoments",
     "agg_loss",
     "clip_range",
+    "compute_clip_fraction",
+    "masked_normalize",
     "clipped_surrogate",
     "compute_agentic_reinforce_return",
     "compute_policy_loss",
@@ -162,6 +166,9 @@ _ESTIMATORS: dict[str, AdvantageEstimatorFn] = {
 }
 for _name, _estimator in _ESTIMATORS.items():
     register_adv_est(_name)(_estimator)
+
+AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in _ESTIMATORS})  # type: ignore[misc]
+"""verl's enum of the names above; each member is its name, and the registry takes either."""
 
 # What `actor.policy_loss.loss_mode` knows.
 _POLICY_LOSSES: dict[str, PolicyLossFn] = {
@@ -269,6 +276,9 @@ def kl_penalty(
     return value.detach() + gradient - gradient.detach()
 
 
+_kl_penalty = kl_penalty  # under another name, for functions that have an argument of this one
+
+
 def _kl_estimate(difference: torch.Tensor, name: str) -> torch.Tensor:
     match name:
         case "k1":
@@ -280,6 +290,16 @@ def _kl_estimate(difference: torch.Tensor, name: str) -> torch.Tensor:
         case _:
             inverse = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
             return (inverse.exp() - inverse - 1).clamp(-10.0, 10.0)
+
+
+def compute_approx_kl(
+    log_probs: torch.Tensor,
+    log_probs_base: torch.Tensor,
+    action_mask: torch.Tensor | None = None,
+    kl_penalty: str = "kl",
+) -> torch.Tensor:
+    """ROLL's name and arguments of `kl_penalty`; 0 where `action_mask` is 0."""
+    return _kl_penalty(log_probs, log_probs_base, kl_penalty, action_mask)
 
 
 def apply_kl_penalty(

@@ -87,6 +87,25 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     return whitened if shift_mean else whitened + mean
 
 
+def masked_normalize(values: torch.Tensor, mask: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+    """Values of each row (along `dim`) moved to mean 0 and scaled to variance 1 over its mask; 0 under mask 0. (ROLL)
+
+    The variance is the biased one, of at least `eps`. A row whose mask is all 0 stays 0.
+    """
+    is_valid = mask.bool()
+    kept = torch.where(is_valid, at_least_fp32(values), 0)
+    count = is_valid.sum(dim=dim, keepdim=True).clamp(min=1)
+    centred = torch.where(is_valid, kept - kept.sum(dim=dim, keepdim=True) / count, 0)
+    variance = centred.square().sum(dim=dim, keepdim=True) / count
+    return centred * torch.rsqrt(variance.clamp(min=eps))
+
+
+def compute_clip_fraction(values: torch.Tensor, clip_max: float, clip_min: float) -> float:
+    """Share of all values, padding too, that lie above `clip_max` or below `clip_min`; 0 of none. (ROLL)"""
+    beyond = (values > clip_max) | (values < clip_min)
+    return float(beyond.sum()) / max(1, values.numel())
+
+
 def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`masked_whiten`, then 0 under mask 0; values stay as they are where fewer than two are left (as ROLL).
 
