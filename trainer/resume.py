@@ -113,11 +113,12 @@ def refuse_another_run(config: PPOConfig, run_dir: Path, total_steps: int) -> No
     """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration, or one
     after which no step is left to do.
 
-    Asked before anything heavy starts; the data's fingerprint is compared when the loader is restored.
+    Asked before anything heavy starts; the data's fingerprint is compared when the loader is restored. A run that only
+    validates continues nothing, and may do it with other settings.
     """
     trainer = config.trainer
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
-    if folder is None:
+    if folder is None or trainer.val_only:
         return
     state = read_state(folder)
     differing = differing_keys(state["config"], config, trainer.resume_allow)
@@ -128,7 +129,7 @@ def refuse_another_run(config: PPOConfig, run_dir: Path, total_steps: int) -> No
             f"trainer.resume_allow=[{','.join(line.split(':')[0] for line in differing)}]"
         )
     done = state["steps"]["global_step"]
-    if done >= total_steps and not trainer.val_only:
+    if done >= total_steps:
         raise UserError(
             f"{folder} is at step {done} of {total_steps}: nothing is left to do. For more steps raise "
             "trainer.total_training_steps (or trainer.total_epochs); to look at it, trainer.val_only=true or "

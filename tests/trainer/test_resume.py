@@ -113,6 +113,6 @@ def test_nothing_to_continue_is_no_refusal(tmp_path: Path) -> None:
 def test_nothing_left_to_do_is_said(tmp_path: Path) -> None:
     checkpoint(tmp_path, 9, config())
     refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 10)
-    refuse_another_run(config(trainer__resume_mode="auto", trainer__val_only=True), tmp_path, 9)
+    refuse_another_run(config(trainer__resume_mode="auto", trainer__val_only=True, rollout__n=7), tmp_path, 9)
     with pytest.raises(UserError, match="is at step 9 of 9: nothing is left to do"):
         refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 9)
