@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.build import build_trainer, load_data
 from trainer.capsule import capsule_on_failure
 from trainer.checkpoint import saved_steps
 from trainer.console import Console
+from trainer.ending import failure_text
 from trainer.picture import draw_curve
 from trainer.plan import launch_table
 from trainer.ray_trainer import RayPPOTrainer
@@ -34,6 +36,7 @@ from verl_lite.device_lease import Holder, LeaseTaken, leased_file
 from verl_lite.errors import UserError
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller.guard import guarded
+from verl_lite.single_controller.worker_group import StalledError, WorkerDiedError
 
 MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
@@ -53,9 +56,18 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     if loaded.action == "print":
         print(print_config(loaded))
         return 0
-    with ExitStack() as stack:
-        stack.enter_context(guarded())
-        return train(loaded, slots, argv, trainer_class, stack)
+    for retries_left in range(config.trainer.max_retries, -1, -1):
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(guarded())
+                return train(loaded, slots, argv, trainer_class, stack)
+        except (WorkerDiedError, StalledError) as error:
+            if not retries_left:
+                raise
+            print(failure_text(error), file=sys.stderr)
+            print(f"Starting again from the last checkpoint; trainer.max_retries leaves {retries_left - 1} more.")
+        config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
+    raise AssertionError("the last try returns or raises")
 
 
 def train(

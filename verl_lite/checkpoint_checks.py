@@ -38,6 +38,7 @@ def _retention(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
             "max_best_ckpt_to_keep": best > 0,
             "max_actor_ckpt_to_keep": trainer.max_actor_ckpt_to_keep is not None,
             "async_save": trainer.async_save,
+            "max_retries": trainer.max_retries > 0,
         }
         for name in (name for name, is_asked in asked.items() if is_asked):
             yield (

@@ -360,6 +360,9 @@ class TrainerConfig:
     stall_timeout_s: float | None = opt(
         3600.0, "a call of workers that takes longer ends the run, with all stacks in the logs; null = no limit (ray)"
     )
+    max_retries: int = opt(
+        0, "after a lost worker or machine: start again from the last checkpoint, this often at most"
+    )
     save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never")
     max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all")
     max_best_ckpt_to_keep: int = opt(0, "checkpoints kept besides, for the best validation")

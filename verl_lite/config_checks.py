@@ -89,6 +89,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.save_freq": -1,
     "trainer.max_actor_ckpt_to_keep": 1,
     "trainer.max_best_ckpt_to_keep": 0,
+    "trainer.max_retries": 0,
     "trainer.test_freq": -1,
     "trainer.critic_warmup": 0,
     "trainer.log_val_generations": 0,

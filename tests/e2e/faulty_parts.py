@@ -49,6 +49,18 @@ def dying_loss(*args: Any, **kwargs: Any) -> Any:
     return compute_policy_loss_vanilla(*args, **kwargs)
 
 
+def loss_that_dies_once(*args: Any, **kwargs: Any) -> Any:
+    """In the second step, where the file named by DIED does not exist yet."""
+    calls.append(1)
+    if len(calls) == 2 and not os.path.exists(os.environ["DIED"]) and os.environ["RANK"] == "1":
+        open(os.environ["DIED"], "w").close()
+        die()
+    return compute_policy_loss_vanilla(*args, **kwargs)
+
+
+calls: list[int] = []
+
+
 def raising_loss(*args: Any, **kwargs: Any) -> Any:
     if os.environ["RANK"] == "1":
         raise LookupError("the user's loss\nhas two lines")

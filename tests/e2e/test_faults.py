@@ -16,6 +16,7 @@ from tests.e2e.faulty_parts import DYING
 from tests.tiny_run import TinyTask
 from trainer.ending import failure_text
 from trainer.run import run_ppo
+from trainer.tracking import read_metrics
 from verl_lite.config import RayInitConfig
 from verl_lite.errors import circumstances
 from verl_lite.single_controller import WorkerDiedError
@@ -89,3 +90,21 @@ def test_the_command_ends_soon_and_leaves_nothing(tmp_path: Path) -> None:
         run.leaves_nothing(within_s=0)
     finally:
         run.close()
+
+
+def test_a_lost_worker_costs_nothing_but_time_where_retries_are_allowed(tmp_path: Path) -> None:
+    task, died = TinyTask(tmp_path), tmp_path / "died"
+    loss = "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:loss_that_dies_once"
+    options = [loss, "trainer.n_gpus_per_node=2", "trainer.save_freq=1"]
+    histories = []
+    for name in ("hit", "spared"):  # the file that the first one leaves spares the second
+        run = task.start(name, *options, "trainer.max_retries=1", steps=3, env={"DIED": str(died)})
+        try:
+            assert run.wait() == 0, run.output()
+            assert ("Starting again from the last checkpoint" in run.output()) == (name == "hit"), run.output()
+            run.leaves_nothing(within_s=0)
+        finally:
+            run.close()
+        steps = read_metrics(run.run_dir / "metrics.jsonl")
+        histories.append({step: (row["actor/grad_norm"], row["critic/score/mean"]) for step, row in steps.items()})
+    assert list(histories[0]) == [1, 2, 3] and histories[0] == histories[1]
