@@ -98,7 +98,8 @@ class TinyRun:
         deadline = time.monotonic() + within_s
         while self.leftovers() and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert self.leftovers() == [], self.output()
+        left = self.leftovers()
+        assert left == [], f"{left}\n{self.output()}"
 
     def output(self) -> str:
         """The end of what it printed."""

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, the driver's own children included
@@ -22,33 +23,40 @@ _SHARED_MEMORY = "/dev/shm/"
 LOOK_EVERY_S = 3.0  # for shared memory of processes that may be gone when the driver dies
 
 
-def marked_processes(mark: str, token: str) -> list[int]:
-    """Living processes of this user whose initial environment has mark=token; this process is not among them."""
+def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list[int]:
+    """Living processes of this user whose initial environment has mark=token; this process is not among them.
+
+    Some of Ray's processes overwrite theirs with a title: these are known by a file in one of `folders` that they have
+    open.
+    """
     wanted = f"{mark}={token}".encode()
+    places = tuple(os.path.realpath(folder) + "/" for folder in folders)
     found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                environment = Path(entry.path, "environ").read_bytes().split(b"\0")
-            except OSError:  # gone, or somebody else's
-                continue
-            if wanted in environment:
-                found.append(int(entry.name))
+    for pid in _other_processes():
+        try:
+            environment = Path("/proc", pid, "environ").read_bytes()
+        except OSError:  # gone, or somebody else's
+            continue
+        overwritten = environment.startswith(b"\0")
+        if wanted in environment.split(b"\0") or (overwritten and any(f.startswith(places) for f in _open_files(pid))):
+            found.append(int(pid))
     return found
 
 
 def processes_holding(link: str) -> list[int]:
     """Processes of this user that have this open, as /proc names it (`pipe:[123]`); this one is not among them."""
-    found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                links = [os.readlink(descriptor.path) for descriptor in os.scandir(os.path.join(entry.path, "fd"))]
-            except OSError:  # gone, or somebody else's
-                continue
-            if link in links:
-                found.append(int(entry.name))
-    return found
+    return [int(pid) for pid in _other_processes() if link in _open_files(pid)]
+
+
+def _other_processes() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _open_files(pid: str) -> list[str]:
+    try:
+        return [os.readlink(descriptor.path) for descriptor in os.scandir(f"/proc/{pid}/fd")]
+    except OSError:  # gone, or somebody else's
+        return []
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
@@ -70,7 +78,7 @@ def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, s
     """
     files = set(shared or ())
     deadline = time.monotonic() + patience_s
-    while pids := marked_processes(mark, token):
+    while pids := marked_processes(mark, token, folders):
         files |= shared_memory_of(pids)
         if time.monotonic() >= deadline:
             kill(pids)
@@ -78,7 +86,7 @@ def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, s
             break
         time.sleep(0.05)
     if files:
-        others = shared_memory_of([int(name) for name in os.listdir("/proc") if name.isdigit()])
+        others = shared_memory_of([int(pid) for pid in _other_processes()])
         for name in files - others:
             Path(name).unlink(missing_ok=True)
     for folder in folders:

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -121,3 +122,29 @@ def test_with_a_long_tmpdir_sockets_go_elsewhere_and_files_stay(
         assert len(str(guard.folder)) <= 42 and os.environ["TMPDIR"] == str(guard.temp)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(long / "torchinductor_"))
     assert not guard.folder.exists() and not list(long.iterdir())
+
+
+def test_a_process_that_overwrote_its_environment_is_known_by_its_files(own_temp: Path) -> None:
+    """As setproctitle does in Ray's agents: zeros where the environment was."""
+    overwrite = (
+        "import ctypes, sys, time\n"
+        "fields = open('/proc/self/stat').read().rpartition(')')[2].split()\n"
+        "start, end = int(fields[47]), int(fields[48])\n"
+        "ctypes.memset(start, 0, end - start)\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    (own_temp / "elsewhere").touch()
+    children = []
+    with guarded() as guard:
+        for path in (guard.folder / "agent.log", own_temp / "elsewhere"):
+            argv = [sys.executable, "-S", "-c", overwrite, str(path)]
+            child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            children.append(child)
+        assert marked_processes(RUN_MARK, guard.token) == []
+    assert children[0].wait(SOON_S) == -signal.SIGKILL
+    assert children[1].poll() is None  # not ours, as far as anybody can tell
+    children[1].kill()
+    children[1].wait()
