@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from trainer.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data.train_batch_size=16", "actor.ppo_mini_batch_size=16", "rollout.n=4", "data.val_max_samples=48"]
@@ -33,7 +34,7 @@ def run(
 
 def metrics(folder: Path) -> list[dict[str, float]]:
     """The metrics of each logged step."""
-    return [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return list(read_metrics(folder / "metrics.jsonl").values())
 
 
 def trained(tmp_path: Path, name: str, *overrides: str) -> list[dict[str, float]]:
