@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import ray
 
@@ -33,6 +33,8 @@ _AUTH_TOKEN = secrets.token_hex(32)
 _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
+_STARTS = 3
+_TOO_SLOW = "timed out during startup"
 _LEFT_TO_OTHERS = 0.5  # share of the free shared memory that is not taken: NCCL and neighbours need some too
 
 
@@ -115,7 +117,8 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list
     _cluster = _Cluster(guard, owns_guard, previous)
     with ExitStack() as undo, _signal_handlers_kept():
         undo.callback(stop_ray)
-        ray.init(
+        _init_patiently(
+            guard,
             address="local",
             num_cpus=ray_init.num_cpus or cpu_count(),
             num_gpus=num_gpus,
@@ -131,6 +134,22 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list
         undo.pop_all()
     del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
     return [store.note] if store.note else []
+
+
+def _init_patiently(guard: Guard, **options: Any) -> None:
+    """`ray.init`, again from the start where it was too slow: on a busy machine Ray gives up after 30 s, and has no
+    option for that. Raises RuntimeError if it does not help."""
+    for _ in range(_STARTS):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises it bare
+            if _TOO_SLOW not in str(error):
+                raise
+            _end_processes(guard)
+    raise RuntimeError(
+        f"Ray did not start within 30 s, {_STARTS} times: is this machine overloaded? load {os.getloadavg()}"
+    )
 
 
 @dataclass(frozen=True)
@@ -179,14 +198,17 @@ def stop_ray() -> None:
     if _cluster is None:
         return
     cluster, _cluster = _cluster, None
-    guard = cluster.guard
+    _end_processes(cluster.guard)
+    set_environment(cluster.environment)
+    if cluster.owns_guard:
+        stop_guard()
+
+
+def _end_processes(guard: Guard) -> None:
     shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, guard.token))
     ray.shutdown()
     sessions = [str(path) for path in guard.folder.glob("session_*")]
     watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, patience_s=2.0, shared=shared)
-    set_environment(cluster.environment)
-    if cluster.owns_guard:
-        stop_guard()
 
 
 def worker_env(env: dict[str, str]) -> dict[str, str]:

@@ -1,0 +1,57 @@
+"""What a run asks of the machine: devices, memory of the machine, a name for its neighbours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import tiny_qwen2
+from trainer.wish import claimed_devices, wish_of
+from verl_lite.config import PPOConfig
+from verl_lite.config_loader import load_config
+from workers.policy.loading import count_parameters
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def config_of(model: str, *options: str) -> PPOConfig:
+    common = [f"model.path={model}", "data.train_files=x.jsonl", "trainer.device=cpu", "rollout.name=hf"]
+    return load_config([*common, *options]).config
+
+
+def test_memory_grows_with_slots_models_and_the_engine(model: str, tmp_path: Path) -> None:
+    parameters = count_parameters(config_of(model).model)
+
+    def asked(slots: int, *options: str) -> int:
+        return wish_of(config_of(model, *options), slots, tmp_path).host_bytes
+
+    one = asked(1)
+    assert GIB < one < 3 * GIB
+    assert asked(2) - one == int(0.7 * GIB) + 4 * parameters  # a process, and a copy for its rollout engine
+    assert asked(1, "actor.use_kl_loss=true") - one == 4 * parameters
+    assert asked(1, "algorithm.adv_estimator=gae") - one == pytest.approx(16 * parameters, rel=0.1)
+    assert asked(1, "rollout.name=vllm", "rollout.kv_cache_memory_mb=1024") - one == GIB // 4 + GIB
+
+
+def test_others_are_told_the_run_folder_and_sharing_is_asked_for(model: str, tmp_path: Path) -> None:
+    wish = wish_of(config_of(model, "rollout.gpu_memory_utilization=0.4", "rollout.name=vllm"), 2, tmp_path)
+    assert (wish.count, wish.run, wish.shared, wish.memory_share) == (2, str(tmp_path), False, 0.4)
+    wish = wish_of(config_of(model, "trainer.share_devices=true", "trainer.nnodes=2"), 4, tmp_path)
+    assert (wish.count, wish.shared, wish.memory_share) == (2, True, 0.0)
+
+
+def test_on_a_cpu_nothing_is_claimed_and_a_run_too_large_is_told(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_LITE_LEASES", str(tmp_path / "none"))
+    told: list[str] = []
+    config = config_of(model, "rollout.name=vllm", "rollout.kv_cache_memory_mb=100000000")
+    with claimed_devices(config, 1, tmp_path, told.append):
+        pass
+    assert "this run takes about 97" in told[0] and not (tmp_path / "none").exists()
