@@ -40,6 +40,7 @@ class Guard:
     token: str
     folder: Path
     temp: Path
+    base: str  # where this process's temporary files went before
     process: subprocess.Popen[bytes]
     alive: int  # descriptor of the locked file that tells other runs that this one lives
     environment: dict[str, str | None]  # what the variables we set were before
@@ -60,13 +61,16 @@ def guarded() -> Iterator[Guard]:
         yield _guard
         return
     try:
-        yield start_guard()
+        guard = start_guard()
+        tempfile.tempdir = str(guard.temp)  # this process's own temporary files are the run's as well
+        yield guard
     finally:
         stop_guard()
 
 
 def start_guard() -> Guard:
-    """Start the guard of this process; it must have none."""
+    """Start the guard of this process; it must have none. Temporary files of what is started go to its folder, those of
+    this process stay where they were."""
     global _guard
     assert _guard is None, "one run at a time"
     base = tempfile.gettempdir()
@@ -86,8 +90,7 @@ def start_guard() -> Guard:
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(inductor)),
         }
     )
-    tempfile.tempdir = None  # it is found anew
-    _guard = Guard(token, folder, temp, process, alive, environment)
+    _guard = Guard(token, folder, temp, base, process, alive, environment)
     return _guard
 
 
@@ -101,7 +104,7 @@ def stop_guard() -> None:
     guard.process.communicate(b"q")
     os.close(guard.alive)
     set_environment(guard.environment)
-    tempfile.tempdir = None
+    tempfile.tempdir = guard.base
 
 
 def sweep(bases: set[str]) -> list[Path]:
