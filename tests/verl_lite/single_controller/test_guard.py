@@ -103,7 +103,7 @@ def test_a_run_whose_guard_was_killed_with_it_is_swept_by_the_next(own_temp: Pat
     os.waitpid(run["pid"], 0)
     assert lives(run["started"][0]) and Path(run["folder"]).exists()
     with guarded():
-        assert soon(lambda: not lives(run["started"][0])) and not Path(run["folder"]).exists()
+        assert soon(lambda: not lives(run["started"][0]) and not Path(run["folder"]).exists())
         assert lives(other["started"][0]) and Path(other["folder"]).exists()
     os.kill(other["pid"], signal.SIGKILL)
     os.waitpid(other["pid"], 0)
