@@ -14,12 +14,13 @@ from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from verl_lite.errors import add_circumstances
 from verl_lite.single_controller.worker_group import WorkerDiedError
 
-_LAST_LOG_LINES = 20
+_LAST_LOG_LINES = 40  # room for the stack of a crash in native code
 _DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
 # What a rank says when another one has gone: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
 _MEMORY_USED = re.compile(r"was (\S+) used / (\S+) limit")
 _MEMORY_LIMIT = re.compile(r"\((\S+%) of \d+B limit\)")
+_EXIT_CODE = re.compile(r"exits with an exit code (\d+)")
 _LARGEST_USERS = re.compile(r"^\d+\t\S+\t.*$", re.MULTILINE)
 
 
@@ -64,10 +65,12 @@ def cause_of_death(error: RayError) -> str:
         )
     if "connection error code 2" in text:  # all that Ray knows: the process was there, then its socket closed
         return (
-            "its process ended without an exception: kill -9, the kernel's out-of-memory killer (`dmesg` knows), a "
-            "crash in native code (its log ends with a stack), or a call of exit"
+            "its process ended without an exception: kill -9, the kernel's out-of-memory killer (`dmesg` knows), or a "
+            "crash in native code (its log ends with a stack)"
         )
-    return " ".join(text.split()).split(" Some common causes")[0]
+    if code := _EXIT_CODE.search(text):
+        return f"its process ended itself by a call of exit, with code {code[1]}"
+    return " ".join(text.split()).split("The actor is dead because ")[-1].split(" Some common causes")[0]
 
 
 def is_consequence(error: Exception) -> bool:

@@ -56,7 +56,11 @@ def test_a_memory_kill_says_how_much_who_and_in_which_call(monkeypatch: pytest.M
 def test_a_death_without_words_names_what_it_may_have_been() -> None:
     ray_says = RayActorError(error_msg="Worker unexpectedly exits with a connection error code 2. End of file. Some")
     assert "kill -9, the kernel's out-of-memory killer" in cause_of_death(ray_says)
-    other = RayActorError(error_msg="of a\n\tnew cause. Some common causes include: everything")
+    left = RayActorError(error_msg="Worker exits unexpectedly. Worker exits with an exit code 3.")
+    assert cause_of_death(left) == "its process ended itself by a call of exit, with code 3"
+    other = RayActorError(
+        error_msg="died.\n\tpid: 7\nThe actor is dead because of a\n\tnew cause. Some common causes include: everything"
+    )
     assert cause_of_death(other) == "of a new cause."
     assert str(death(ray_says, "RewardPool", None, "collect", None, "")).startswith("RewardPool died in collect: ")
 
