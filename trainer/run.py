@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -93,7 +93,7 @@ def train(
         if part is not None:
             console.print(part.report)
     run_dir = make_run_dir(config)
-    stack.enter_context(held_folder(run_dir))
+    stack.enter_context(held_folder(run_dir, console.note))
     total_steps = count_steps(config, len(data.train))
     refuse_another_run(config, run_dir, total_steps)
     require_room_for_checkpoints(config, run_dir, total_steps)
@@ -159,15 +159,19 @@ def run_folder(config: PPOConfig) -> Path:
 
 
 @contextmanager
-def held_folder(run_dir: Path) -> Iterator[None]:
+def held_folder(run_dir: Path, tell: Callable[[str], None]) -> Iterator[None]:
     """Inside, no other run can write to this run folder. Raises UserError if one does already."""
-    try:
-        with leased_file(run_dir / "in_use", Holder.this_process(str(run_dir))):
-            yield
-    except LeaseTaken as error:
-        raise UserError(
-            f"trainer.default_local_dir={run_dir} is in use by {error}: choose another trainer.experiment_name, or wait"
-        ) from None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(leased_file(run_dir / "in_use", Holder.this_process(str(run_dir))))
+        except LeaseTaken as error:
+            raise UserError(
+                f"trainer.default_local_dir={run_dir} is in use by {error}: choose another trainer.experiment_name, "
+                "or wait"
+            ) from None
+        except OSError as error:
+            tell(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
+        yield
 
 
 def make_run_dir(config: PPOConfig) -> Path:

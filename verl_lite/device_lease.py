@@ -91,6 +91,9 @@ def _lock(path: Path, shared: bool) -> int:
             holder = _read_holder(descriptor)
             os.close(descriptor)
             raise LeaseTaken(holder) from None
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            raise
         os.close(descriptor)  # its last holder removed it between the two calls
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -12,10 +14,21 @@ from verl_lite.errors import UserError
 
 
 def test_a_folder_in_use_is_refused_with_the_name_of_its_user(tmp_path: Path) -> None:
-    with held_folder(tmp_path):
+    with held_folder(tmp_path, pytest.fail):
         with pytest.raises(UserError, match=f"in use by pid {os.getpid()} of user .* trainer.experiment_name"):
-            with held_folder(tmp_path):
+            with held_folder(tmp_path, pytest.fail):
                 pass
-    with held_folder(tmp_path):
+    with held_folder(tmp_path, pytest.fail):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    told: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", no_locks)
+        with held_folder(tmp_path, told.append):
+            assert "cannot be locked (No locks available)" in told[0]
