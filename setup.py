@@ -33,6 +33,7 @@ setup(
         "aiohttp>=3.9",
         "math-verify>=0.8",
         "reasoning-gym>=0.1.20",
+        "gymnasium>=1.0",
         "rich>=13",
         "matplotlib>=3.8",
         "tensorboard>=2.16",

@@ -8,23 +8,11 @@ A field that no code reads fails a test.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-
-def opt(default: Any, doc: str) -> Any:
-    """A dataclass field with its documentation; lists and dicts get a fresh copy for each instance."""
-    metadata = {"doc": doc}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(cls: type, doc: str) -> Any:
-    """A nested group of options, built fresh for each instance."""
-    return field(default_factory=cls, metadata={"doc": doc})
+from verl_lite.agentic_config import AgenticConfig
+from verl_lite.config_fields import opt, section
 
 
 @dataclass
@@ -406,6 +394,7 @@ class PPOConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "how rewards become advantages")
     reward: RewardConfig = section(RewardConfig, "how answers are scored")
     reward_model: RewardModelConfig = section(RewardModelConfig, "a model that scores answers")
+    agentic: AgenticConfig = section(AgenticConfig, "agents that act in environments, instead of a dataset of prompts")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     ray_kwargs: RayKwargs = section(RayKwargs, "Ray")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_lite import agentic_config
 from verl_lite import config as config_module
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import schema_of
@@ -32,7 +33,7 @@ Reads = set[tuple[str, str]]
 
 CLASSES: dict[str, type] = {
     name: value
-    for name, value in vars(config_module).items()
+    for name, value in (vars(config_module) | vars(agentic_config)).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 }
 FIELDS: dict[str, dict[str, str | None]] = {
