@@ -1,0 +1,25 @@
+"""Worlds that a language model acts in. The protocol and how to write one: README.md beside this file."""
+
+from verl_lite.envs.base import (
+    ENVS,
+    Env,
+    EnvTemplate,
+    env_modules,
+    env_templates,
+    find_env,
+    known_envs,
+    make_env,
+    register_env,
+)
+
+__all__ = [
+    "ENVS",
+    "Env",
+    "EnvTemplate",
+    "env_modules",
+    "env_templates",
+    "find_env",
+    "known_envs",
+    "make_env",
+    "register_env",
+]
