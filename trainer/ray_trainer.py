@@ -86,15 +86,16 @@ class RayPPOTrainer:
         self.needs_old_log_prob = actor.needs_old_log_prob
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
+        self.result = FitResult()
 
     # ---------------------------------------------------------------------------------------------- the algorithm
 
     def fit(self) -> FitResult:
         """Trains to the end of the configured steps. Returns what to show."""
-        result = FitResult()
+        result = self.result = FitResult()
         self.resume()
-        self.actor.update_weights(version=self.steps.global_step)
-        if self.val_data and (self.config.trainer.val_before_train or self.config.trainer.val_only):
+        self.model_update()
+        if self.validates and (self.config.trainer.val_before_train or self.config.trainer.val_only):
             result.before = result.after = self.validate(result)
             self.tracking.log(result.before, step=self.steps.global_step)
         if self.config.trainer.val_only:
@@ -125,8 +126,8 @@ class RayPPOTrainer:
                     with self.timed("update_actor"):
                         self.metrics |= self.actor.update(lesson, self.steps.global_step)
                     with self.timed("update_weights"):
-                        self.metrics |= self.actor.update_weights(version=self.steps.global_step)
-            if self.val_data and self.steps.due(self.config.trainer.test_freq):
+                        self.metrics |= self.model_update()
+            if self.validates and self.steps.due(self.config.trainer.test_freq):
                 with self.timed("testing"):
                     result.after = self.validate(result)
             self.log_step(batch, result.after if "testing" in self.timing else {})
@@ -138,6 +139,14 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------------------------------------- the stages
 
     def collect(self, prompts: DataProto) -> DataProto:
+        """Adds what the policy samples for the step."""
+        batch = self.sample(prompts)
+        self.metrics |= batch.meta_info.pop("metrics")
+        if self.config.algorithm.rollout_correction.bypass_mode:  # the policy that sampled is the one of the ratio
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        return batch
+
+    def sample(self, prompts: DataProto) -> DataProto:
         """Samples rollout.n answers for each prompt, and a greedy one where its score is the baseline (ReMax)."""
         rollout = self.config.rollout
         sampling = SamplingParams(
@@ -148,11 +157,7 @@ class RayPPOTrainer:
             ignore_eos=rollout.ignore_eos,
         )
         greedy = needs_greedy_baseline(self.config)
-        batch = self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step, greedy_too=greedy)
-        self.metrics |= batch.meta_info.pop("metrics")
-        if self.config.algorithm.rollout_correction.bypass_mode:  # the policy that sampled is the one of the ratio
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        return batch
+        return self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step, greedy_too=greedy)
 
     def generate(
         self, prompts: DataProto, sampling: SamplingParams, n: int, purpose: str, step: int, greedy_too: bool = False
@@ -169,6 +174,10 @@ class RayPPOTrainer:
         rows.non_tensor_batch |= {"is_greedy": sample == n} if greedy_too else {}
         rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
         return rows.select(batch_keys=[], meta_info_keys=[]) | self.actor.generate(rows)
+
+    def model_update(self) -> Metrics:
+        """Gives the rollout engines the trained weights; samples drawn from now on carry the step as their version."""
+        return self.actor.update_weights(version=self.steps.global_step)
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds the rewards, most of which were computed while others still generated."""
@@ -235,6 +244,11 @@ class RayPPOTrainer:
         return chosen
 
     # ------------------------------------------------------------------------------------------------- validation
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return bool(self.val_data)
 
     def validate(self, result: FitResult) -> dict[str, float]:
         """Answers and scores the whole validation set with its own sampling. Keeps samples to show in `result`."""

@@ -7,9 +7,12 @@ environments that `agentic.custom_envs` describes, and there is no dataset of pr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_lite.config_fields import opt, section
+
+if TYPE_CHECKING:
+    from verl_lite.config import PPOConfig
 
 
 @dataclass
@@ -67,3 +70,13 @@ class AgenticConfig:
     logging_steps: int = opt(1, "steps between two episodes shown in the log; 0 = never")
     render_save_dir: str | None = opt(None, "folder for what validation episodes looked like, GIF or text; null = none")
     env_pool: EnvPoolConfig = section(EnvPoolConfig, "processes of the environments")
+
+
+def is_agentic(config: PPOConfig) -> bool:
+    """Whether training samples are episodes of environments."""
+    return bool(config.agentic.train_env_manager.tags)
+
+
+def validates(config: PPOConfig) -> bool:
+    """Whether there is something to validate on: prompts, or environments of their own."""
+    return bool(config.agentic.val_env_manager.tags if is_agentic(config) else config.data.val_files)
