@@ -6,15 +6,18 @@ that takes `selected`, an estimator that takes `sum_pi_squared`) says so by nami
 
 from __future__ import annotations
 
+from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from verl_lite.registry import takes
 
 
 def is_on_policy(config: PPOConfig) -> bool:
-    """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs."""
+    """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs. Episodes give as many
+    rows as they have steps, so there only a mini-batch that is all of them is one."""
     actor = config.actor
-    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    whole = not is_agentic(config) and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    return actor.ppo_epochs == 1 and (whole or actor.ppo_mini_batch_size == -1)
 
 
 def needs_old_log_prob(config: PPOConfig) -> bool:
@@ -32,8 +35,8 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
 
 
 def needs_reward_function(config: PPOConfig) -> bool:
-    """Whether a reward function is called; without it a reward model alone scores."""
-    return config.reward.function_weight != 0
+    """Whether a reward function is called; without it a reward model alone scores, or environments do."""
+    return config.reward.function_weight != 0 and not is_agentic(config)
 
 
 def needs_rollout_is_weights(config: PPOConfig) -> bool:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from trainer.needs import is_on_policy, needs_critic, needs_greedy_baseline, needs_old_log_prob, needs_reward_function
+from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
@@ -37,27 +38,11 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
 
     slots: devices of the whole run. total_steps: training steps, where the size of the data is known.
     """
-    data, actor, trainer = config.data, config.actor, config.trainer
-    samples = data.train_batch_size * config.rollout.n
-    mini_batches = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
-    updates = mini_batches * actor.ppo_epochs
-    rows_per_rank = math.ceil(min(actor.ppo_mini_batch_size, data.train_batch_size) * config.rollout.n / slots)
-    on_policy = is_on_policy(config)
-    beside = "; and one greedy answer, whose score is the baseline" if needs_greedy_baseline(config) else ""
+    first = _episode_rows(config) if is_agentic(config) else _prompt_rows(config, slots)
+    on_policy, trainer = is_on_policy(config), config.trainer
     engines = max(1, slots // config.rollout.tensor_model_parallel_size)
     return [
-        PlanRow("prompts per training step", f"{data.train_batch_size}", "data.train_batch_size"),
-        PlanRow("x samples per prompt", f"{config.rollout.n}", f"rollout.n{beside}"),
-        PlanRow("= samples per training step", f"{samples}", _length_limit(config)),
-        PlanRow(
-            "optimizer steps per training step",
-            f"{updates}",
-            f"{mini_batches} mini-batch{'es' * (mini_batches > 1)} of actor.ppo_mini_batch_size="
-            f"{actor.ppo_mini_batch_size} prompts, actor.ppo_epochs={actor.ppo_epochs}",
-        ),
-        *_critic_rows(config),
-        PlanRow("rows per device and mini-batch", f"{rows_per_rank}", f"{slots} device{'s' * (slots > 1)}"),
-        PlanRow("micro-batches per device and mini-batch", *_micro_batches(config, rows_per_rank)),
+        *first,
         PlanRow(
             "strictly on-policy",
             "yes" if on_policy else "no",
@@ -79,6 +64,68 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     ]
 
 
+def _prompt_rows(config: PPOConfig, slots: int) -> list[PlanRow]:
+    """From prompts to micro-batches."""
+    data, actor = config.data, config.actor
+    samples = data.train_batch_size * config.rollout.n
+    mini_batches, named = _mini_batches(actor.ppo_mini_batch_size, data.train_batch_size)
+    updates = mini_batches * actor.ppo_epochs
+    prompts = data.train_batch_size if mini_batches == 1 else actor.ppo_mini_batch_size
+    rows_per_rank = math.ceil(prompts * config.rollout.n / slots)
+    beside = "; and one greedy answer, whose score is the baseline" if needs_greedy_baseline(config) else ""
+    return [
+        PlanRow("prompts per training step", f"{data.train_batch_size}", "data.train_batch_size"),
+        PlanRow("x samples per prompt", f"{config.rollout.n}", f"rollout.n{beside}"),
+        PlanRow("= samples per training step", f"{samples}", _length_limit(config)),
+        PlanRow(
+            "optimizer steps per training step",
+            f"{updates}",
+            f"{mini_batches} mini-batch{'es' * (mini_batches > 1)} of {named}, actor.ppo_epochs={actor.ppo_epochs}",
+        ),
+        *_critic_rows(config),
+        PlanRow("rows per device and mini-batch", f"{rows_per_rank}", f"{slots} device{'s' * (slots > 1)}"),
+        PlanRow("micro-batches per device and mini-batch", *_micro_batches(config, rows_per_rank)),
+    ]
+
+
+def _mini_batches(size: int, prompts: int) -> tuple[int, str]:
+    """How many mini-batches `prompts` give, and what each is."""
+    if size == -1:
+        return 1, "all prompts (actor.ppo_mini_batch_size=-1)"
+    return math.ceil(prompts / size), f"actor.ppo_mini_batch_size={size} prompts"
+
+
+def _episode_rows(config: PPOConfig) -> list[PlanRow]:
+    """From environments to optimizer steps; an episode gives one row, or one for each of its steps."""
+    agentic, actor = config.agentic, config.actor
+    envs, episodes = agentic.train_env_manager, agentic.rollout_batch_size
+    partition = envs.num_groups_partition or [envs.num_env_groups // len(envs.tags)] * len(envs.tags)
+    shares = " + ".join(f"{count} of {tag}" for tag, count in zip(envs.tags, partition, strict=False))
+    size, spare = envs.group_size, envs.group_size_redundancy
+    redundancy = f" ({spare} more are started, and the last to end dropped)" * (spare > 0)
+    mini = actor.ppo_mini_batch_size
+    return [
+        PlanRow("episodes per training step", f"{episodes}", "agentic.rollout_batch_size"),
+        PlanRow("in groups of", f"{size}", f"agentic.train_env_manager.group_size{redundancy}"),
+        PlanRow("groups at one time", f"{envs.num_env_groups}", shares),
+        PlanRow("steps from sampling to training", f"{agentic.async_generation_ratio}", _overlap(config)),
+        PlanRow("a row has at most", f"{config.data.max_prompt_length + config.data.max_response_length}", "tokens"),
+        PlanRow(
+            "optimizer steps per training step",
+            f"{actor.ppo_epochs}" if mini == -1 else f"{actor.ppo_epochs} x rows / {mini}",
+            "all rows in one (actor.ppo_mini_batch_size=-1)"
+            if mini == -1
+            else f"actor.ppo_mini_batch_size={mini} rows",
+        ),
+    ]
+
+
+def _overlap(config: PPOConfig) -> str:
+    ratio = config.agentic.async_generation_ratio
+    name = f"agentic.async_generation_ratio={ratio}"
+    return f"{name}: episodes of a later step run while this one is trained on" if ratio else name
+
+
 def _adapter_rows(config: PPOConfig) -> list[PlanRow]:
     """How much of the policy learns, where that is an adapter."""
     model = config.model
@@ -98,8 +145,9 @@ def _critic_rows(config: PPOConfig) -> list[PlanRow]:
         critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         critic.ppo_epochs or actor.ppo_epochs,
     )
-    mini_batches = math.ceil(config.data.train_batch_size / mini_batch_size)
-    options = f"mini-batches of {mini_batch_size} prompts, {epochs} epoch{'s' * (epochs > 1)}"
+    mini_batches, _ = _mini_batches(mini_batch_size, config.data.train_batch_size)
+    size = "all" if mini_batch_size == -1 else mini_batch_size
+    options = f"mini-batches of {size} prompts, {epochs} epoch{'s' * (epochs > 1)}"
     if warmup:
         options += f"; the policy learns from step {warmup + 1} on (trainer.critic_warmup={warmup})"
     return [PlanRow("of the critic", f"{mini_batches * epochs}", options)]

@@ -77,11 +77,13 @@ class ModelRole:
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """mini_batch_size: prompts of an optimizer step; None = all. shuffle_seed: None = rows in order."""
+        """mini_batch_size: prompts of an optimizer step; None or -1 = all. shuffle_seed: None = rows in order."""
         return plan_batch(
             batch.batch["attention_mask"].sum(1).numpy(),
             world_size=self.group.world_size,
-            mini_batch_size=None if mini_batch_size is None else mini_batch_size * self.config.rollout.n,
+            mini_batch_size=None
+            if mini_batch_size is None or mini_batch_size == -1
+            else mini_batch_size * self.config.rollout.n,
             max_token_len=cut.max_token_len,
             micro_batch_size=cut.micro_batch_size,
             epochs=epochs,

@@ -79,7 +79,7 @@ def _loss_options(config: PPOConfig) -> Problems:
     mode = options.loss_mode
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     bypasses = config.algorithm.rollout_correction.bypass_mode
-    if mode == "kl_cov" and actor.ppo_epochs == 1 and mini >= prompts and not bypasses:
+    if mode == "kl_cov" and actor.ppo_epochs == 1 and (mini == -1 or mini >= prompts) and not bypasses:
         yield (
             f"actor.policy_loss.loss_mode=kl_cov has no effect with actor.ppo_epochs=1 and actor.ppo_mini_batch_size="
             f"{mini} of data.train_batch_size={prompts} prompts: in the one optimizer step of a batch all ratios are "

@@ -51,7 +51,7 @@ def _retention(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
             "all: say how many of the newest are kept besides, such as trainer.max_actor_ckpt_to_keep=1"
         )
     if best > 0 and (not validates or trainer.test_freq <= 0):
-        missing = f"trainer.test_freq={trainer.test_freq}" if validates else "data.val_files, which is empty"
+        missing = f"trainer.test_freq={trainer.test_freq}" if validates else "nothing to validate on"
         yield (
             f"trainer.max_best_ckpt_to_keep={best} compares validations on the way, and there are none with {missing}: "
             "validate every few steps, such as trainer.test_freq=10"

@@ -110,7 +110,9 @@ class PolicyLossConfig:
 
 @dataclass
 class ActorConfig:
-    ppo_mini_batch_size: int = opt(256, "prompts per optimizer step (times rollout.n = sequences)")
+    ppo_mini_batch_size: int = opt(
+        256, "prompts per optimizer step (times rollout.n = sequences; agentic: rows); -1 = the whole batch in one"
+    )
     ppo_epochs: int = opt(1, "passes over each batch")
     shuffle: bool = opt(False, "draw mini-batches at random, anew each epoch")
     use_dynamic_bsz: bool = opt(True, "micro-batches by token budget; false = by ppo_micro_batch_size_per_gpu")
@@ -160,7 +162,9 @@ class CriticOptimConfig(OptimConfig):
 class CriticConfig:
     """The value function, which exists where `algorithm.adv_estimator` needs values (gae)."""
 
-    ppo_mini_batch_size: int | None = opt(None, "prompts per optimizer step; null = actor.ppo_mini_batch_size")
+    ppo_mini_batch_size: int | None = opt(
+        None, "prompts per optimizer step, -1 = all; null = actor.ppo_mini_batch_size"
+    )
     ppo_epochs: int | None = opt(None, "passes over each batch; null = actor.ppo_epochs")
     shuffle: bool | None = opt(None, "draw mini-batches at random; null = actor.shuffle")
     use_dynamic_bsz: bool | None = opt(None, "micro-batches by token budget; null = actor.use_dynamic_bsz")

@@ -15,6 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from verl_lite.agentic_config import is_agentic, validates
 from verl_lite.checkpoint_checks import checkpoints
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import ConfigError, unknown_value
@@ -33,7 +34,6 @@ AT_LEAST: dict[str, float] = {
     "data.max_response_length": 1,
     "data.filter_overlong_prompts_workers": 1,
     "data.seed": 0,
-    "actor.ppo_mini_batch_size": 1,
     "actor.ppo_epochs": 1,
     "actor.ppo_max_token_len_per_gpu": 1,
     "actor.ppo_micro_batch_size_per_gpu": 1,
@@ -49,7 +49,6 @@ AT_LEAST: dict[str, float] = {
     "actor.optim.lr_warmup_steps": -1,
     "actor.fsdp_config.wrap_policy.min_num_params": 0,
     "ref.fsdp_config.wrap_policy.min_num_params": 0,
-    "critic.ppo_mini_batch_size": 1,
     "critic.ppo_epochs": 1,
     "critic.ppo_max_token_len_per_gpu": 1,
     "critic.ppo_micro_batch_size_per_gpu": 1,
@@ -144,6 +143,8 @@ AT_MOST_ONE = (
 NOT_NEGATIVE_SHARES = frozenset(AT_MOST_ONE) - frozenset(POSITIVE)
 
 ALL_OR_AT_LEAST_ONE = (
+    "actor.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
     "data.train_max_samples",
     "data.val_max_samples",
     "actor.fsdp_config.fsdp_size",
@@ -217,7 +218,7 @@ def validate(
         *_sampling(config),
         *_engine(config, rollout_engines),
         *_run(config, trackers),
-        *checkpoints(config.trainer, validates=bool(config.data.val_files)),
+        *checkpoints(config.trainer, validates=validates(config)),
         *_slots(config, slots, available),
         *_files(config),
     ]
@@ -245,7 +246,7 @@ def _ranges(config: PPOConfig) -> Problems:
             yield f"{name}={value}: a share between 0 and 1 is expected"
     for name in ALL_OR_AT_LEAST_ONE:
         value = value_of(config, name)
-        if value != -1 and value < 1:
+        if value is not None and value != -1 and value < 1:
             yield f"{name}={value}: -1 (all) or at least 1 is expected"
     for name, choices in CHOICES.items():
         value = value_of(config, name)
@@ -258,6 +259,8 @@ def _ranges(config: PPOConfig) -> Problems:
 
 
 def _batch_sizes(config: PPOConfig) -> Problems:
+    if is_agentic(config):  # rows are counted there, and their number is not known before
+        return
     prompts = config.data.train_batch_size
     for name in ("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
         mini = value_of(config, name)
@@ -372,9 +375,10 @@ def _run(config: PPOConfig, trackers: Collection[str]) -> Problems:
     for tracker in trainer.logger:
         if ":" not in tracker and tracker not in trackers:
             yield unknown_value("trainer.logger", tracker, trackers)
-    if not config.data.val_files and (trainer.val_only or trainer.test_freq > 0):
+    if not validates(config) and (trainer.val_only or trainer.test_freq > 0):
         asked = "val_only=true" if trainer.val_only else f"test_freq={trainer.test_freq}"
-        yield f"trainer.{asked} needs data.val_files, which is empty"
+        source = "agentic.val_env_manager.tags" if is_agentic(config) else "data.val_files"
+        yield f"trainer.{asked} needs {source}, which is empty"
     if ray_init.address is not None and ray_init.num_cpus is not None:
         yield (
             f"ray_kwargs.ray_init.num_cpus={ray_init.num_cpus} has no effect on the cluster at "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.needs import is_on_policy
 from trainer.plan import launch_rows, launch_table
 from verl_lite.config import PPOConfig
 
@@ -114,3 +115,26 @@ def test_the_text_has_one_aligned_line_for_each_row() -> None:
     options = [row.options for row in launch_rows(gsm8k(), slots=8, total_steps=7)]
     assert len({line.rindex(option) for line, option in zip(lines, options, strict=True) if option}) == 1
     assert "5120" in lines[2] and lines[2].startswith("= samples per training step")
+
+
+def test_a_mini_batch_of_minus_one_is_the_whole_batch() -> None:
+    config = PPOConfig()
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 64, -1, 2
+    rows = {row.what: row for row in launch_rows(config, slots=2)}
+    assert rows["optimizer steps per training step"].value == "2"
+    assert rows["rows per device and mini-batch"].value == "32"
+    config.actor.ppo_epochs = 1
+    assert is_on_policy(config)
+
+
+def test_the_plan_of_episodes_counts_them_and_not_prompts() -> None:
+    config = PPOConfig()
+    agentic = config.agentic
+    agentic.train_env_manager.tags, agentic.train_env_manager.num_groups_partition = ["lake", "guess"], [6, 2]
+    agentic.train_env_manager.group_size, agentic.rollout_batch_size = 4, 32
+    config.actor.ppo_mini_batch_size = 8
+    rows = {row.what: row for row in launch_rows(config, slots=2, total_steps=5)}
+    assert rows["episodes per training step"].value == "32" and rows["in groups of"].value == "4"
+    assert rows["groups at one time"].options == "6 of lake + 2 of guess"
+    assert rows["optimizer steps per training step"].value == "1 x rows / 8"
+    assert rows["strictly on-policy"].value == "no" and "prompts per training step" not in rows
