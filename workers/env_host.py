@@ -82,7 +82,7 @@ class EnvHost:
                 self._put_aside(env)
 
     def abandon(self, env: EnvId) -> None:
-        """The call of this episode is given up: another thread may run in its stead; its reply, if it comes, is dropped."""
+        """Gives up the call of this episode: another may run in its stead, and its reply, if it comes, is dropped."""
         with self._changed:
             if self._episodes.pop(env, None) is not None:
                 self._threads_max += 1

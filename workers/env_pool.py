@@ -202,11 +202,12 @@ class EnvPool:
                 return
 
     def _explain(self, reply: EnvReply) -> str:
-        _, tag = reply.key  # type: ignore[misc]
+        assert isinstance(reply.key, tuple)
+        tag = reply.key[1]
         template = self._templates[tag]
         return (
-            f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not work; "
-            f"nothing was started. Made, reset with seed 0, and stepped once:\n{reply.error}\n"
+            f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not "
+            f"work; nothing was started. Made, reset with seed 0, and stepped once:\n{reply.error}\n"
             "Change the entry, or the environment: verl_lite/envs/README.md says what it has to give."
         )
 
