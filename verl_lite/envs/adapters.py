@@ -1,0 +1,219 @@
+"""Worlds of other libraries behind our protocol: gymnasium, GEM, reasoning-gym.
+
+gymnasium       any environment whose action space is Text, or Discrete through names of the actions
+gem             any object with GEM's reset(seed=) and step(action): by pkg.module:Class, or by GEM's own name
+reasoning_gym   a generator of reasoning-gym: one question, one answer, its own scorer
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
+from verl_lite.envs.base import Info, register_env
+from verl_lite.errors import UserError
+
+AGG_MODES = {"action_is_valid": "mean", "success": "last"}
+_HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+"""A colour of a terminal around a letter: text environments mark with it where the player stands."""
+
+
+@register_env("gymnasium")
+class GymnasiumEnv:
+    """A gymnasium environment by its id, "FrozenLake-v1" or "module:Id-v0".
+
+    env_kwargs: for gymnasium.make. action_lookup: names of the actions of a Discrete space; None = their numbers.
+    observe: "space", what the environment returns, as text; "render", its text frame (render_mode "ansi").
+    success_reward: an episode that terminated with this sum of rewards has succeeded.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        env_kwargs: Mapping[str, Any] | None = None,
+        action_lookup: Lookup | None = None,
+        action_pattern: str = ANSWER_PATTERN,
+        special_token_list: Sequence[str] = SPECIAL_TOKENS,
+        observe: str = "space",
+        env_instruction: str = "",
+        success_reward: float = 1.0,
+    ) -> None:
+        import gymnasium
+
+        if observe not in ("space", "render"):
+            raise UserError(f"observe={observe!r}: expected space or render")
+        kwargs = dict(env_kwargs or {}) | ({"render_mode": "ansi"} if observe == "render" else {})
+        try:
+            self.env = gymnasium.make(env_id, **kwargs)
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise UserError(f"env_id={env_id!r}: gymnasium cannot make it: {error}") from error
+        space = self.env.action_space
+        if isinstance(space, gymnasium.spaces.Discrete):
+            numbers = range(int(space.start), int(space.start) + int(space.n))
+            action_lookup = {n: str(n) for n in numbers} if action_lookup is None else action_lookup
+        elif not isinstance(space, gymnasium.spaces.Text):
+            raise UserError(f"env_id={env_id!r}: its actions are {space}; an agent that writes needs Text or Discrete")
+        self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
+        if isinstance(space, gymnasium.spaces.Discrete) and not set(self.parser.names or {}) <= set(numbers):
+            raise UserError(f"action_lookup={action_lookup!r}: the actions of {env_id} are {list(numbers)}")
+        self.by_render, self.instruction, self.success_reward = observe == "render", env_instruction, success_reward
+        self.text, self.score = "", 0.0
+
+    def reset(self, seed: int) -> tuple[str, Info]:
+        observation, _ = self.env.reset(seed=seed % 2**31)
+        self.score, self.text = 0.0, self._text(observation)
+        return self.text, {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        parsed = self.parser(action)
+        if parsed.action is None:
+            names = self.parser.names
+            said = f"This is not an action. Actions are {', '.join(names.values())}.\n" if names else ""
+            return said + self.text, 0.0, False, False, self._info(valid=False)
+        observation, reward, terminated, truncated, _ = self.env.step(parsed.action)
+        self.score += float(reward)
+        self.text = self._text(observation)
+        return self.text, float(reward), bool(terminated), bool(truncated), self._info(ended=bool(terminated))
+
+    def render(self) -> str | np.ndarray:
+        frame = self.env.render() if self.env.render_mode in ("ansi", "rgb_array") else self.text
+        return frame if isinstance(frame, (str, np.ndarray)) else self.text
+
+    def close(self) -> None:
+        self.env.close()
+
+    def sample_random_action(self) -> str:
+        return f"<answer>{next(iter((self.parser.names or {}).values()), 'a')}</answer>"
+
+    def _text(self, observation: Any) -> str:
+        if self.by_render:
+            return _HIGHLIGHTED.sub(r"[\1]", str(self.env.render())).strip("\n")
+        return observation if isinstance(observation, str) else str(np.asarray(observation).tolist())
+
+    def _info(self, *, valid: bool = True, ended: bool = False) -> Info:
+        success = ended and self.score >= self.success_reward
+        return {"metrics": {"action_is_valid": valid, "success": success}, "metrics_agg_mode": AGG_MODES}
+
+
+@register_env("gem")
+class GemEnv:
+    """An object with the interface of GEM (`gem-llm`): `reset(seed=)` and `step(action)` on texts.
+
+    env: "pkg.module:Class", which needs no gem installed, or a name for gem.make, "game:GuessTheNumber-v0".
+    env_kwargs: its arguments. Its info goes through; metrics are added where it gives none: success is a reward of at
+    least `success_reward` at the end.
+    """
+
+    def __init__(self, env: str, env_kwargs: Mapping[str, Any] | None = None, success_reward: float = 1.0) -> None:
+        self.env = _gem_factory(env)(**dict(env_kwargs or {}))
+        self.success_reward = success_reward
+
+    def reset(self, seed: int) -> tuple[str | None, Info]:
+        observation, info = self.env.reset(seed=seed)
+        return observation, dict(info or {})
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        info = dict(info or {})
+        if "metrics" not in info:
+            success = bool(terminated) and float(reward) >= self.success_reward
+            info |= {"metrics": {"success": success}, "metrics_agg_mode": AGG_MODES}
+        return observation, float(reward), bool(terminated), bool(truncated), info
+
+    def render(self) -> str:
+        frame = self.env.render() if hasattr(self.env, "render") else None
+        return "" if frame is None else str(frame)
+
+    def close(self) -> None:
+        if hasattr(self.env, "close"):
+            self.env.close()
+
+    def sample_random_action(self) -> str:
+        return str(self.env.sample_random_action()) if hasattr(self.env, "sample_random_action") else ""
+
+
+@register_env("reasoning_gym")
+class ReasoningGymEnv:
+    """One question of a generator of reasoning-gym; the reward is what its scorer gives, 0 to 1.
+
+    task: the generator's name, "spell_backward". task_config: its options. size, dataset_seed: of the set of questions.
+    mode: "sample", the question of an episode is seed modulo size; "traverse", it is the seed, and seeds from size on
+    are answered with (None, {}): each question once. Success is a full score.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        task_config: Mapping[str, Any] | None = None,
+        size: int = 10_000,
+        dataset_seed: int = 0,
+        mode: str = "sample",
+        answer_pattern: str = ANSWER_PATTERN,
+        env_instruction: str = "Write your answer as <answer>...</answer>.\n",
+    ) -> None:
+        if mode not in ("sample", "traverse"):
+            raise UserError(f"mode={mode!r}: expected sample or traverse")
+        self.mode, self.size, self.instruction = mode, size, env_instruction
+        self.parser = ActionParser(answer_pattern)
+        self.dataset = _reasoning_gym(task, dict(task_config or {}) | {"size": size, "seed": dataset_seed})
+        self.entry: dict[str, Any] = {}
+
+    def reset(self, seed: int) -> tuple[str | None, Info]:
+        if self.mode == "traverse" and not 0 <= seed < self.size:
+            return None, {}
+        self.entry = self.dataset[seed % self.size]
+        return str(self.entry["question"]), {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        parsed = self.parser(action)
+        valid = parsed.action is not None
+        score = float(self.dataset.score_answer(str(parsed.action), self.entry)) if valid else 0.0
+        info = {"metrics": {"action_is_valid": valid, "success": score >= 1}, "metrics_agg_mode": AGG_MODES}
+        return f"Score {score:g}.", score, True, False, info
+
+    def render(self) -> str:
+        return f"{self.entry.get('question', '')}\n(answer: {self.entry.get('answer', '')})"
+
+    def sample_random_action(self) -> str:
+        return "<answer>0</answer>"
+
+
+def _gem_factory(env: str) -> Callable[..., Any]:
+    module_name, _, name = env.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), name, None)
+    except (ImportError, ValueError):
+        factory = None
+    if callable(factory):
+        return factory
+    try:
+        gem = importlib.import_module("gem")
+    except ImportError as error:
+        raise UserError(
+            f"env={env!r}: neither pkg.module:Class nor, without the package gem-llm, a name of GEM; install gem-llm "
+            "or give the path of a class with reset(seed) and step(action)"
+        ) from error
+    return lambda **kwargs: gem.make(env, **kwargs)
+
+
+def _reasoning_gym(task: str, options: dict[str, Any]) -> Any:
+    try:
+        reasoning_gym = _imported_quietly("reasoning_gym")
+    except ImportError as error:
+        raise UserError(f"task={task!r}: reasoning-gym is not installed: pip install reasoning-gym") from error
+    try:
+        return reasoning_gym.create_dataset(task, **options)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"task={task!r} with {options}: reasoning-gym cannot make it: {error}") from error
+
+
+def _imported_quietly(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
+        return importlib.import_module(name)

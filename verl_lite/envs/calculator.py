@@ -1,0 +1,123 @@
+"""Arithmetic with a tool: the agent may call a calculator as often as it likes, and answers once.
+
+user       What is (37 + 5) * 18?
+assistant  <tool_call>{"name": "calculator", "arguments": {"expression": "(37+5)*18"}}</tool_call>
+tool       756
+assistant  <answer>756</answer>            reward 1
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+from verl_lite.envs.actions import ANSWER_PATTERN, ActionParser
+from verl_lite.envs.arithmetic import evaluate, number_in, written
+from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
+from verl_lite.errors import UserError
+
+TOOL = {
+    "name": "calculator",
+    "description": "The value of an arithmetic expression.",
+    "parameters": {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "for example (37+5)*18"}},
+        "required": ["expression"],
+    },
+}
+INSTRUCTION = (
+    "Answer the question. You may call this tool: "
+    + json.dumps(TOOL)
+    + '\nA call: <tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>'
+    "\nWhen you know the answer, write it as <answer>3</answer>.\n"
+)
+AGG_MODES = {"action_is_valid": "mean", "tool_calls": "sum", "tool_errors": "sum", "success": "last"}
+
+
+@register_env("calculator")
+class Calculator:
+    """Questions of `terms` numbers up to `max_number`, joined by `operators` (of + - * /; quotients are whole).
+
+    reward_right, reward_wrong: of the answer. penalty_for_call: added for each call of the tool.
+    """
+
+    def __init__(
+        self,
+        terms: int = 3,
+        max_number: int = 99,
+        operators: str = "+-*",
+        reward_right: float = 1.0,
+        reward_wrong: float = 0.0,
+        penalty_for_call: float = 0.0,
+        answer_pattern: str = ANSWER_PATTERN,
+        env_instruction: str | None = None,
+    ) -> None:
+        if terms < 2 or max_number < 1:
+            raise UserError(f"terms={terms!r}, max_number={max_number!r}: expected terms >= 2 and max_number >= 1")
+        if not operators or set(operators) - set("+-*/"):
+            raise UserError(f"operators={operators!r}: expected some of + - * /")
+        self.terms, self.max_number, self.operators = terms, max_number, operators
+        self.reward_right, self.reward_wrong, self.penalty_for_call = reward_right, reward_wrong, penalty_for_call
+        self.parser = ActionParser(answer_pattern)
+        self.instruction = INSTRUCTION if env_instruction is None else env_instruction
+        self.expression = ""
+
+    def reset(self, seed: int) -> tuple[str, Info]:
+        self.expression = self._question(random.Random(seed))
+        return f"What is {self.expression}?", {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        calls = parse_tool_calls(action)
+        if calls:
+            answers = [self._call(call) for call in calls]
+            errors = sum(not worked for _, worked in answers)
+            info = _info(valid=errors == 0, calls=len(calls), errors=errors)
+            observation = "\n".join(text for text, _ in answers)
+            return observation, self.penalty_for_call * len(calls), False, False, info | {"use_tool": True}
+        answer = self.parser(action)
+        if answer.action is None:
+            return "There is neither a call of a tool nor an answer.", 0.0, False, False, _info(valid=False)
+        right = number_in(str(answer.action)) == evaluate(self.expression)
+        observation = "Right." if right else f"Wrong: it is {written(evaluate(self.expression))}."
+        return observation, self.reward_right if right else self.reward_wrong, True, False, _info(success=right)
+
+    def render(self) -> str:
+        return f"{self.expression} = {written(evaluate(self.expression))}"
+
+    def sample_random_action(self) -> str:
+        return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': '1+2'}})}</tool_call>"
+
+    def _call(self, call: ToolCall) -> tuple[str, bool]:
+        """What the tool answers, and whether it worked."""
+        if call.problem:
+            return f"Error: {call.problem}", False
+        if call.name != TOOL["name"]:
+            return f"Error: there is no tool {call.name!r}; there is calculator", False
+        expression = call.arguments.get("expression")
+        if not isinstance(expression, str):
+            return 'Error: calculator takes "expression", a text', False
+        try:
+            return written(evaluate(expression)), True
+        except (ValueError, ZeroDivisionError) as error:
+            return f"Error: {error}", False
+
+    def _question(self, rng: random.Random) -> str:
+        """An expression from left to right, in brackets where * or / follow + or -."""
+        numbers = [rng.randint(1, self.max_number) for _ in range(self.terms)]
+        text, loose = str(numbers[0]), False
+        for number in numbers[1:]:
+            operator = rng.choice(self.operators)
+            if operator in "*/" and loose:
+                text, loose = f"({text})", False
+            if operator == "/":
+                value = evaluate(text)  # a divisor of it, so that the quotient is whole
+                number = rng.choice([n for n in range(1, self.max_number + 1) if value % n == 0])
+            loose = loose or operator in "+-"
+            text = f"{text} {operator} {number}"
+        return text
+
+
+def _info(*, valid: bool = True, calls: int = 0, errors: int = 0, success: bool = False) -> Info:
+    metrics = {"action_is_valid": valid, "tool_calls": calls, "tool_errors": errors, "success": success}
+    return {"metrics": metrics, "metrics_agg_mode": AGG_MODES}

@@ -1,0 +1,274 @@
+"""Sokoban: push the boxes onto the targets. Rooms are made here, by playing backward from the end, so each is solvable.
+
+######    P you, # wall, _ floor, O target, X box, √ box on a target, S you on a target
+#_P_##
+#_X__#    rewards are gym-sokoban's: -0.1 a step, +1 for a box pushed onto a target, -1 off it,
+#__O_#    +10 when all are there, which ends the episode
+######
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, Lookup
+from verl_lite.envs.base import register_env
+from verl_lite.envs.grid import GridEnv, check_split, in_split
+from verl_lite.errors import UserError
+
+ACTIONS = {1: "Up", 2: "Down", 3: "Left", 4: "Right"}
+DIRECTIONS = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
+INSTRUCTION = (
+    "You are solving a Sokoban puzzle: push every box onto a target. You can push one box, and pull none. "
+    "P is you, # a wall, _ floor, O a target, X a box, √ a box on a target, S you on a target. "
+    "Answer with one move a turn: {actions}, for example <answer>{example}</answer>.\n"
+)
+_STATES_MAX = 20_000
+_ROOMS_TRIED = 2_000
+
+Cell = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Room:
+    """walls: all cells that are wall. boxes and player are those of the beginning; pushes and moves are not known."""
+
+    height: int
+    width: int
+    walls: frozenset[Cell]
+    targets: frozenset[Cell]
+    boxes: frozenset[Cell]
+    player: Cell
+
+    def free(self, cell: Cell) -> bool:
+        return cell not in self.walls
+
+
+@register_env("sokoban")
+class Sokoban(GridEnv):
+    """A room with boxes.
+
+    dim_room: height and width, walls included. num_boxes. wall_share: of the inner cells that are wall. search_depth:
+    moves of the shortest solution at most, min_depth: at least. split: "train" or "test" use disjoint rooms. The four
+    rewards: above. Other options: `GridEnv`.
+    """
+
+    def __init__(
+        self,
+        dim_room: Sequence[int] = (6, 6),
+        num_boxes: int = 1,
+        search_depth: int = 100,
+        min_depth: int = 1,
+        wall_share: float = 0.2,
+        penalty_for_step: float = -0.1,
+        reward_box_on_target: float = 1.0,
+        penalty_box_off_target: float = -1.0,
+        reward_finished: float = 10.0,
+        split: str = "all",
+        env_instruction: str | None = None,
+        action_lookup: Lookup = ACTIONS,
+        action_pattern: str = ANSWER_PATTERN,
+        special_token_list: Sequence[str] = SPECIAL_TOKENS,
+        feedback: bool = True,
+        max_steps: int | None = None,
+        render_mode: str = "text",
+    ) -> None:
+        self.height, self.width = _dimensions(dim_room, num_boxes)
+        if not 1 <= min_depth <= search_depth:
+            raise UserError(f"min_depth={min_depth!r}, search_depth={search_depth!r}: expected 1 <= min <= search")
+        if not 0 <= wall_share < 1:
+            raise UserError(f"wall_share={wall_share!r}: expected a share from 0 to less than 1")
+        self.num_boxes, self.depths, self.wall_share = num_boxes, (min_depth, search_depth), wall_share
+        self.penalty_for_step, self.reward_finished = penalty_for_step, reward_finished
+        self.reward_on, self.reward_off = reward_box_on_target, penalty_box_off_target
+        self.split = check_split(split)
+        self.room: Room | None = None
+        self.boxes: frozenset[Cell] = frozenset()
+        self.player: Cell = (0, 0)
+        super().__init__(
+            names=action_lookup,
+            instruction=env_instruction or "",
+            action_pattern=action_pattern,
+            special_token_list=special_token_list,
+            feedback=feedback,
+            max_steps=max_steps,
+            render_mode=render_mode,
+        )
+        names = self.parser.names or {}
+        if set(names) != set(ACTIONS):
+            raise UserError(f"action_lookup={action_lookup!r}: expected names for the actions 1 to 4, as in {ACTIONS}")
+        if env_instruction is None:
+            self.instruction = INSTRUCTION.format(actions=", ".join(names.values()), example=names[4])
+
+    def room_of(self, seed: int) -> Room:
+        """The room of this seed. Raises UserError if the options leave no room."""
+        rng = random.Random(seed)
+        for _ in range(_ROOMS_TRIED):
+            room = random_room(rng, self.height, self.width, self.num_boxes, self.wall_share, self.depths)
+            if room is not None and in_split(_draw(room, room.player, room.boxes), self.split):
+                return room
+        raise UserError(
+            f"sokoban: no room found in {_ROOMS_TRIED} attempts with dim_room={[self.height, self.width]}, "
+            f"num_boxes={self.num_boxes}, depth {self.depths[0]} to {self.depths[1]}, wall_share={self.wall_share}: "
+            "use a larger room, fewer boxes or a lower min_depth"
+        )
+
+    def rows(self) -> list[str]:
+        """What the agent sees."""
+        return _draw(self._room(), self.player, self.boxes)
+
+    def _begin(self, seed: int) -> None:
+        self.room = self.room_of(seed)
+        self.boxes, self.player = self.room.boxes, self.room.player
+
+    def _idle(self) -> float:
+        return self.penalty_for_step
+
+    def _move(self, action: Any) -> tuple[float, bool, bool]:
+        room = self._room()
+        before = self.boxes
+        after = move(room, self.player, self.boxes, DIRECTIONS[action])
+        if after is None:
+            return self.penalty_for_step, False, False
+        self.player, self.boxes = after
+        gained = len(self.boxes & room.targets) - len(before & room.targets)
+        reward = self.penalty_for_step + (self.reward_on if gained > 0 else self.reward_off if gained < 0 else 0.0)
+        solved = self._succeeded()
+        return reward + (self.reward_finished if solved else 0.0), solved, True
+
+    def _succeeded(self) -> bool:
+        return self.boxes == self._room().targets
+
+    def _room(self) -> Room:
+        if self.room is None:
+            raise RuntimeError("step or render before reset")
+        return self.room
+
+    def _tiles(self) -> dict[str, str]:
+        return {
+            "#": "wall",
+            "_": "floor",
+            "O": "floor+target:player",
+            "P": "floor+player",
+            "S": "floor+target:player+player:goal",
+            "X": "floor+box",
+            "√": "floor+box:goal",
+        }
+
+
+def move(room: Room, player: Cell, boxes: frozenset[Cell], direction: Cell) -> tuple[Cell, frozenset[Cell]] | None:
+    """Player and boxes after a step or a push; None if a wall or a second box is in the way."""
+    ahead = (player[0] + direction[0], player[1] + direction[1])
+    if not room.free(ahead):
+        return None
+    if ahead not in boxes:
+        return ahead, boxes
+    beyond = (ahead[0] + direction[0], ahead[1] + direction[1])
+    if not room.free(beyond) or beyond in boxes:
+        return None
+    return ahead, (boxes - {ahead}) | {beyond}
+
+
+def solution(room: Room) -> list[int] | None:
+    """The actions of a shortest solution, by breadth-first search; None if there is none."""
+    start = (room.player, room.boxes)
+    came: dict[Any, tuple[Any, int]] = {start: (None, 0)}
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        if state[1] == room.targets:
+            actions = []
+            while came[state][0] is not None:
+                state, action = came[state]
+                actions.append(action)
+            return actions[::-1]
+        for action, direction in DIRECTIONS.items():
+            after = move(room, *state, direction)
+            if after is not None and after not in came:
+                came[after] = (state, action)
+                waiting.append(after)
+    return None
+
+
+def random_room(
+    rng: random.Random, height: int, width: int, num_boxes: int, wall_share: float, depths: tuple[int, int]
+) -> Room | None:
+    """A room whose shortest solution takes depths[0] to depths[1] moves; None if this draw has none.
+
+    Walls and targets are drawn; then all ways to pull the boxes off the targets are searched, breadth first, so that
+    the depth at which a position is found is the length of its shortest solution.
+    """
+    inner = [(row, column) for row in range(1, height - 1) for column in range(1, width - 1)]
+    floor = _connected({cell for cell in inner if rng.random() >= wall_share})
+    if len(floor) < num_boxes + 2:
+        return None
+    walls = frozenset((row, column) for row in range(height) for column in range(width)) - floor
+    targets = frozenset(rng.sample(sorted(floor), num_boxes))
+    room = Room(height, width, walls, targets, targets, min(floor))
+    found = [state for state, depth in _pulled(room, sorted(floor - targets)) if depths[0] <= depth <= depths[1]]
+    if not found:
+        return None
+    player, boxes = rng.choice(found)
+    return Room(height, width, walls, targets, boxes, player)
+
+
+def _pulled(room: Room, players: list[Cell]) -> Iterator[tuple[tuple[Cell, frozenset[Cell]], int]]:
+    """Positions from which the room can be solved, with the moves it takes; at most _STATES_MAX."""
+    depths = {(player, room.targets): 0 for player in players}
+    waiting = deque(depths)
+    while waiting and len(depths) < _STATES_MAX:
+        player, boxes = state = waiting.popleft()
+        for down, right in DIRECTIONS.values():
+            back = (player[0] - down, player[1] - right)
+            ahead = (player[0] + down, player[1] + right)
+            if not room.free(back) or back in boxes:
+                continue
+            befores = [(back, boxes)]  # the move into this cell was a step, or a push of what now stands ahead
+            if ahead in boxes:
+                befores.append((back, (boxes - {ahead}) | {player}))
+            for before in befores:
+                if before not in depths and before[1] != room.targets:
+                    depths[before] = depths[state] + 1
+                    waiting.append(before)
+    yield from ((state, depth) for state, depth in depths.items() if depth > 0)
+
+
+def _connected(cells: set[Cell]) -> frozenset[Cell]:
+    """The largest connected part."""
+    rest, best = set(cells), frozenset[Cell]()
+    while rest:
+        part, waiting = set(), [min(rest)]
+        while waiting:
+            row, column = cell = waiting.pop()
+            if cell in rest:
+                rest.remove(cell)
+                part.add(cell)
+                waiting += [(row + down, column + right) for down, right in DIRECTIONS.values()]
+        best = max(best, frozenset(part), key=len)
+    return best
+
+
+def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
+    def letter(cell: Cell) -> str:
+        if cell in room.walls:
+            return "#"
+        on_target = cell in room.targets
+        if cell == player:
+            return "S" if on_target else "P"
+        if cell in boxes:
+            return "√" if on_target else "X"
+        return "O" if on_target else "_"
+
+    return ["".join(letter((row, column)) for column in range(room.width)) for row in range(room.height)]
+
+
+def _dimensions(dim_room: Sequence[int], num_boxes: int) -> tuple[int, int]:
+    if isinstance(dim_room, str) or len(dim_room) != 2 or min(dim_room) < 4:
+        raise UserError(f"dim_room={dim_room!r}: expected [height, width] of at least 4, walls included")
+    if num_boxes < 1 or num_boxes + 2 > (dim_room[0] - 2) * (dim_room[1] - 2):
+        raise UserError(f"num_boxes={num_boxes!r}: expected at least 1, and fewer than fit dim_room={list(dim_room)}")
+    return int(dim_room[0]), int(dim_room[1])

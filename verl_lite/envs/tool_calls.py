@@ -1,0 +1,64 @@
+"""Calls of tools in what an agent wrote, in the two notations that open models use.
+
+Hermes and Qwen:   <tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>
+Qwen3-Coder:       <tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call. problem: why it cannot be read, in words for the agent; then name and arguments mean nothing."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """All calls in the order of the text. A block that cannot be read is a call with a `problem`; a last block that was
+    cut off before its end is read as far as it goes."""
+    calls: list[ToolCall] = []
+    for block in _CALL.finditer(text):
+        content = block.group(1).strip()
+        calls.extend(_coder_calls(content) if content.startswith("<function=") else [_hermes_call(content)])
+    return calls
+
+
+def _hermes_call(content: str) -> ToolCall:
+    try:
+        call = json.loads(content)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return ToolCall(problem=f"the call is not valid JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(problem='the call needs a "name", and "arguments"')
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):  # some models write the arguments as a JSON text
+        try:
+            arguments = json.loads(arguments)
+        except (json.JSONDecodeError, RecursionError) as error:
+            return ToolCall(problem=f'"arguments" is not valid JSON: {error}')
+    if not isinstance(arguments, dict):
+        return ToolCall(problem='"arguments" has to be an object')
+    return ToolCall(call["name"], arguments)
+
+
+def _coder_calls(content: str) -> Iterator[ToolCall]:
+    """Parameters are texts: a single line end after the opening and before the closing tag is the notation's."""
+    for function in _FUNCTION.finditer(content):
+        arguments = {
+            parameter.group(1).strip(): parameter.group(2).removeprefix("\n").removesuffix("\n")
+            for parameter in _PARAMETER.finditer(function.group(2))
+        }
+        yield ToolCall(function.group(1).strip(), arguments)
