@@ -1,0 +1,205 @@
+"""What a step of episodes looked like: scores by episode and by environment, lengths, turns, throughput.
+
+A batch has one row for each episode, or one for each step of it (`traj_id` says which rows are one episode). Names
+are ROLL's, beside verl's of `trainer.step_metrics`. Rows whose episode failed are in none of the numbers; how many
+failed is `env/error_rate`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer import step_metrics
+from trainer.validation_metrics import name_metrics, process_validation_metrics
+from verl_lite.agentic_algos import build_state_groups
+from verl_lite.protocol import DataProto
+
+SUCCESS = "success"
+"""The metric of an environment that says whether its task was solved; it is `acc` among validation metrics."""
+
+
+@dataclass(frozen=True)
+class EpisodeTable:
+    """The episodes of a batch that did not fail, one entry each.
+
+    rows: of the batch that belong to the episode, in the order of its steps. metrics: those of the environment.
+    """
+
+    tags: list[str]
+    groups: list[str]
+    scores: NDArray[np.float64]
+    metrics: list[Mapping[str, float]]
+    rows: list[NDArray[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    @classmethod
+    def of(cls, batch: DataProto) -> EpisodeTable:
+        """Reads traj_id, uid, tags, episode_scores; env_metrics, step and reward_failed where present."""
+        columns = batch.non_tensor_batch
+        failed = np.asarray(columns.get("reward_failed", np.zeros(len(batch))), dtype=bool)
+        steps = np.asarray(_column(batch, "step", np.arange(len(batch))))
+        by_episode: dict[str, list[int]] = {}
+        for row in np.flatnonzero(~failed):
+            by_episode.setdefault(columns["traj_id"][row], []).append(int(row))
+        rows = [np.array(sorted(found, key=lambda row: steps[row])) for found in by_episode.values()]
+        first = [found[0] for found in rows]
+        metrics = columns.get("env_metrics")
+        return cls(
+            tags=[str(columns["tags"][row]) for row in first],
+            groups=[str(columns["uid"][row]) for row in first],
+            scores=np.asarray(_column(batch, "episode_scores", None), dtype=np.float64)[first],
+            metrics=[{} if metrics is None else metrics[found[-1]] or {} for found in rows],
+            rows=rows,
+        )
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
+    """`trainer.step_metrics.compute_data_metrics`, and for episodes:
+
+    critic/score/{mean,max,min}           sum of an episode's rewards, over episodes (not over rows)
+    frac_reward_zero_std                  share of groups whose episodes all have the same score
+    rollout/{score,num_turns}/{...}       of episodes
+    rollout/{response_length,prompt_length,non_prompt_length}/{...}
+                                          tokens of an episode: written by the policy; of its first prompt; of all
+                                          that follows it, observations included
+    tokens/{...}/{...}                    the same three of each row
+    env/{tag}/{metric}, env/{metric}      what environments report, by tag and over all
+    env/response_length                   tokens that the policy writes in a turn
+    system/state_batch_size/{...}         rows of a task that start from one state (step rows)
+    critic/{old_log_prob,ref_log_prob,entropy}/mean   over valid tokens, where there are such columns
+    """
+    table = EpisodeTable.of(batch)
+    metrics = step_metrics.compute_data_metrics(batch, use_critic)
+    metrics |= _summary("critic/score", table.scores)
+    groups = np.array(table.groups, dtype=object)
+    metrics |= step_metrics.frac_reward_zero_std(torch.from_numpy(table.scores), groups) if len(table) else {}
+    metrics |= _summary("rollout/score", table.scores)
+    by_row, by_episode = _lengths(batch, table)
+    for name, numbers in by_row.items():
+        metrics |= _summary(f"tokens/{name}", numbers)
+    for name, numbers in by_episode.items():
+        metrics |= _summary(f"rollout/{name}", numbers)
+    turns = by_episode["num_turns"].sum()
+    metrics |= {"env/response_length": by_episode["response_length"].sum() / turns} if turns else {}
+    return metrics | environment_metrics(table) | _state_groups(batch, table) | _token_means(batch)
+
+
+def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
+    """{prefix}env/{tag}/{metric}: the mean over a tag's episodes that report it; {prefix}env/{metric}: over all tags.
+
+    Each episode's numbers are aggregated over its steps already, as its `metrics_agg_mode` says.
+    """
+    found: dict[str, list[float]] = {}
+    for tag, numbers in zip(table.tags, table.metrics, strict=True):
+        for name, value in numbers.items():
+            for key in (f"{prefix}env/{tag}/{name}", f"{prefix}env/{name}"):
+                found.setdefault(key, []).append(float(value))
+    return {key: float(np.mean(entries)) for key, entries in sorted(found.items())}
+
+
+def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
+    """Numbers of a validation.
+
+      val/score/{mean,max,min}              over episodes
+      val/{tag}/score/{mean,max,min}        over the means of a tag's groups
+      val/env/{tag}/{metric}                what environments report
+      val-core/{tag}/{acc|reward}/mean@N .. as for answers to prompts, where a group is a prompt and N its size: acc is
+                                            the environment's `success`, if all of its episodes report that
+
+    With a `prefix` such as "greedy/" the first three are val/{prefix}..., and the last all val-aux/{tag}/{prefix}...
+    """
+    table = EpisodeTable.of(batch)
+    metrics = _summary(f"val/{prefix}score", table.scores)
+    for tag in sorted(set(table.tags)):
+        by_group: dict[str, list[float]] = {}
+        for name, group, score in zip(table.tags, table.groups, table.scores, strict=True):
+            if name == tag:
+                by_group.setdefault(group, []).append(score)
+        means = np.array([np.mean(scores) for scores in by_group.values()])
+        metrics |= _summary(f"val/{prefix}{tag}/score", means)
+    variables: dict[str, Sequence[float | None]] = {"reward": table.scores.tolist()}
+    told = Counter(tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS in numbers)
+    everywhere = {tag for tag, count in Counter(table.tags).items() if told[tag] == count}
+    if everywhere:
+        variables["acc"] = [
+            float(numbers[SUCCESS]) if tag in everywhere else None
+            for tag, numbers in zip(table.tags, table.metrics, strict=True)
+        ]
+    results = process_validation_metrics(table.tags, table.groups, variables)
+    return metrics | environment_metrics(table, f"val/{prefix}") | name_metrics(results, prefix)
+
+
+def tokens_of(batch: DataProto) -> int:
+    """Tokens of all rows, prompts included."""
+    return int(batch.batch["attention_mask"].sum())
+
+
+def _column(batch: DataProto, name: str, default: NDArray | None) -> NDArray:
+    """A column as an array, wherever it is kept."""
+    if name in batch.non_tensor_batch:
+        return batch.non_tensor_batch[name]
+    if batch.batch is not None and name in batch.batch.keys():
+        return batch.batch[name].numpy()
+    if default is None:
+        raise ValueError(f"metrics of episodes: column {name!r} is missing; workers/rollout/trajectories.py writes it.")
+    return default
+
+
+def _lengths(batch: DataProto, table: EpisodeTable) -> tuple[dict[str, NDArray], dict[str, NDArray]]:
+    """Tokens of each row that counts, and of each episode."""
+    tensors = batch.batch
+    width = tensors["responses"].shape[-1]
+    rows = {
+        "response_length": (tensors["response_mask"] != 0).sum(-1).numpy(),
+        "prompt_length": tensors["attention_mask"][:, :-width].sum(-1).numpy(),
+        "non_prompt_length": tensors["attention_mask"][:, -width:].sum(-1).numpy(),
+    }
+    turns = _column(batch, "num_turns", np.ones(len(batch)))
+    episodes = {
+        "response_length": np.array([rows["response_length"][found].sum() for found in table.rows]),
+        "prompt_length": np.array([rows["prompt_length"][found[0]] for found in table.rows]),
+        "non_prompt_length": np.array([rows["non_prompt_length"][found].sum() for found in table.rows]),
+        "num_turns": np.array([float(turns[found[0]]) for found in table.rows]),
+    }
+    counted = np.concatenate(table.rows) if len(table) else np.array([], dtype=np.int64)
+    return {name: numbers[counted] for name, numbers in rows.items()}, episodes
+
+
+def _state_groups(batch: DataProto, table: EpisodeTable) -> dict[str, float]:
+    """Rows of each group of equal states, where rows are steps."""
+    columns = batch.non_tensor_batch
+    if "state_hash" not in columns or all(len(found) == 1 for found in table.rows):
+        return {}
+    rows = np.concatenate(table.rows)
+    sizes = Counter(build_state_groups(columns["uid"][rows], columns["state_hash"][rows])).values()
+    return _summary("system/state_batch_size", np.array(list(sizes)))
+
+
+def _token_means(batch: DataProto) -> dict[str, float]:
+    mask = batch.batch["response_mask"] != 0
+    if not mask.any():
+        return {}
+    names = {"old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob", "entropy": "entropys"}
+    return {
+        f"critic/{name}/mean": float(batch.batch[column][mask].float().mean())
+        for name, column in names.items()
+        if column in batch.batch.keys()
+    }
+
+
+def _summary(name: str, numbers: NDArray) -> dict[str, float]:
+    if not len(numbers):
+        return {}
+    return {
+        f"{name}/mean": float(numbers.mean()),
+        f"{name}/max": float(numbers.max()),
+        f"{name}/min": float(numbers.min()),
+    }

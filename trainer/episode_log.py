@@ -1,0 +1,145 @@
+"""Episodes as a person would read them: who said what, what each action was worth, and how it ended.
+
+Takes the rows of a batch; gives `Episode`s, which go to the console as text, to `trainer.rollout_data_dir` and
+`trainer.validation_data_dir` as jsonl, and to trackers and the final report as `Sample`s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.samples import Sample
+from verl_lite.protocol import DataProto
+
+Message = Mapping[str, Any]
+TEXT_SHOWN = 600
+_ROLE_WIDTH = 10
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode.
+
+    rewards: of each action. score: their sum, None where the environment or the engine failed. messages: the
+    conversation; where each step has a prompt of its own, those of all steps one after the other. response_length:
+    tokens that the policy wrote. finish_reason: how the last turn ended.
+    """
+
+    step: int
+    traj_id: str
+    traj_group_id: str
+    tag: str
+    score: float | None
+    rewards: list[float]
+    num_turns: int
+    response_length: int
+    finish_reason: str
+    policy_version: int
+    metrics: dict[str, float]
+    messages: list[dict[str, str]]
+
+
+def episodes_of(batch: DataProto, step: int) -> list[Episode]:
+    """The episodes of a batch in the order of their first rows, those that failed too."""
+    by_episode: dict[str, list[int]] = {}
+    for row, name in enumerate(batch.non_tensor_batch["traj_id"]):
+        by_episode.setdefault(name, []).append(row)
+    places = _numbers(batch, "step")
+    return [_episode(batch, sorted(rows, key=lambda row: places[row]), step) for rows in by_episode.values()]
+
+
+def _episode(batch: DataProto, rows: list[int], step: int) -> Episode:
+    """rows: of one episode, in the order of its steps."""
+    columns, tensors = batch.non_tensor_batch, batch.batch
+    first, last = rows[0], rows[-1]
+    messages: list[dict[str, str]] = []
+    for row in rows:
+        told = [_plain(message) for message in columns["messages"][row]]
+        messages += [message for message in told if row == first or message["role"] != "system"]
+    metrics = columns["env_metrics"][last] if "env_metrics" in columns else None
+    return Episode(
+        step=step,
+        traj_id=columns["traj_id"][first],
+        traj_group_id=columns["uid"][first],
+        tag=columns["tags"][first],
+        score=None if columns["reward_failed"][last] else float(_numbers(batch, "episode_scores")[first]),
+        rewards=[float(reward) for row in rows for reward in np.atleast_1d(columns["step_scores"][row])],
+        num_turns=int(_numbers(batch, "num_turns")[first]),
+        response_length=int((tensors["response_mask"][rows] != 0).sum()),
+        finish_reason=columns["finish_reason"][last],
+        policy_version=int(tensors["policy_version"][first]),
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
+        messages=messages,
+    )
+
+
+def _numbers(batch: DataProto, name: str) -> np.ndarray:
+    if batch.batch is not None and name in batch.batch.keys():
+        return batch.batch[name].numpy()
+    return batch.non_tensor_batch.get(name, np.ones(len(batch)))
+
+
+def _plain(message: Message) -> dict[str, str]:
+    return {"role": str(message["role"]), "content": str(message["content"])}
+
+
+def readable(episode: Episode, limit: int = TEXT_SHOWN) -> str:
+    """The episode as text: a head line, then a paragraph for each message; after an action its reward.
+
+    limit: characters shown of a message. Control characters of what a model wrote become `\\N{REPLACEMENT CHARACTER}`.
+    """
+    score = "failed" if episode.score is None else f"score {episode.score:g}"
+    told = "".join(f", {name} {value:.3g}" for name, value in episode.metrics.items())
+    lines = [f"episode {episode.traj_id}: {score}, {episode.num_turns} turns, {episode.finish_reason}{told}"]
+    rewards = iter(episode.rewards)
+    for message in episode.messages:
+        lines += _paragraph(message["role"], message["content"], limit)
+        if message["role"] == "assistant":
+            reward = next(rewards, None)
+            lines += [] if reward is None else [f"  {'':<{_ROLE_WIDTH}} -> reward {reward:g}"]
+    return "\n".join(lines)
+
+
+def _paragraph(role: str, text: str, limit: int) -> list[str]:
+    """`role  text`, further lines of the text under the first."""
+    shown = "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+    if len(shown) > limit:
+        shown = f"{shown[:limit]} ... ({len(shown)} characters)"
+    first, *others = shown.strip("\n").split("\n")
+    return [f"  {role:<{_ROLE_WIDTH}} {first}", *(f"  {'':<{_ROLE_WIDTH}} {line}" for line in others)]
+
+
+def sample_of(episode: Episode) -> Sample:
+    """The episode as trackers and the final report show samples: what it was asked first, and all that followed."""
+    asked = next((place for place, message in enumerate(episode.messages) if message["role"] != "system"), 0)
+    followed = [line for m in episode.messages[asked + 1 :] for line in _paragraph(m["role"], m["content"], TEXT_SHOWN)]
+    return Sample(
+        step=episode.step,
+        uid=episode.traj_group_id,
+        data_source=episode.tag,
+        input=episode.messages[asked]["content"] if episode.messages else "",
+        output="\n".join(line.strip() for line in followed),
+        gts="",
+        score=episode.score,
+        response_length=episode.response_length,
+        finish_reason=episode.finish_reason,
+        policy_version=episode.policy_version,
+        extra=dict(episode.metrics),
+    )
+
+
+def write_episodes(folder: str | None, episodes: Sequence[Episode], step: int) -> None:
+    """Appends to FOLDER/{step}.jsonl, an episode a line. Nothing without a folder."""
+    if folder is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with (Path(folder) / f"{step}.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(episode)) + "\n" for episode in episodes)
