@@ -1,0 +1,355 @@
+"""Which episodes run, and for which step: groups, seeds, replacements and how far ahead of the training they begin.
+
+Takes a step and a number of episodes, gives a batch of rows. Everything is decided from the seed and the step alone, so
+that the same seed gives the same groups and trajectories on any number of ranks, in any timing. One thing is not: with
+group_size_redundancy the first episodes to end are kept, and which these are is a matter of time.
+
+Steps count from 0. A batch of step s is begun in step max(0, s - async_generation_ratio), as column start_step says,
+and finished before the next weight update: no trajectory is of two versions of the policy. Groups that replace those
+that the filter dropped run under the same weights, and carry the start_step of their batch. Where more groups are
+dropped than max_replaced_groups, the batch is completed with dropped ones, which are counted; verl's filter_groups ends
+the run there (max_num_gen_batches), but a policy that masters its environments is no reason to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl_lite.agentic_config import EnvManagerConfig
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.metrics import Metric, combine
+from verl_lite.protocol import DataProto
+from workers.rollout.base import SamplingParams, derive_seed
+from workers.rollout.groups import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
+
+REPLACEMENTS_FROM = 1_000_000
+"""The episode_id of a group's n-th replacement is its own plus n times this."""
+
+MOST_TRAVERSED = 1_000_000
+"""Groups after which a traversal is taken to have no end."""
+
+SEEDS = 2**31
+
+
+class GroupRunner(Protocol):
+    """Runs groups of episodes on the ranks; see `trainer.roles.AgentRole`."""
+
+    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        """Starts these groups and returns."""
+        ...
+
+    def finish_groups(self, key: str) -> list[GroupResults]:
+        """Waits for the groups begun under this key. One entry for each rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class EnvGroup:
+    """Environments that share configuration and seed. rank, count: which group of its tag it is, and of how many."""
+
+    group_id: int
+    tag: str
+    seed: int
+    rank: int
+    count: int
+
+
+@dataclass
+class _Place:
+    """One place in a batch: the group that stands there, by number; how many groups were run for it under that number;
+    what became of the last; and where its rows are among those of all parts together."""
+
+    number: int
+    attempts: int = 0
+    report: GroupReport | None = None
+    rows: range = range(0)
+
+
+@dataclass
+class _Batch:
+    """A batch on its way. budget: replacements that are left. keys: of the rounds that are running."""
+
+    step: int
+    start_step: int
+    budget: int = 0
+    places: list[_Place] = field(default_factory=list)
+    keys: deque[str] = field(default_factory=deque)
+    parts: list[GroupResults] = field(default_factory=list)
+    num_dropped: int = 0
+    num_rows: int = 0
+
+
+class EnvironmentsExhausted(Exception):
+    """No environment has an episode left."""
+
+
+class RolloutScheduler:
+    """Batches of episodes of one environment manager.
+
+    runner: runs them. sampling: of the actions. purpose: "train", or "val", where every batch is of the same episodes.
+    render: whether frames are kept.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        manager: EnvManagerConfig,
+        runner: GroupRunner,
+        sampling: SamplingParams,
+        *,
+        purpose: str = "train",
+        render: bool = False,
+    ) -> None:
+        self.manager, self.runner, self.sampling = manager, runner, sampling
+        self.purpose, self.render = purpose, render
+        self.ratio = config.agentic.async_generation_ratio if purpose == "train" else 0
+        self.groups = env_groups(manager, config.trainer.seed, purpose)
+        self.next_group = 0  # group number n is episode n // len(groups) of the environments of groups[n % len(groups)]
+        self.exhausted: set[str] = set()  # tags
+        self.flying: dict[int, _Batch] = {}  # by step
+        self.ready: dict[int, DataProto] = {}
+        self._traversing = False
+        self._num_rounds = 0
+
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    def get_batch(self, data: DataProto, batch_size: int) -> DataProto:
+        """The rows of `batch_size` episodes, or with -1 of all that the environments have, by seeds 0, 1, 2, ...
+
+        data: meta_info global_step, counted from 0. Rows are ordered by group, and within it as they were begun.
+        meta_info: `metrics` of scheduler, environments and engine; `episodes`, an EpisodeCounts. Where environments
+        are exhausted there are fewer episodes; see `is_exhausted`.
+        Raises EnvironmentsExhausted where there are none, UserError where a traversal does not end.
+        """
+        step, started = int(data.meta_info["global_step"]), time.perf_counter()
+        if self.purpose != "train":
+            self.next_group, self.exhausted = 0, set()
+        if batch_size < 0:
+            batch = self._traverse()
+        else:
+            if step not in self.ready:
+                start_step = step if self.purpose == "train" else 0  # which names the random numbers, too
+                self.finish(self.flying.get(step) or self._begin(step, start_step, batch_size))
+            batch = self.ready.pop(step)
+        if not len(batch):
+            raise EnvironmentsExhausted(", ".join(sorted(self.exhausted)))
+        seconds = Metric.last(time.perf_counter() - started)
+        batch.meta_info["metrics"] |= {f"time/get_batch_cost_{self.purpose}": seconds}
+        return batch
+
+    def begin_ahead(self, data: DataProto, batch_size: int) -> None:
+        """Begins the batches of later steps that belong to this one; call it after the step's weight update.
+
+        They run between the passes of training, and what is left of them in `get_batch` or `finish`. data: as in
+        `get_batch`. Does nothing with a ratio of 0.
+        """
+        step = int(data.meta_info["global_step"])
+        for later in range(step + 1, step + self.ratio + 1):
+            if later not in self.flying and later not in self.ready and not self.is_exhausted:
+                self._begin(later, step, batch_size)
+
+    def finish(self, *batches: _Batch) -> None:
+        """Waits for these batches, by default for all that are on their way. Call it before the weights change."""
+        for batch in batches or tuple(self.flying.values()):
+            self._finish_round(batch)
+            while places := self._places_to_run(batch):
+                self._begin_round(batch, places)
+                self._finish_round(batch)
+            self.ready[batch.step] = self._rows(batch)
+            self.flying.pop(batch.step)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no environment has an episode left, so that the batch given last was the last."""
+        return self.exhausted.issuperset(group.tag for group in self.groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from. Batches on their way are finished first, and are part of it."""
+        self.finish()
+        return {"next_group": self.next_group, "exhausted": sorted(self.exhausted), "ready": dict(self.ready)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what `state_dict` gave."""
+        self.next_group, self.exhausted = state["next_group"], set(state["exhausted"])
+        self.ready = dict(state["ready"])
+
+    # ------------------------------------------------------------------------------------------------------- one batch
+
+    def _begin(self, step: int, start_step: int, batch_size: int) -> _Batch:
+        size, rest = divmod(batch_size, self.manager.group_size)
+        if rest:
+            raise ValueError(f"a batch of {batch_size} episodes cannot be cut into groups of {self.manager.group_size}")
+        places = [_Place(number) for number in self._take(size)]
+        if not places:
+            raise EnvironmentsExhausted(", ".join(sorted(self.exhausted)))
+        batch = _Batch(step, start_step, self._budget, places)
+        self._traversing = False
+        self._begin_round(batch, places)
+        self.flying[step] = batch
+        return batch
+
+    @property
+    def _budget(self) -> int:
+        """Groups that a batch may replace."""
+        most = self.manager.max_replaced_groups
+        if self.manager.group_filter_cls is None:
+            return 0
+        return 4 * self.manager.num_env_groups if most < 0 else most
+
+    def _take(self, count: int) -> list[int]:
+        """Numbers of the next groups, of environments that are not exhausted."""
+        taken: list[int] = []
+        while len(taken) < count and not self.is_exhausted:
+            if self._group(self.next_group).tag not in self.exhausted:
+                taken.append(self.next_group)
+            self.next_group += 1
+        return taken
+
+    def _group(self, number: int) -> EnvGroup:
+        return self.groups[number % len(self.groups)]
+
+    def _begin_round(self, batch: _Batch, places: Sequence[_Place]) -> None:
+        """Begins a group for each of these places, and says what replaces it: ranks go on without asking as long as the
+        budget suffices whatever happens in the other places."""
+        slots = {id(place): slot for slot, place in enumerate(batch.places)}
+        plans = []
+        for place, count in zip(places, self._grants(batch, places), strict=True):
+            attempts = range(place.attempts, place.attempts + count)
+            specs = tuple(self._members(place.number, attempt, batch.start_step) for attempt in attempts)
+            plans.append(GroupPlan(slots[id(place)], specs))
+        self._num_rounds += 1
+        key = f"{self.purpose}/{batch.step}/{self._num_rounds}"
+        self.runner.begin_groups(key, plans, self.sampling)
+        batch.keys.append(key)
+
+    def _grants(self, batch: _Batch, places: Sequence[_Place]) -> list[int]:
+        """Groups that may run for each place in this round. One for a place where none ran yet; beyond, equal shares of
+        the budget, as far as max_traj_per_env allows."""
+        share, rest = divmod(batch.budget, len(places))
+        wishes = [share + (place.attempts == 0 or not share and index < rest) for index, place in enumerate(places)]
+        most = self.manager.max_traj_per_env
+        begun: Counter[EnvGroup] = Counter()
+        for place in batch.places:
+            begun[self._group(place.number)] += place.attempts
+        granted = [0] * len(places)
+        for turn in range(max(wishes)):
+            for index, place in enumerate(places):
+                group, is_first = self._group(place.number), place.attempts + turn == 0
+                if granted[index] == turn < wishes[index] and (is_first or most < 0 or begun[group] < most):
+                    granted[index] += 1
+                    begun[group] += 1
+        return granted
+
+    def _members(self, number: int, attempt: int, start_step: int) -> tuple[EpisodeSpec, ...]:
+        """The episodes of a group, or of its n-th replacement."""
+        group, manager = self._group(number), self.manager
+        episode = number // len(self.groups)
+        episode_id = episode + attempt * REPLACEMENTS_FROM
+        name = f"{group.tag}_{group.group_id}_{episode_id}_{group.seed}"
+        members = manager.group_size + manager.group_size_redundancy
+        env_ids = range(group.group_id * members, (group.group_id + 1) * members)
+        return tuple(
+            EpisodeSpec(
+                traj_id=f"{name}_{env_id}",
+                traj_group_id=name,
+                tag=group.tag,
+                env_id=env_id,
+                group_id=group.group_id,
+                episode_id=episode_id,
+                seed=episode * group.count + group.rank if self._traversing else (group.seed + episode_id) % SEEDS,
+                group_size=manager.group_size,
+                start_step=start_step,
+                purpose=self.purpose,
+                render=self.render,
+            )
+            for env_id in env_ids
+        )
+
+    def _finish_round(self, batch: _Batch) -> None:
+        """Takes in the results of the oldest round."""
+        for part in self.runner.finish_groups(batch.keys.popleft()):
+            batch.parts.append(part)
+            for report in part.reports:
+                place = batch.places[report.slot]
+                batch.budget -= report.attempts - (place.attempts == 0)
+                batch.num_dropped += report.attempts - 1 + report.is_dropped
+                place.attempts += report.attempts
+                place.report = report
+                place.rows = range(batch.num_rows, batch.num_rows + report.num_rows)
+                batch.num_rows += report.num_rows
+                if report.is_exhausted:
+                    self.exhausted.add(self._group(place.number).tag)
+
+    def _places_to_run(self, batch: _Batch) -> list[_Place]:
+        """Places for which another group is to be run, none if the batch is complete.
+
+        A place whose environment is exhausted gets a group of another, or is given up. One whose group the filter
+        dropped gets a replacement; where the budget is used up, what the filter dropped stays.
+        """
+        exhausted = [place for place in batch.places if place.report is None or place.report.is_exhausted]
+        for place, number in zip(exhausted, self._take(len(exhausted)), strict=False):
+            place.number, place.attempts, place.report = number, 0, None
+        batch.places = [place for place in batch.places if place.report is None or not place.report.is_exhausted]
+        dropped = [place for place in batch.places if place.report is not None and place.report.is_dropped]
+        places = [place for place in batch.places if place.report is None] + dropped
+        granted = self._grants(batch, places) if places else []
+        return [place for place, count in zip(places, granted, strict=True) if count]
+
+    def _rows(self, batch: _Batch) -> DataProto:
+        """The batch's rows in the order of its places."""
+        parts = [part.rows.select(meta_info_keys=[]) for part in batch.parts if part.rows is not None]
+        order = [row for place in batch.places for row in place.rows]
+        result = DataProto.concat(parts).select_idxs(np.array(order, dtype=np.int64)) if order else DataProto()
+        kept = sum(place.report is not None and place.report.is_dropped for place in batch.places)
+        result.meta_info["metrics"] = combine(part.metrics for part in batch.parts) | {
+            "scheduler/group_filter_count": Metric.last(batch.num_dropped),
+            "scheduler/groups_kept_though_dropped": Metric.last(kept),
+            "scheduler/off_policy_ratio": Metric.last(batch.step - batch.start_step),
+        }
+        result.meta_info["episodes"] = EpisodeCounts.total(part.counts for part in batch.parts)
+        return result
+
+    def _traverse(self) -> DataProto:
+        """All episodes of the environments, once each; two rounds of groups run at one time."""
+        batch, self._traversing = _Batch(step=0, start_step=0), True
+        while not self.is_exhausted:
+            if len(batch.places) > MOST_TRAVERSED:
+                raise UserError(
+                    f"agentic.val_batch_size=-1: the environments {self.manager.tags} gave {len(batch.places)} groups "
+                    "and no end. Their reset has to give (None, {}) for a seed beyond their dataset; or set a number"
+                )
+            places = [_Place(number) for number in self._take(len(self.groups))]
+            batch.places += places
+            self._begin_round(batch, places)
+            if len(batch.keys) > 1:
+                self._finish_round(batch)
+        while batch.keys:
+            self._finish_round(batch)
+        return self._rows(batch)
+
+
+def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
+    """The groups of environments in the order in which they are used: the first few are of all tags already, in the
+    proportion that num_groups_partition says. Their ids are ROLL's: those of a tag follow one another."""
+    groups: list[tuple[float, EnvGroup]] = []
+    for tag, count in zip(manager.tags, partition(manager), strict=True):
+        for rank in range(count):
+            group_id = len(groups)
+            group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
+            groups.append(((rank + 0.5) / count, EnvGroup(group_id, tag, group_seed, rank, count)))
+    return [group for _, group in sorted(groups, key=lambda entry: (entry[0], entry[1].group_id))]
+
+
+def partition(manager: EnvManagerConfig) -> list[int]:
+    """Groups of each tag: num_groups_partition, or equal shares of num_env_groups, the first ones larger by one."""
+    if manager.num_groups_partition:
+        return list(manager.num_groups_partition)
+    share, rest = divmod(manager.num_env_groups, len(manager.tags))
+    return [share + (index < rest) for index in range(len(manager.tags))]
