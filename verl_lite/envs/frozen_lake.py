@@ -26,7 +26,7 @@ INSTRUCTION = (
     "Answer with one move a turn: {actions}, for example <answer>{example}</answer>.\n"
 )
 SLIPPERY = " The ice is slippery: you may move to one side of where you wanted to go."
-_MAPS_TRIED = 10_000
+_MAPS_TRIED = 1_000
 
 
 @register_env("frozen_lake")

@@ -28,7 +28,7 @@ INSTRUCTION = (
     "Answer with one move a turn: {actions}, for example <answer>{example}</answer>.\n"
 )
 _STATES_MAX = 20_000
-_ROOMS_TRIED = 2_000
+_ROOMS_TRIED = 1_000
 
 Cell = tuple[int, int]
 
