@@ -21,7 +21,7 @@ from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data import PromptDataset
 from trainer.needs import needs_greedy_baseline
 from trainer.resume import flat_config
-from trainer.rewards import Rewards, mask_failed
+from trainer.rewards import Scorer, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.samples import Sample, SampleWriter, samples_of
 from trainer.saving import Saver
@@ -68,7 +68,7 @@ class RayPPOTrainer:
         actor: ActorRole,
         ref: ReferenceRole | None,
         critic: Critic | None,
-        rewards: Rewards,
+        rewards: Scorer,
         steps: TrainingSteps,
         val_data: PromptDataset | None,
         tokenizer: PreTrainedTokenizerBase,

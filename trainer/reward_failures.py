@@ -25,6 +25,23 @@ class RewardFailure(RuntimeError):
     """Too many rewards failed. Carries the first failure of the batch."""
 
 
+class FailureRate:
+    """Failures among the things of the last batches, at least 20 of them, against the share that may fail."""
+
+    def __init__(self, max_error_rate: float) -> None:
+        self._max_error_rate = max_error_rate
+        self._recent: deque[tuple[int, int]] = deque()  # failures and things of the last batches
+
+    def note(self, failed: int, total: int) -> tuple[int, int, float]:
+        """Takes in a batch. Gives the failures and things that count now, and how many may have failed: while there are
+        fewer than 20, the share of 20."""
+        self._recent.append((failed, total))
+        while sum(things for _, things in self._recent) - self._recent[0][1] >= LEAST_REWARDS:
+            self._recent.popleft()
+        failures, things = (sum(column) for column in zip(*self._recent, strict=True))
+        return failures, things, self._max_error_rate * max(LEAST_REWARDS, things)
+
+
 class FailureLog:
     """Counts failures against `max_error_rate` and writes them to reward_failures.jsonl in `run_dir`.
 
@@ -41,7 +58,7 @@ class FailureLog:
         self._max_error_rate = max_error_rate
         self._path = run_dir / "reward_failures.jsonl"
         self._decode, self._show = decode, show
-        self._recent: deque[tuple[int, int]] = deque()  # failures and rewards of the last batches
+        self._rate = FailureRate(max_error_rate)
         self._shown = False
 
     def check(self, batch: DataProto, results: Sequence[RewardResult]) -> None:
@@ -51,16 +68,12 @@ class FailureLog:
         together with those before it, and while there are none, as 20.
         """
         failed = [row for row, result in enumerate(results) if result.failed]
-        self._recent.append((len(failed), len(results)))
-        while sum(rewards for _, rewards in self._recent) - self._recent[0][1] >= LEAST_REWARDS:
-            self._recent.popleft()
+        failures, rewards, allowed = self._rate.note(len(failed), len(results))
         if not failed:
             return
         samples = [self._sample(batch, row, results[row]) for row in failed[:_KEPT_PER_BATCH]]
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(sample, default=str) + "\n" for sample in samples)
-        failures, rewards = (sum(column) for column in zip(*self._recent, strict=True))
-        allowed = self._max_error_rate * max(LEAST_REWARDS, rewards)
         first = self._text(samples[0])
         if failures > allowed:
             raise RewardFailure(

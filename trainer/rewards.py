@@ -24,6 +24,15 @@ from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.worker_group import ServiceHandle
 
 
+class Scorer(Protocol):
+    """What scores a batch, as the trainer sees it."""
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Columns to be added to the batch, and meta_info metrics. Afterwards it has token_level_scores and
+        reward_failed."""
+        ...
+
+
 class RewardModel(Protocol):
     """A model that scores answers, as the driver sees it. weight: what its score counts times."""
 

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.data import PromptDataset, build_train_loader
+from trainer.rollout_scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 
 
-def count_steps(config: PPOConfig, train_rows: int) -> int:
-    """Training steps of the whole run; the last batch of an epoch may be short."""
+def count_steps(config: PPOConfig, train_rows: int | None) -> int:
+    """Training steps of the whole run; the last batch of an epoch may be short. train_rows: None = there is no dataset,
+    and trainer.total_training_steps is given."""
+    if train_rows is None:
+        assert config.trainer.total_training_steps is not None
+        return config.trainer.total_training_steps
     total = math.ceil(train_rows / config.data.train_batch_size) * config.trainer.total_epochs
     limit = config.trainer.total_training_steps
     return total if limit is None else limit
@@ -41,6 +46,10 @@ class TrainingSteps:
                 if self.stopping or self.is_last:
                     return
             self.epoch += 1
+
+    def end_at(self, step: int) -> None:
+        """That step was the last: there is nothing to go on with."""
+        self.total = self.global_step = step
 
     def only(self, step: int, epoch: int, prompts: DataProto) -> None:
         """Leaves one step to do, with these prompts."""
@@ -72,3 +81,33 @@ class TrainingSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.global_step, self.epoch = state["global_step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
+
+
+class EpisodeSteps(TrainingSteps):
+    """The steps of a run without a dataset: what is to be done in each is the scheduler's part, whose state is saved
+    with them. Each step gives a batch without rows: meta_info global_step, from 0, and the number of its first group.
+    """
+
+    def __init__(self, config: PPOConfig, scheduler: RolloutScheduler) -> None:
+        self.config, self.scheduler = config, scheduler
+        self.total = count_steps(config, None)
+        self.global_step = 0
+        self.epoch = 0
+        self.stopping = False
+
+    def __iter__(self) -> Iterator[DataProto]:
+        while self.global_step < self.total and not self.stopping:
+            self.global_step += 1
+            yield DataProto(meta_info={"global_step": self.global_step - 1, "next_group": self.scheduler.next_group})
+
+    def only(self, step: int, epoch: int, prompts: DataProto) -> None:
+        """Leaves one step to do, with its groups, where these were not begun in an earlier one."""
+        self.scheduler.next_group = prompts.meta_info["next_group"]
+        self.global_step, self.total = step - 1, step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_step": self.global_step, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+        self.scheduler.load_state_dict(state["scheduler"])

@@ -71,7 +71,7 @@ class Tracking:
 
     def __init__(self, run_dir: Path, config: PPOConfig, console: Console) -> None:
         run = TrackedRun(Path(run_dir), config, console)
-        self._console = console
+        self._console, self._shows = console, "console" in config.trainer.logger
         unknown = [name for name in config.trainer.logger if name not in TRACKERS]
         if unknown:
             raise UserError(
@@ -97,6 +97,11 @@ class Tracking:
     def note(self, text: str) -> None:
         """Shows a sentence to the user."""
         self._console.note(text)
+
+    def show(self, text: str) -> None:
+        """Prints text of several lines, where the console is a tracker."""
+        if self._shows:
+            self._console.print(text)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Sends what the policy wrote, with its scores."""
