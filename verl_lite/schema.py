@@ -32,7 +32,7 @@ _REWARD = "trainer/rewards.py"
 _ACTOR = "workers/actor_rollout.py"
 _ADVANTAGE = "trainer/advantage.py"
 _BASELINE = "trainer/baselines.py"
-_EPISODES = "workers/rollout/episodes.py"  # which is not here yet
+_EPISODES = "workers/rollout/trajectories.py"
 _LOSS = "trainer/loss_columns.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
 
@@ -68,6 +68,18 @@ COLUMNS: tuple[Column, ...] = (
     Column("traj_id", ("B",), "object", "the episode that a row is a step of", _EPISODES),
     Column("step", ("B",), "int64", "which step of its episode a row is", _EPISODES),
     Column("state_hash", ("B",), "object", "a name for the state that the step starts from", _EPISODES),
+    Column("tags", ("B",), "object", "entry of agentic.custom_envs that the row's environment is of", _EPISODES),
+    Column("env_ids", ("B",), "object", "number of the row's environment", _EPISODES),
+    Column("group_ids", ("B",), "object", "number of its group of environments", _EPISODES),
+    Column("start_step", ("B",), "int64", "the step at which the episode was begun", _EPISODES),
+    Column("num_turns", ("B",), "int64", "actions of the whole episode", _EPISODES),
+    Column("episode_scores", ("B",), "float32", "sum of the whole episode's rewards; 0 if it failed", _EPISODES),
+    Column("step_scores", ("B",), "object", "list of each turn's reward; by steps, the step's reward", _EPISODES),
+    Column("messages", ("B",), "object", "the row's conversation with the answers, as chat messages", _EPISODES),
+    Column("env_metrics", ("B",), "object", "dict of what the environment measured over the episode", _EPISODES),
+    Column("stop", ("B",), "object", "why the episode ended, see Trajectory.stop", _EPISODES),
+    Column("env_error", ("B",), "object", "why an episode failed, as text; None if it did not", _EPISODES),
+    Column("env_timeout", ("B",), "object", "True where the environment was too slow", _EPISODES),
     Column("response_level_rewards", ("B",), "float32", "the score of the answer, normalised and clipped", _ADVANTAGE),
     Column("token_level_rewards", ("B", "R"), "float32", "that on its tokens, less the KL penalty", _ADVANTAGE),
     Column("raw_advantages", ("B", "R"), "float32", "advantages as the estimator gives them", _ADVANTAGE),

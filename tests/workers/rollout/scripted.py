@@ -1,0 +1,141 @@
+"""An engine and a pool of environments that do what a test wrote down, after as long as it wrote down."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.tiny_model import tiny_tokenizer
+from verl_lite.envs.base import EnvTemplate
+from workers.rollout.base import Completion, Request
+
+TOKENIZER = tiny_tokenizer()
+END = 2  # <|im_end|> of the tiny tokenizer
+
+
+@dataclass(frozen=True)
+class Answered:
+    """As `workers.env_pool.EnvReply`."""
+
+    key: Hashable
+    observation: str | None
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    frame: Any = None
+    seconds: float = 0.0
+    error: str | None = None
+    is_timeout: bool = False
+
+
+Script = Callable[[int, list[str]], dict[str, Any]]
+"""(seed, actions so far) -> what the environment answers: observation, reward, ...; no actions: the reset."""
+
+
+class ScriptedPool:
+    """latency: polls until an answer comes, drawn by `rng`."""
+
+    def __init__(self, script: Script, *, latency: tuple[int, int] = (0, 0), rng_seed: int = 0) -> None:
+        self.script, self.latency, self.rng = script, latency, random.Random(rng_seed)
+        self.seeds: dict[Hashable, int] = {}
+        self.actions: dict[Hashable, list[str]] = {}
+        self.coming: list[tuple[int, Answered]] = []
+        self.discarded: list[Hashable] = []
+        self.waits: list[float] = []
+        self.most_live = 0
+
+    def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None:
+        assert key not in self.seeds
+        self.seeds[key], self.actions[key] = seed, []
+        self.most_live = max(self.most_live, len(self.seeds))
+        self._answer(key)
+
+    def step(self, key: Hashable, action: str) -> None:
+        assert all(reply.key != key for _, reply in self.coming), "it is busy"
+        self.actions[key].append(action)
+        self._answer(key)
+
+    def discard(self, key: Hashable) -> None:
+        del self.seeds[key]
+        self.discarded.append(key)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Answered]:
+        self.waits.append(timeout_s)
+        self.coming = [(polls - 1, reply) for polls, reply in self.coming]
+        ready = [reply for polls, reply in self.coming if polls < 0]
+        self.coming = [entry for entry in self.coming if entry[0] >= 0]
+        return ready
+
+    def _answer(self, key: Hashable) -> None:
+        reply = Answered(key, **self.script(self.seeds[key], list(self.actions[key])))
+        self.coming.append((self.rng.randint(*self.latency), reply))
+
+
+Answers = Callable[[str, int, Request], Sequence[int]]
+"""(traj_id, turn, request) -> token ids of the response, cut at max_tokens by the engine."""
+
+
+def log_prob(token: int) -> float:
+    """Of every token, by the scripted engine."""
+    return -token / 64
+
+
+class ScriptedEngine:
+    """One token of each running request a step."""
+
+    def __init__(self, answers: Answers, *, version: int = 1) -> None:
+        self.answers, self.version = answers, version
+        self.running: dict[str, tuple[Request, list[int], int]] = {}
+        self.requests: list[Request] = []
+        self.progress: dict[str, int] = {}
+        self.aborted: list[str] = []
+
+    def submit(self, request: Request) -> None:
+        assert request.request_id not in self.running
+        self.requests.append(request)
+        _, traj_id, turn = request.request_id.split("/")
+        ids = list(self.answers(traj_id, int(turn), request))[: request.sampling.max_tokens]
+        self.running[request.request_id] = (request, ids, self.version)
+        self.progress[request.request_id] = 0
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.running)
+
+    def step(self) -> list[Completion]:
+        done = []
+        for name, (request, ids, version) in list(self.running.items()):
+            self.progress[name] += 1
+            if self.progress[name] >= len(ids):
+                del self.running[name]
+                reason = "stop" if ids[-1] in request.sampling.stop_token_ids else "length"
+                done.append(Completion(name, ids, [log_prob(token) for token in ids], reason, version))
+        return done
+
+    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
+        self.aborted += request_ids
+        gone = [self.running.pop(name) for name in request_ids if name in self.running]
+        return [Completion(request.request_id, [], [], "abort", version) for request, _, version in gone]
+
+
+def ids_of(text: str) -> list[int]:
+    """Token ids of text, with its special tokens."""
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def template(**options: Any) -> EnvTemplate:
+    """An entry of agentic.custom_envs; the environment it names is never made."""
+    return EnvTemplate(tag="t", env_type="tests.workers.rollout.scripted:NoEnv", **options)
+
+
+class NoEnv:
+    """Stands in an EnvTemplate."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        raise NotImplementedError
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        raise NotImplementedError

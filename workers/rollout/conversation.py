@@ -1,0 +1,194 @@
+"""Conversations as token ids, joined as the chat template joins them, without ever re-encoding what was sampled.
+
+A first prompt is the chat template's text of the first messages. What stands between a sampled turn and the next one
+(the end of the turn, where the policy did not write it itself; the environment's message; the generation prompt) is
+what the template writes there for any conversation. So the whole equals the template's text of the whole conversation,
+encoded, wherever the sampled ids are the ones that the tokenizer would have chosen for their text. Where templates
+rewrite earlier turns, what was sampled stays instead, because that is what the policy saw and is trained on:
+
+- Thinking that a template strips from earlier turns stays in the context.
+- An empty think block that the generation prompt opens with (Qwen3 with enable_thinking=False) stays at each turn.
+- Spaces around an answer, which some templates trim, stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.errors import UserError
+
+Message = dict[str, str]
+"""role: system, user, assistant or tool; content: text."""
+
+_ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
+_PROBE = "verlliteprobe"
+_ODD_CONTENT = f" \t\n\"<a>&'{{}}\\/ <tool_response> {_PROBE} \n "
+_ENCODINGS_KEPT = 1024
+
+
+class ChatJoins:
+    """The chat template of one tokenizer, as prompts and joins.
+
+    end_of_turn: the token that ends an assistant's turn in the template; it has to be among the stop tokens of a
+        request, else the policy writes on past its turn. tool_role: "tool", or "user" where the template takes no
+        message of that role after an assistant's.
+    template_kwargs: data.apply_chat_template_kwargs. system: whether conversations begin with a system message.
+    Raises UserError for a template whose turns cannot be joined: none at all, no end of a turn, messages that change
+    what was written before them, a system message that it does not take.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        system: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        if tokenizer.chat_template is None:
+            raise UserError(
+                "The tokenizer of model.path has no chat template, so the turns of an episode cannot become a "
+                "conversation. Give one that has with model.tokenizer_path, or add chat_template to its "
+                "tokenizer_config.json"
+            )
+        self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
+        self._check_joins(system)
+        self.tool_role = "tool" if self._takes_tool_messages() else "user"
+        self._rests: dict[str, Callable[[str], str]] = {
+            role: self._rest_after_answer(role) for role in {"user", self.tool_role}
+        }
+        self._closing, self.end_of_turn = self._closing_of_turn()
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids that the first turn of these messages is sampled from, the generation prompt at the end."""
+        return self._encoded(self._render(messages))
+
+    def join(self, response_ids: Sequence[int], message: Message) -> tuple[int, ...]:
+        """What stands between a sampled turn and the next: its end where it is not sampled, the message, the generation
+        prompt.
+
+        response_ids: the turn as sampled. It may end in the end-of-turn token or another stop token or, cut off by a
+        limit, in neither. message: of the role user or tool.
+        """
+        role = self.tool_role if message["role"] == "tool" else message["role"]
+        ids = self._encoded(self._rests[role](message["content"]))
+        ended = bool(response_ids) and response_ids[-1] == self.end_of_turn
+        return ids[self._closing :] if ended else ids
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    # ------------------------------------------------------------------------------------------- what the template does
+
+    def _rest_after_answer(self, role: str) -> Callable[[str], str]:
+        """The function from a message's content to the text from the end of the answer before it on.
+
+        Rendering costs a hundred times what it takes to put a content between two constant texts, which is what most
+        templates do; the others are rendered each time.
+        """
+
+        def rendered(content: str) -> str:
+            return self._after_answer([*_SHORT, {"role": role, "content": content}])
+
+        before, _, after = rendered(_PROBE).partition(_PROBE)
+        for change in (str, str.strip):
+            if rendered(_ODD_CONTENT) == before + change(_ODD_CONTENT) + after:
+                return functools.partial(_between, before, after, change)
+        return rendered
+
+    def _after_answer(self, messages: list[Message]) -> str:
+        """The text that follows the first answer."""
+        _, found, rest = self._render(messages).partition(_ANSWER)
+        if not found:
+            raise self._refusal("leaves out what the assistant said")
+        return rest
+
+    def _closing_of_turn(self) -> tuple[int, int]:
+        """How many tokens end a turn in the template, and the last of them, the end-of-turn token."""
+        ids = self._encode(self._rests["user"](_PROBE))
+        special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
+        place = next((index for index, token in enumerate(ids) if token in special), None)
+        written = "" if place is None else str(self._tokenizer.decode(list(ids[:place])))
+        if place is None or written.strip():
+            raise self._refusal(
+                "has no token that ends an assistant's turn: after the answer it writes "
+                f"{self._rests['user'](_PROBE)[:80]!r}, expected a special token of the tokenizer first"
+            )
+        return place + 1, ids[place]
+
+    def _takes_tool_messages(self) -> bool:
+        """Whether a message of the role tool may follow an answer; templates refuse in many ways."""
+        try:
+            return _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
+        except Exception:  # raised by the template, by its own raise_exception among others: the role is not for it
+            return False
+
+    def _check_joins(self, system: bool) -> None:
+        """Raises UserError unless each part of a conversation is the same text whatever comes after it, and however
+        much before it.
+
+        Only the head of an assistant's turn may be longer in one of two places: a think block, or a space.
+        """
+        beginning: list[Message] = [{"role": "system", "content": "s"}] * system + [{"role": "user", "content": "q1"}]
+        second: Message = {"role": "user", "content": "q2"}
+        third: Message = {"role": "user", "content": "q3"}
+        first_answer: Message = {"role": "assistant", "content": _ANSWER}
+        other_answer: Message = {"role": "assistant", "content": _OTHER_ANSWER}
+        prompt = self._rendered_or_refused(beginning, system)
+        self._rendered_or_refused([*_SHORT, second], False)
+        whole = self._rendered_or_refused([*beginning, first_answer, second, other_answer, third], system)
+        head, found, rest = whole.partition(_ANSWER)
+        middle, found_too, tail = rest.partition(_OTHER_ANSWER)
+        if not found or not found_too:
+            raise self._refusal("leaves out what the assistant said")
+        joins = [self._after_answer([*_SHORT, message]) for message in (second, third)]
+        for part, expected in ((head, prompt), (middle, joins[0])):
+            if not part.startswith(expected) and not expected.startswith(part):
+                raise self._unstable(part, expected)
+        if tail != joins[1]:
+            raise self._unstable(tail, joins[1])
+
+    def _rendered_or_refused(self, messages: list[Message], system: bool) -> str:
+        try:
+            return self._render(messages)
+        except Exception as error:  # jinja2's errors and whatever a template calls
+            roles = ", ".join(message["role"] for message in messages)
+            remedy = (
+                "if it is the system message that it does not take, put its text into agent_template and leave "
+                "agentic.custom_envs.TAG.agent_system_template empty"
+                if system
+                else "set data.apply_chat_template_kwargs to what it needs"
+            )
+            raise self._refusal(f"fails on messages of the roles {roles}: {error}; {remedy}") from error
+
+    def _unstable(self, found: str, expected: str) -> UserError:
+        return self._refusal(
+            "writes a message differently once others follow, so that turns cannot be joined without changing what was "
+            f"sampled from: {found!r} in a long conversation, {expected!r} in a short one; where it moves the system "
+            "message, put its text into agent_template and leave agentic.custom_envs.TAG.agent_system_template empty"
+        )
+
+    def _refusal(self, what: str) -> UserError:
+        return UserError(
+            f"The chat template of model.path (or model.tokenizer_path) {what}. Another template goes into "
+            "chat_template of tokenizer_config.json, or chat_template.jinja beside it"
+        )
+
+
+_SHORT: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
+
+
+def _between(before: str, after: str, change: Callable[[str], str], content: str) -> str:
+    return before + change(content) + after

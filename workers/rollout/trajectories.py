@@ -1,0 +1,206 @@
+"""Episodes as training samples: one row for a whole trajectory, or one for each of its steps.
+
+A trajectory's row has the first prompt as its prompt, and as its response everything after it: sampled turns (mask 1),
+joins with the environment's words (mask 0). Each turn's reward stands on the turn's last sampled token. So the segments
+of the mask are the turns, and estimators that know of turns need nothing else. README.md beside this file draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_lite.protocol import DataProto, as_column
+from workers.rollout.conversation import Message
+from workers.rollout.episodes import Trajectory, Turn
+
+
+@dataclass
+class _Row:
+    """One sample. response_mask, log_probs and scores are as long as response_ids."""
+
+    trajectory: Trajectory
+    step: int
+    state_hash: str
+    prompt_ids: Sequence[int]
+    raw_prompt: list[Message]
+    messages: list[Message]
+    step_scores: Any
+    finish_reason: str
+    policy_version: int
+    response_ids: list[int]
+    response_mask: list[int]
+    log_probs: list[float]
+    scores: list[float]
+
+
+def trajectory_rows(
+    trajectories: Sequence[Trajectory], *, pad_token_id: int, prompt_length: int, response_length: int
+) -> DataProto:
+    """The rows of the trajectories that are kept, in their order; the columns that verl_lite/schema.py gives to this
+    file.
+
+    prompt_length, response_length: P and R, the widths of the columns; the runner's limits keep within them.
+    A trajectory that failed, or that has no turn, is one row without a sampled token, marked reward_failed.
+    policy_version is the oldest that any of the row's tokens came from, -1 without a token.
+    """
+    rows = [row for one in trajectories if one.is_kept for row in _rows_of(one)]
+    return DataProto.from_dict(
+        tensors=_tensors(rows, pad_token_id, prompt_length, response_length), non_tensors=_names(rows)
+    )
+
+
+def _rows_of(trajectory: Trajectory) -> list[_Row]:
+    if trajectory.stop == "failed" or not trajectory.turns:
+        return [_empty_row(trajectory)]
+    if trajectory.by_step:
+        return [_step_row(trajectory, step, turn) for step, turn in enumerate(trajectory.turns)]
+    return [_trajectory_row(trajectory)]
+
+
+def _empty_row(trajectory: Trajectory) -> _Row:
+    turns = trajectory.turns
+    return _Row(
+        trajectory,
+        step=0,
+        state_hash=turns[0].state_hash if turns else "",
+        prompt_ids=trajectory.prompt_ids,
+        raw_prompt=trajectory.prompt_messages,
+        messages=trajectory.messages,
+        step_scores=0.0 if trajectory.by_step else [],
+        finish_reason="abort" if trajectory.stop == "failed" else "length",
+        policy_version=min((turn.policy_version for turn in turns), default=-1),
+        response_ids=[],
+        response_mask=[],
+        log_probs=[],
+        scores=[],
+    )
+
+
+def _step_row(trajectory: Trajectory, step: int, turn: Turn) -> _Row:
+    return _Row(
+        trajectory,
+        step=step,
+        state_hash=turn.state_hash,
+        prompt_ids=turn.prompt_ids,
+        raw_prompt=turn.messages,
+        messages=[*turn.messages, {"role": "assistant", "content": turn.action}],
+        step_scores=turn.reward,
+        finish_reason=turn.finish_reason,
+        policy_version=turn.policy_version,
+        response_ids=turn.response_ids,
+        response_mask=[1] * len(turn.response_ids),
+        log_probs=turn.log_probs,
+        scores=_at_end(turn),
+    )
+
+
+def _trajectory_row(trajectory: Trajectory) -> _Row:
+    turns = trajectory.turns
+    row = _Row(
+        trajectory,
+        step=0,
+        state_hash=turns[0].state_hash,
+        prompt_ids=turns[0].prompt_ids,
+        raw_prompt=turns[0].messages,
+        messages=trajectory.messages,
+        step_scores=[turn.reward for turn in turns],
+        finish_reason="length" if trajectory.stop == "max_length" else turns[-1].finish_reason,
+        policy_version=min(turn.policy_version for turn in turns),
+        response_ids=[],
+        response_mask=[],
+        log_probs=[],
+        scores=[],
+    )
+    for number, turn in enumerate(turns):
+        joined = turn.prompt_ids if number else ()
+        row.response_ids += [*joined, *turn.response_ids]
+        row.response_mask += [0] * len(joined) + [1] * len(turn.response_ids)
+        row.log_probs += [0.0] * len(joined) + turn.log_probs
+        row.scores += [0.0] * len(joined) + _at_end(turn)
+    return row
+
+
+def _at_end(turn: Turn) -> list[float]:
+    return [0.0] * (len(turn.response_ids) - 1) + [turn.reward]
+
+
+def _tensors(rows: list[_Row], pad_token_id: int, prompt_length: int, response_length: int) -> dict[str, torch.Tensor]:
+    """Prompts left-padded to P, responses right-padded to R."""
+    count = len(rows)
+    prompts = np.full((count, prompt_length), pad_token_id, dtype=np.int64)
+    prompt_mask = np.zeros_like(prompts)
+    responses = np.full((count, response_length), pad_token_id, dtype=np.int64)
+    attended, response_mask = np.zeros_like(responses), np.zeros_like(responses)
+    log_probs = np.zeros((count, response_length), dtype=np.float32)
+    scores = np.zeros_like(log_probs)
+    for number, row in enumerate(rows):
+        # an environment that failed before its first word leaves no prompt; a sequence has a token at least
+        prompt = list(row.prompt_ids[-prompt_length:]) or [pad_token_id]
+        length = len(row.response_ids)
+        prompts[number, prompt_length - len(prompt) :] = prompt
+        prompt_mask[number, prompt_length - len(prompt) :] = 1
+        responses[number, :length] = row.response_ids
+        attended[number, :length] = 1
+        response_mask[number, :length] = row.response_mask
+        log_probs[number, :length] = row.log_probs
+        scores[number, :length] = row.scores
+    attention_mask = np.concatenate([prompt_mask, attended], axis=1)
+    arrays = {
+        "prompts": prompts,
+        "prompt_mask": prompt_mask,
+        "responses": responses,
+        "response_mask": response_mask,
+        "input_ids": np.concatenate([prompts, responses], axis=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(axis=1) - 1).clip(min=0),
+        "rollout_log_probs": log_probs,
+        "token_level_scores": scores,
+        "policy_version": np.array([row.policy_version for row in rows], dtype=np.int64),
+        "step": np.array([row.step for row in rows], dtype=np.int64),
+        "start_step": np.array([row.trajectory.spec.start_step for row in rows], dtype=np.int64),
+        "num_turns": np.array([len(row.trajectory.turns) for row in rows], dtype=np.int64),
+        "episode_scores": np.array([_score(row.trajectory) for row in rows], dtype=np.float32),
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
+    """Columns that are not tensors."""
+    trajectories = [row.trajectory for row in rows]
+    specs = [one.spec for one in trajectories]
+    numbers: dict[str, int] = {}
+    sample_ids = []
+    for spec in specs:
+        numbers[spec.traj_id] = numbers.get(spec.traj_id, -1) + 1
+        sample_ids.append(f"{spec.traj_id}/{numbers[spec.traj_id]}")
+    columns: dict[str, list[Any]] = {
+        "uid": [spec.traj_group_id for spec in specs],
+        "traj_id": [spec.traj_id for spec in specs],
+        "sample_id": sample_ids,
+        "state_hash": [row.state_hash for row in rows],
+        "data_source": [spec.tag for spec in specs],
+        "tags": [spec.tag for spec in specs],
+        "env_ids": [spec.env_id for spec in specs],
+        "group_ids": [spec.group_id for spec in specs],
+        "raw_prompt": [row.raw_prompt for row in rows],
+        "messages": [row.messages for row in rows],
+        "reward_model": [{"ground_truth": ""} for _ in rows],
+        "extra_info": [{} for _ in rows],
+        "finish_reason": [row.finish_reason for row in rows],
+        "step_scores": [row.step_scores for row in rows],
+        "env_metrics": [one.metrics for one in trajectories],
+        "reward_failed": [not row.response_ids for row in rows],
+        "stop": [one.stop for one in trajectories],
+        "env_error": [one.error for one in trajectories],
+        "env_timeout": [one.is_timeout for one in trajectories],
+    }
+    return {name: as_column(values) for name, values in columns.items()}
+
+
+def _score(trajectory: Trajectory) -> float:
+    return 0.0 if trajectory.stop == "failed" else trajectory.score
