@@ -26,9 +26,9 @@ _ROLE_WIDTH = 10
 class Episode:
     """One episode.
 
-    rewards: of each action. score: their sum, None where the environment or the engine failed. messages: the
-    conversation; where each step has a prompt of its own, those of all steps one after the other. response_length:
-    tokens that the policy wrote. finish_reason: how the last turn ended.
+    rewards: of each action. score: their sum, None where the environment or the engine failed; error says why.
+    messages: the conversation; where each step has a prompt of its own, those of all steps one after the other.
+    response_length: tokens that the policy wrote. stop: why it ended (`workers.rollout.episodes.Trajectory`).
     """
 
     step: int
@@ -39,10 +39,11 @@ class Episode:
     rewards: list[float]
     num_turns: int
     response_length: int
-    finish_reason: str
+    stop: str
     policy_version: int
     metrics: dict[str, float]
     messages: list[dict[str, str]]
+    error: str | None = None
 
 
 def episodes_of(batch: DataProto, step: int) -> list[Episode]:
@@ -72,10 +73,11 @@ def _episode(batch: DataProto, rows: list[int], step: int) -> Episode:
         rewards=[float(reward) for row in rows for reward in np.atleast_1d(columns["step_scores"][row])],
         num_turns=int(_numbers(batch, "num_turns")[first]),
         response_length=int((tensors["response_mask"][rows] != 0).sum()),
-        finish_reason=columns["finish_reason"][last],
+        stop=columns["stop"][last],
         policy_version=int(tensors["policy_version"][first]),
         metrics={name: float(value) for name, value in (metrics or {}).items()},
         messages=messages,
+        error=columns["env_error"][last],
     )
 
 
@@ -96,13 +98,14 @@ def readable(episode: Episode, limit: int = TEXT_SHOWN) -> str:
     """
     score = "failed" if episode.score is None else f"score {episode.score:g}"
     told = "".join(f", {name} {value:.3g}" for name, value in episode.metrics.items())
-    lines = [f"episode {episode.traj_id}: {score}, {episode.num_turns} turns, {episode.finish_reason}{told}"]
+    lines = [f"episode {episode.traj_id}: {score}, {episode.num_turns} turns, {episode.stop}{told}"]
     rewards = iter(episode.rewards)
     for message in episode.messages:
         lines += _paragraph(message["role"], message["content"], limit)
         if message["role"] == "assistant":
             reward = next(rewards, None)
             lines += [] if reward is None else [f"  {'':<{_ROLE_WIDTH}} -> reward {reward:g}"]
+    lines += [] if episode.error is None else _paragraph("error", episode.error, limit)
     return "\n".join(lines)
 
 
@@ -130,7 +133,7 @@ def sample_of(episode: Episode) -> Sample:
         gts="",
         score=episode.score,
         response_length=episode.response_length,
-        finish_reason=episode.finish_reason,
+        finish_reason=episode.stop,
         policy_version=episode.policy_version,
         extra=dict(episode.metrics),
     )
