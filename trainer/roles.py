@@ -7,7 +7,7 @@ micro-batches there are, and the global denominators of the loss. Ranks obey; no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,11 +16,15 @@ from trainer.needs import is_on_policy, needs_old_log_prob, needs_rollout_is_wei
 from trainer.reward_inputs import RewardInputs
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
+from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric, combine, join
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
+from workers.rollout.base import SamplingParams
+from workers.rollout.groups import GroupPlan, GroupResults
 
 Metrics = dict[str, Metric]
 
@@ -179,6 +183,30 @@ class ActorRole(TrainedRole):
     def update_weights(self, version: int) -> Metrics:
         """Makes the rollout engines use the trained weights; samples drawn from now on carry `version`."""
         return combine(self.group.update_weights(version))
+
+
+class AgentRole(ActorRole):
+    """The policy that acts in environments, as the driver sees it; a `trainer.rollout_scheduler.GroupRunner`.
+
+    Groups are dealt whole to the engines in turn, so that which members of a group are kept is decided where they run.
+    """
+
+    def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
+        super().__init__(group, config)
+        agentic = config.agentic
+        self.group_filter = make_group_filter(agentic, agentic.train_env_manager, "train")
+
+    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        """Starts these groups and returns."""
+        mesh = self.group.mesh("rollout")
+        dealt = PerRank(plans[part :: mesh.dp_size] for part in mesh.dp_rank)
+        is_train = any(plan.attempts[0][0].purpose == "train" for plan in plans)
+        self.group.begin_episodes(key, dealt, sampling, self.group_filter if is_train else None)
+
+    def finish_groups(self, key: str) -> list[GroupResults]:
+        """Waits for the groups begun under this key. One entry for each engine."""
+        results = self.group.run_episodes(key)
+        return [results[rank] for rank in self.group.mesh("rollout").collecting]
 
 
 class Critic(Protocol):

@@ -27,7 +27,8 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams, derive_seed
-from workers.rollout.groups import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
+from workers.rollout.episodes import EpisodeSpec
+from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 REPLACEMENTS_FROM = 1_000_000
 """The episode_id of a group's n-th replacement is its own plus n times this."""
@@ -308,7 +309,10 @@ class RolloutScheduler:
         order = [row for place in batch.places for row in place.rows]
         result = DataProto.concat(parts).select_idxs(np.array(order, dtype=np.int64)) if order else DataProto()
         kept = sum(place.report is not None and place.report.is_dropped for place in batch.places)
-        result.meta_info["metrics"] = combine(part.metrics for part in batch.parts) | {
+        metrics = combine(part.metrics for part in batch.parts)
+        if slowest := metrics.get("rollout/slowest_rank_seconds"):
+            metrics["rollout/idle_frac"] = Metric.last(1 - metrics["rollout/mean_rank_seconds"].value / slowest.value)
+        result.meta_info["metrics"] = metrics | {
             "scheduler/group_filter_count": Metric.last(batch.num_dropped),
             "scheduler/groups_kept_though_dropped": Metric.last(kept),
             "scheduler/off_policy_ratio": Metric.last(batch.step - batch.start_step),

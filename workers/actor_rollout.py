@@ -65,12 +65,14 @@ class ActorRolloutWorker(TrainingWorker):
         )
         self.phases.add(self.engine)
         self.engine.move_out()
+        self.max_model_len = (
+            config.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+        )
         self.rollout = build_rollout_engine(
             config.rollout.name,
             model.path,
             config.rollout,
-            max_model_len=config.rollout.max_model_len
-            or config.data.max_prompt_length + config.data.max_response_length,
+            max_model_len=self.max_model_len,
             device=self.device,
             dtype=compute_dtype(config.rollout.dtype, self.device),
             seed=config.trainer.seed,

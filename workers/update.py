@@ -35,7 +35,13 @@ class TrainableEngine(Protocol):
         ...
 
 
-def train_epochs(engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, epochs: int) -> dict[str, Metric]:
+Between = Callable[[], None]
+"""Called after each forward and backward pass and each optimizer step: other work that the process does meanwhile."""
+
+
+def train_epochs(
+    engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, epochs: int, between: Between = lambda: None
+) -> dict[str, Metric]:
     """One optimizer step per mini-batch, in the planned order, `epochs` times over the batch. Returns combined metrics.
 
     A mini-batch in which no token counts on any rank (all rewards failed, all samples rejected) is no step: weights,
@@ -63,12 +69,14 @@ def train_epochs(engine: TrainableEngine, data: DataProto, loss_fn: LossFunction
                 else:  # nothing to train here, but the other ranks wait for this one's backward
                     loss = sum((0.0 * output.sum() for output in outputs.values()), start=torch.zeros(()))
                 engine.backward(loss, is_last=micro_index == mini_batch.num_micro_batches - 1)
+                between()
             metrics.append(engine.optimizer_step())
+            between()
     return combine(metrics)
 
 
 @torch.no_grad()
-def infer_batch(engine: TrainableEngine, data: DataProto) -> dict[str, torch.Tensor]:
+def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lambda: None) -> dict[str, torch.Tensor]:
     """The forward's outputs (n, R) for all rows in their order, zero where nothing was predicted; on the CPU."""
     results: dict[str, torch.Tensor] = {}
     [mini_batches] = data.meta_info["schedule"]
@@ -80,6 +88,7 @@ def infer_batch(engine: TrainableEngine, data: DataProto) -> dict[str, torch.Ten
                 if name not in results:
                     results[name] = torch.zeros(len(data), values.shape[1], dtype=values.dtype)
                 results[name][rows] = values.cpu()
+            between()
     return results
 
 

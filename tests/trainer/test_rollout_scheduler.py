@@ -21,7 +21,8 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.groups import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
+from workers.rollout.episodes import EpisodeSpec
+from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 Filter = Callable[[EpisodeSpec], bool]
 

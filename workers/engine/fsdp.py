@@ -33,7 +33,7 @@ from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.engine.parameters import fill_shards, gather_full
 from workers.policy.adapter import adapter_off, has_adapter, merged, scale_of
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
-from workers.update import LossFunction, infer_batch, train_epochs
+from workers.update import Between, LossFunction, infer_batch, train_epochs
 
 PREFIX = "model."  # of parameter names in a policy, before the Hugging Face names
 
@@ -74,6 +74,7 @@ class FSDPEngine:
         if not forward_only and optim_config is not None:
             lr_factor(0, optim_config, total_training_steps)  # an unknown schedule is refused here
             self.optimizer = ShardedAdamW(self.trained, optim_config, self.shard_group)
+        self.between: Between = lambda: None  # other work of the process, done between micro-batches
         self._forward_arguments: dict[str, Any] = {}
         self._saving: Future[Any] | None = None
         self._save_group: dist.ProcessGroup | None = None  # of its own: its thread must not meet training's collectives
@@ -161,7 +162,7 @@ class FSDPEngine:
             raise ValueError("this engine was built without an optimizer and cannot train")
         self.policy.train()
         self._forward_arguments = forward_arguments
-        metrics = train_epochs(self, data, loss_fn, epochs)
+        metrics = train_epochs(self, data, loss_fn, epochs, self.between)
         metrics["lr"] = Metric.last(self.lr)
         self.scheduler_step += 1
         return metrics
@@ -173,7 +174,7 @@ class FSDPEngine:
         """
         self.policy.eval()
         self._forward_arguments = forward_arguments
-        outputs = infer_batch(self, data)
+        outputs = infer_batch(self, data, self.between)
         self._reshard()
         return outputs
 

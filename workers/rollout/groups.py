@@ -11,31 +11,7 @@ from dataclasses import dataclass, field
 
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-
-
-@dataclass(frozen=True)
-class EpisodeSpec:
-    """One episode that is to be run.
-
-    traj_id, traj_group_id: names of the episode and of its group, unlike all others of the run. tag: of the
-    environment's template. env_id, group_id: which environment, and which group of them. episode_id: which episode of
-    its group. seed: of the environment. group_size: episodes of its group that are kept: the first to end.
-    start_step: the step, from 0, in which it was begun; with traj_id it names the random numbers. batch: a number of
-    the rank's own. render: whether frames are kept.
-    """
-
-    traj_id: str
-    traj_group_id: str
-    tag: str
-    env_id: int
-    group_id: int
-    episode_id: int
-    seed: int
-    group_size: int
-    start_step: int
-    batch: int = 0
-    purpose: str = "train"
-    render: bool = False
+from workers.rollout.episodes import EpisodeSpec
 
 
 @dataclass(frozen=True)

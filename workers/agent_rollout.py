@@ -1,0 +1,127 @@
+"""The policy's worker where agents act in environments: `ActorRolloutWorker` that also runs episodes.
+
+Its environments live in child processes of its own, which end with it. Episodes go on between the passes of training
+where some are under way; the weights that they are sampled with do not change meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from verl_lite.config import PPOConfig
+from verl_lite.envs import env_templates
+from verl_lite.group_filters import GroupFilter
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, register
+from workers.actor_rollout import ActorRolloutWorker
+from workers.env_pool import EnvPool
+from workers.phase import Phase
+from workers.policy.tokenizer import stop_token_ids
+from workers.rollout.base import RolloutEngine, SamplingParams
+from workers.rollout.episode_meters import EngineMeter, PoolMeter
+from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
+from workers.rollout.group_run import GroupRun
+from workers.rollout.groups import GroupPlan, GroupResults
+from workers.rollout.trajectories import trajectory_rows
+
+
+class AgentRolloutWorker(ActorRolloutWorker):
+    """Acts with the policy and trains it.
+
+    modules: imported where environments run, for those that they register (`verl_lite.envs.env_modules()`). log_dir:
+    folder for what environments print; None drops it. Other arguments: as of `ActorRolloutWorker`.
+    """
+
+    def __init__(
+        self, config: PPOConfig, total_training_steps: int, modules: Sequence[str] = (), log_dir: str | None = None
+    ) -> None:
+        super().__init__(config, total_training_steps, rewards=None)
+        self.modules, self.log_dir = tuple(modules), log_dir
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engines, and starts the processes of the environments."""
+        super().init_model()
+        agentic, data = self.config.agentic, self.config.data
+        templates = env_templates(agentic.custom_envs)
+        log_dir = None if self.log_dir is None else Path(self.log_dir) / f"environments-{self.rank}"
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        self.pool = EnvPool(
+            agentic.env_pool, templates, modules=self.modules, log_dir=None if log_dir is None else str(log_dir)
+        )
+        self.pool.start()
+        engine, pool = EngineMeter(self.rollout), PoolMeter(self.pool)
+        managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
+        runner = EpisodeRunner(
+            cast(RolloutEngine, engine),
+            pool,
+            self.tokenizer,
+            templates,
+            TokenLimits(data.max_prompt_length, data.max_response_length, self.max_model_len),
+            seed=self.config.trainer.seed,
+            stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
+            chat_template_kwargs=data.apply_chat_template_kwargs,
+            format_penalty={purpose: manager.format_penalty for purpose, manager in managers.items()},
+            max_live=self._max_live,
+        )
+        self.groups = GroupRun(runner, self._rows, engine, pool)
+        self.engine.between = self.groups.pump
+
+    @property
+    def _max_live(self) -> int:
+        """Episodes under way at one time on this rank: its share of num_env_groups."""
+        agentic, parts = self.config.agentic, self.world_size // self.config.rollout.tensor_model_parallel_size
+        return max(
+            -(-manager.num_env_groups // parts) * (manager.group_size + manager.group_size_redundancy)
+            for manager in (agentic.train_env_manager, agentic.val_env_manager)
+            if manager.tags
+        )
+
+    def _rows(self, trajectories: list[Trajectory]) -> DataProto:
+        data = self.config.data
+        return trajectory_rows(
+            trajectories,
+            pad_token_id=self.tokenizer.pad_token_id,
+            prompt_length=data.max_prompt_length,
+            response_length=data.max_response_length,
+        )
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def begin_episodes(
+        self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams, group_filter: GroupFilter | None
+    ) -> None:
+        """Starts groups of episodes and returns; they go on in `run_episodes`, and between the passes of training."""
+        self._enter_rollout()
+        self.groups.begin(key, plans, sampling, group_filter)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def run_episodes(self, key: str) -> GroupResults:
+        """What became of the groups begun under `key`, when all of them have ended: any number of rows."""
+        self._enter_rollout()
+        return self.groups.finish(key)
+
+    def _enter_rollout(self) -> None:
+        self.phases.enter(Phase.ROLLOUT, self.rollout)
+        if not self.rollout.has_weights:  # another model took the device since the last update
+            self.update_weights(self.version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> dict[str, Metric]:
+        """As in `ActorRolloutWorker`. Raises RuntimeError while episodes are under way, which would be of two
+        policies."""
+        if not self.groups.is_idle:
+            raise RuntimeError(
+                "the weights of the rollout engine would change under episodes that are under way: wait for them with "
+                "RolloutScheduler.finish() first"
+            )
+        return super().update_weights(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Ends environments and rollout engine; nothing of them stays behind."""
+        self.pool.close()
+        super().close()

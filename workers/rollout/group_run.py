@@ -1,0 +1,173 @@
+"""A rank's part of the batches on their way: runs groups of episodes, and replaces those that the filter drops.
+
+Takes `GroupPlan`s under a key (`begin`), goes on in slices of time (`advance`, `pump`), and gives `GroupResults` when
+all of a key have ended (`finish`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from verl_lite.group_filters import GroupFilter
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from workers.rollout.base import SamplingParams
+from workers.rollout.episode_meters import EngineMeter, PoolMeter
+from workers.rollout.episodes import EpisodeSpec, Trajectory
+from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
+
+MOST_SLICE_S = 1.0
+WAIT_S = 0.05
+
+
+class Runner(Protocol):
+    """What drives the episodes: `workers.rollout.episodes.EpisodeRunner`."""
+
+    def begin(self, episodes: Sequence[EpisodeSpec], sampling: SamplingParams) -> None: ...
+    def advance(self, wait_s: float = 0.0) -> None: ...
+    def unfinished(self, batch: int) -> int: ...
+    def take(self, batch: int) -> list[Trajectory]: ...
+
+
+@dataclass
+class _Place:
+    """A place of a plan. batch: the runner's number of the group that runs now. kept: the trajectories of the last."""
+
+    plan: GroupPlan
+    sampling: SamplingParams
+    group_filter: GroupFilter | None
+    batch: int = 0
+    attempts: int = 0
+    is_dropped: bool = False
+    is_exhausted: bool = False
+    kept: list[Trajectory] = field(default_factory=list)
+    counts: EpisodeCounts = EpisodeCounts()
+
+
+class GroupRun:
+    """Groups on one rank.
+
+    runner: drives their episodes. rows: of kept trajectories, as a batch. engine, pool: the meters through which the
+    runner uses them.
+    """
+
+    def __init__(
+        self, runner: Runner, rows: Callable[[list[Trajectory]], DataProto], engine: EngineMeter, pool: PoolMeter
+    ) -> None:
+        self._runner, self._to_rows, self._engine, self._pool = runner, rows, engine, pool
+        self._numbers = itertools.count(1)
+        self._keys: dict[str, list[_Place]] = {}
+        self._open: list[_Place] = []
+        self._pumped_at = time.perf_counter()
+        self._active_s = self._pumped_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no group is under way."""
+        return not self._open
+
+    def begin(
+        self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams, group_filter: GroupFilter | None
+    ) -> None:
+        """Starts these groups: their environments are reset. Raises ValueError for a key that is not finished yet."""
+        if key in self._keys:
+            raise ValueError(f"groups {key!r} were begun already, and are not finished")
+        places = [_Place(plan, sampling, group_filter) for plan in plans]
+        self._keys[key] = places
+        for place in places:
+            self._begin_group(place)
+        self.advance()
+
+    def finish(self, key: str) -> GroupResults:
+        """Goes on until all groups of this key have ended, and gives them; one finishes what was begun."""
+        places, started = self._keys[key], time.perf_counter()
+        while any(place in self._open for place in places):
+            self.advance(WAIT_S)
+        self._active_s += time.perf_counter() - started
+        del self._keys[key]
+        return self._results(places)
+
+    def pump(self) -> None:
+        """Goes on for a slice of time, beside something else that the process does: no longer than that other work took
+        since the last slice, and only while there is something to decode."""
+        if self.is_idle:
+            return
+        started = time.perf_counter()
+        until = started + min(started - self._pumped_at, MOST_SLICE_S)
+        self.advance()
+        while self._open and self._engine.unfinished and time.perf_counter() < until:
+            self.advance()
+        self._pumped_at = time.perf_counter()
+        self._pumped_s += self._pumped_at - started
+
+    def advance(self, wait_s: float = 0.0) -> None:
+        """One engine step at most; groups that have ended are judged, and the next ones begun."""
+        self._runner.advance(wait_s)
+        for place in [place for place in self._open if not self._runner.unfinished(place.batch)]:
+            self._end_group(place)
+
+    # ---------------------------------------------------------------------------------------------------- one group
+
+    def _begin_group(self, place: _Place) -> None:
+        place.batch = next(self._numbers)
+        members = place.plan.attempts[place.attempts]
+        self._runner.begin([replace(spec, batch=place.batch) for spec in members], place.sampling)
+        self._open.append(place)
+
+    def _end_group(self, place: _Place) -> None:
+        self._open.remove(place)
+        trajectories = self._runner.take(place.batch)
+        place.attempts += 1
+        place.counts += counts_of(trajectories)
+        place.is_exhausted = any(one.stop == "exhausted" for one in trajectories)
+        place.kept = [] if place.is_exhausted else [one for one in trajectories if one.is_kept]
+        place.is_dropped = not place.is_exhausted and self._drops(place)
+        if place.is_dropped and place.attempts < len(place.plan.attempts):
+            self._begin_group(place)
+
+    def _drops(self, place: _Place) -> bool:
+        if place.group_filter is None:
+            return False
+        spec = place.plan.attempts[place.attempts - 1][0]
+        group = [self._to_rows([one]) for one in place.kept]
+        return bool(place.group_filter.filter(spec.group_id, spec.episode_id, group))
+
+    # ------------------------------------------------------------------------------------------------------- results
+
+    def _results(self, places: list[_Place]) -> GroupResults:
+        kept = [one for place in places for one in place.kept]
+        rows = self._to_rows(kept) if kept else None
+        sizes: Counter[str] = Counter() if rows is None else Counter(rows.non_tensor_batch["uid"].tolist())
+        reports = []
+        for place in places:
+            names = {one.spec.traj_group_id for one in place.kept}
+            num_rows = sum(sizes[name] for name in names)
+            reports.append(GroupReport(place.plan.slot, place.attempts, place.is_dropped, place.is_exhausted, num_rows))
+        return GroupResults(reports, rows, EpisodeCounts.total(place.counts for place in places), self._metrics())
+
+    def _metrics(self) -> dict[str, Metric]:
+        """Of all that was done since the last results."""
+        active, pumped = self._active_s, self._pumped_s
+        self._active_s = self._pumped_s = 0.0
+        metrics = {
+            "rollout/slowest_rank_seconds": Metric.max(active),
+            "rollout/mean_rank_seconds": Metric.mean(active, 1),
+        }
+        if pumped:
+            metrics["rollout/seconds_beside_training"] = Metric.mean(pumped, 1)
+        return metrics | self._engine.take(active + pumped) | self._pool.take()
+
+
+def counts_of(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
+    """Episodes that ended by themselves, and those that failed."""
+    ended = [one for one in trajectories if one.stop not in ("surplus", "exhausted")]
+    failed = [one for one in ended if one.stop == "failed"]
+    first = next(
+        (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed), None
+    )
+    return EpisodeCounts(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), first)
