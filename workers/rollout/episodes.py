@@ -400,7 +400,8 @@ class EpisodeRunner:
             return self._end(episode, "failed")
         response_ids = completion.token_ids
         ended_by_token = bool(response_ids) and response_ids[-1] in self._stop_token_ids
-        action = self._tokenizer.decode(response_ids[:-1] if ended_by_token else response_ids)
+        said = response_ids[:-1] if ended_by_token else response_ids
+        action = self._tokenizer.decode(said, clean_up_tokenization_spaces=False)
         assert isinstance(action, str)
         trajectory.turns.append(
             Turn(

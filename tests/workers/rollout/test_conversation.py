@@ -1,0 +1,254 @@
+"""Turns joined as each family's chat template joins them: against the template's own text of the whole conversation,
+encoded, and against texts written by hand. What templates rewrite in hindsight stays as it was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.tiny_model import tiny_tokenizer
+from tests.workers.rollout import chat_templates as families
+from verl_lite.errors import UserError
+from workers.rollout.conversation import ChatJoins, Message
+
+Family = Callable[[], PreTrainedTokenizerBase]
+WITH_SYSTEM = [families.chatml, families.qwen3, families.llama3, tiny_tokenizer]
+ALL = [*WITH_SYSTEM, families.gemma, families.mistral, families.llama2, families.quickstart]
+SYSTEM: Message = {"role": "system", "content": "you are an agent."}
+
+
+def name(family: Family) -> str:
+    return family.__name__
+
+
+class Talk:
+    """A conversation in both ways: `ids` joined turn by turn, `messages` for the template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], **kwargs: Any) -> None:
+        self.tokenizer, self.kwargs = tokenizer, kwargs
+        self.joins = ChatJoins(tokenizer, kwargs, system=messages[0]["role"] == "system")
+        self.messages = list(messages)
+        self.ids = list(self.joins.prompt(messages))
+        self.response: list[int] = []
+
+    def turn(self, answer: str, then: Message, *, is_cut: bool = False) -> Talk:
+        """The answer in the tokenizer's own encoding, with the end-of-turn token unless a limit cut it off before."""
+        then = {"role": self.joins.tool_role if then["role"] == "tool" else "user", "content": then["content"]}
+        head = self.template(self.messages)
+        answered = self.template([*self.messages, {"role": "assistant", "content": answer}, then], False)
+        start = len(self.encode(head))
+        whole = self.encode(answered)
+        end = start + whole[start:].index(self.joins.end_of_turn)
+        self.response = whole[start : end if is_cut else end + 1]
+        if is_cut and not self.tokenizer.decode(self.response[-1:]).strip():
+            self.response = self.response[:-1]  # the space that llama-2 writes before its end of turn
+        self.ids += [*self.response, *self.joins.join(self.response, then)]
+        self.messages += [{"role": "assistant", "content": answer}, then]
+        return self
+
+    def template(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.kwargs
+            )
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def text(self) -> str:
+        return self.tokenizer.decode(self.ids)
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def tool(content: str) -> Message:
+    return {"role": "tool", "content": content}
+
+
+@pytest.mark.parametrize("family", ALL, ids=name)
+def test_joined_turns_are_the_template_of_the_whole_conversation(family: Family) -> None:
+    talk = Talk(family(), [user("what is one plus two?")])
+    talk.turn("it is three", user("go up")).turn("up", user("a wall\n\nis up."), is_cut=True).turn("down", user("go"))
+    assert talk.ids == talk.encode(talk.template(talk.messages))
+
+
+@pytest.mark.parametrize("family", WITH_SYSTEM, ids=name)
+def test_with_a_system_message(family: Family) -> None:
+    talk = Talk(family(), [SYSTEM, user("go")])
+    talk.turn("up", user("a wall")).turn("the answer is down", user(" three "), is_cut=True)
+    assert talk.ids == talk.encode(talk.template(talk.messages))
+
+
+@pytest.mark.parametrize("family", [families.chatml, families.llama3, tiny_tokenizer], ids=name)
+def test_with_tool_messages(family: Family) -> None:
+    talk = Talk(family(), [user("go")])
+    talk.turn("left", tool('{"wall": "x"}')).turn("up", tool("three"), is_cut=True).turn("one", user("two"))
+    assert talk.joins.tool_role == "tool"
+    assert talk.ids == talk.encode(talk.template(talk.messages))
+
+
+def test_chatml_by_hand() -> None:
+    talk = Talk(families.chatml(), [user("go")])
+    talk.turn("up", tool("wall")).turn("left", user("on"), is_cut=True)
+    assert talk.text() == (
+        "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+        "up<|im_end|>\n<|im_start|>user\n<tool_response>\nwall\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "left<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_llama3_by_hand() -> None:
+    talk = Talk(families.llama3(), [SYSTEM, user("go ")])
+    talk.turn("up", tool('"a"')).turn("left", user("on"), is_cut=True)
+    assert talk.text() == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nyou are an agent.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\ngo<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        'up<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"\\"a\\""<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\nleft<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\non<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_gemma_by_hand() -> None:
+    talk = Talk(families.gemma(), [user("go")])
+    assert talk.tokenizer.decode([talk.joins.end_of_turn]) == "<end_of_turn>"
+    assert talk.tokenizer.eos_token == "<eos>"
+    talk.turn("up", tool("wall")).turn("left", user(" on "), is_cut=True)
+    assert talk.joins.tool_role == "user"  # the template refuses the role
+    assert talk.text() == (
+        "<bos><start_of_turn>user\ngo<end_of_turn>\n<start_of_turn>model\nup<end_of_turn>\n"
+        "<start_of_turn>user\nwall<end_of_turn>\n<start_of_turn>model\nleft<end_of_turn>\n"
+        "<start_of_turn>user\non<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
+def test_mistral_by_hand() -> None:
+    talk = Talk(families.mistral(), [user("go")])
+    talk.turn("up", user("wall")).turn("left", user("on"), is_cut=True)
+    marked = talk.text().replace("▁", " ")
+    assert marked == "<s>[INST] go [/INST] up</s>[INST] wall [/INST] left</s>[INST] on [/INST]"
+
+
+def test_the_end_of_a_turn_stands_once_whatever_ended_it() -> None:
+    tokenizer = families.chatml()
+    joins = ChatJoins(tokenizer)
+    rest = tokenizer.encode("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    end, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    up = tokenizer.encode("up", add_special_tokens=False)
+    for response, added in (([*up, end], []), (up, [end]), ([*up, end_of_text], [end]), ([end], []), ([], [end])):
+        assert list(joins.join(response, user("b"))) == [*added, *rest]
+
+
+def test_sampled_ids_stay_where_the_tokenizer_would_have_chosen_others() -> None:
+    tokenizer = families.chatml()
+    by_letter = [tokenizer.convert_tokens_to_ids(letter) for letter in "three"]
+    assert by_letter != tokenizer.encode("three", add_special_tokens=False)
+    joins = ChatJoins(tokenizer)
+    assert joins.join([*by_letter, joins.end_of_turn], user("b")) == joins.join([joins.end_of_turn], user("b"))
+
+
+# ------------------------------------------------------------------------------------------ what templates rewrite
+
+
+def test_an_empty_think_block_of_the_generation_prompt_stays_at_each_turn() -> None:
+    """The template drops the block from history; the policy was sampled after it, and is trained after it."""
+    talk = Talk(families.qwen3(), [user("go")], enable_thinking=False)
+    for answer in ("up", "down"):
+        response = [*talk.encode(answer), talk.joins.end_of_turn]
+        talk.ids += [*response, *talk.joins.join(response, user("on"))]
+    empty = "<think>\n\n</think>\n\n"
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" + empty + "{}"
+    assert talk.text() == turn.format("go", "up<|im_end|>\n") + turn.format("on", "down<|im_end|>\n") + turn.format(
+        "on", ""
+    )
+    history = [user("go"), {"role": "assistant", "content": "up"}, user("on")]
+    assert talk.template(history) == turn.replace(empty, "").format("go", "up<|im_end|>\n") + turn.format("on", "")
+
+
+def test_thinking_that_the_template_strips_from_history_stays() -> None:
+    talk = Talk(families.qwen3(), [user("go")])
+    answer = "<think>\na wall\n</think>\n\nup"
+    response = [*talk.encode(answer), talk.joins.end_of_turn]
+    ids = [*talk.ids, *response, *talk.joins.join(response, user("on"))]
+    whole = talk.template([user("go"), {"role": "assistant", "content": answer}, user("on")])
+    assert "a wall" not in whole
+    head = "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    tail = "<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
+    assert talk.tokenizer.decode(ids) == head + answer + tail
+    assert whole == head + "up" + tail
+
+
+def test_thinking_before_a_tool_message_is_kept_by_the_template_too() -> None:
+    talk = Talk(families.qwen3(), [user("go")])
+    answer = "<think>\na wall\n</think>\n\nup"
+    talk.turn(answer, tool("three"))
+    assert talk.ids == talk.encode(talk.template(talk.messages))
+
+
+# --------------------------------------------------------------------------------------------------- contents, speed
+
+
+@pytest.mark.parametrize("family", ALL, ids=name)
+@pytest.mark.parametrize(
+    "content", ["", " ", "\n", "{{ x }} {% if %}", "<a> & \"b\" 'c'\\", "verlliteprobe", "ü ✓ \x00"]
+)
+def test_any_content_is_written_as_the_template_writes_it(family: Family, content: str) -> None:
+    tokenizer = family()
+    joins = ChatJoins(tokenizer)
+    messages = [user("q"), {"role": "assistant", "content": "1"}, user(content)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = joins.join([joins.end_of_turn], user(content))
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert expected[-len(ids) :] == list(ids)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def refused(tokenizer: PreTrainedTokenizerBase, match: str, *, system: bool = False) -> None:
+    with pytest.raises(UserError, match=match):
+        ChatJoins(tokenizer, system=system)
+
+
+def test_no_template() -> None:
+    refused(families.byte_level(None, "<e>"), "has no chat template.*model.tokenizer_path")  # type: ignore[arg-type]
+
+
+def test_a_system_message_that_the_template_does_not_take() -> None:
+    refused(families.gemma(), "System role not supported; .*agent_system_template empty", system=True)
+    refused(families.mistral(), "only user and assistant; .*agent_system_template empty", system=True)
+    ChatJoins(families.gemma())
+
+
+def test_a_system_message_that_moves() -> None:
+    tokenizer = families.metaspace(families.MISTRAL_MOVING_SYSTEM)
+    refused(tokenizer, "differently once others follow.*agent_system_template empty", system=True)
+    ChatJoins(tokenizer)
+
+
+def test_a_template_without_an_end_of_turn() -> None:
+    refused(families.byte_level(families.PLAIN, "<e>"), "no token that ends an assistant's turn.*'.nuser: verl")
+
+
+def test_a_template_that_counts_messages() -> None:
+    tokenizer = families.byte_level(families.COUNTED, "<|im_end|>", "<|im_start|>")
+    refused(tokenizer, "differently once others follow")
+
+
+def test_a_template_that_drops_answers() -> None:
+    silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<e>{% endif %}{% endfor %}"
+    refused(families.byte_level(silent, "<e>"), "leaves out what the assistant said")
+
+
+def test_a_template_that_needs_arguments() -> None:
+    needing = "{{ raise_exception('no date') if date is not defined }}" + families.CHATML
+    tokenizer = families.byte_level(needing, "<|im_end|>", "<|im_start|>")
+    refused(tokenizer, "no date; set data.apply_chat_template_kwargs")
+    ChatJoins(tokenizer, {"date": "today"})
