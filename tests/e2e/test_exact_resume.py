@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,7 +28,10 @@ from trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 
-PRELOADED = ["torch", "transformers", "trainer.run", "workers.rollout.hf_engine", "torch.distributed.checkpoint"]
+PRELOADED = [
+    "torch", "transformers", "trainer.run", "workers.rollout.hf_engine", "torch.distributed.checkpoint", "tensordict",
+    "matplotlib.backends.backend_agg", "matplotlib.figure",
+]  # fmt: skip
 VOLATILE = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync", "idle_frac")
 ACTOR, CRITIC = ("actor",), ("actor", "critic")
 COMMON = [
@@ -111,11 +115,12 @@ def models_of(checkpoint: Path, parts: tuple[str, ...]) -> dict[str, Any]:
     """Weights, moments and counters, by name."""
     result = {}
     for part in parts:
-        file = checkpoint / f"{part}.pt"
-        dcp_to_torch_save(checkpoint / part, file)
-        state = torch.load(file, weights_only=False)
+        with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+            dcp_to_torch_save(checkpoint / part, file.name)
+            state = torch.load(file.name, weights_only=False)
         result |= {f"{part}.{name}": value for name, value in state.items()}
-        result[f"{part}.random"] = torch.load(checkpoint / part / "random_0.pt", weights_only=False)
+        for random in sorted((checkpoint / part).glob("random_*.pt")):  # of each rank
+            result[f"{part}.{random.stem}"] = torch.load(random, weights_only=False)
     return result
 
 
@@ -158,6 +163,8 @@ RUNNING = [
     "algorithm.adv_estimator=reinforce", "algorithm.norm_mean_type=running", "algorithm.norm_std_type=running",
     "trainer.async_save=true",
 ]  # fmt: skip
+LORA = ["model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=[q_proj,down_proj]", "actor.use_kl_loss=true"]
+ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_warmup=1", "trainer.async_save=true"]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +178,8 @@ RUNNING = [
         pytest.param(12, 4, 1, 3, [*GAE, "trainer.critic_warmup=2"], CRITIC, id="critic, within its warm-up"),
         pytest.param(12, 4, 2, 3, [*GAE, "trainer.critic_warmup=1"], CRITIC, id="critic, after its warm-up"),
         pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background"),
+        pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference"),
+        pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic, saved in the background"),
     ],
 )
 def test_train_kill_resume_is_train(

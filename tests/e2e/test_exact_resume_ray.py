@@ -1,0 +1,63 @@
+"""Exact resume under Ray with two ranks: train(2N) equals train(N), kill -9 of the driver, resume(N), bit for bit.
+
+The same comparison as in `test_exact_resume`, of runs as their user starts them: two Ray actors that hold shards of one
+model, with an adapter, a critic or all parameters, and the answers of the Hugging Face engine or of vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_exact_resume import ACTOR, CRITIC, GAE, differences, driver_state, history, models_of
+from tests.tiny_model import tiny_qwen2
+from tests.tiny_run import TinyTask
+from trainer.checkpoint import MARKER
+
+pytestmark = pytest.mark.slow
+
+RAY = ["trainer.n_gpus_per_node=2", "trainer.save_freq=1", "actor.optim.lr=1e-3", "reward.num_workers=1"]
+ADAPTER = ["model.lora_rank=4", "model.lora_alpha=8", "actor.optim.lr=1e-2", "actor.use_kl_loss=true"]
+VLLM = ["rollout.name=vllm", "rollout.kv_cache_memory_mb=32", "rollout.max_num_seqs=16"]
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        pytest.param(["rollout.name=hf", *GAE, "trainer.async_save=true"], CRITIC, id="hf, critic, background"),
+        pytest.param(["rollout.name=hf", *ADAPTER], ACTOR, id="hf, LoRA"),
+        pytest.param(VLLM, ACTOR, id="vllm", marks=needs_vllm),
+        pytest.param([*VLLM, *ADAPTER], ACTOR, id="vllm, LoRA", marks=needs_vllm),
+    ],
+)
+def test_two_ranks_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], tmp_path: Path) -> None:
+    task = TinyTask(tmp_path, rows=10)  # 4 prompts a step: an epoch does not end with a step
+    tiny_qwen2(tmp_path / "model", heads=2)
+    options = [*RAY, *options]
+    whole = task.start("whole", *options, steps=4)
+    assert whole.wait() == 0, whole.output()
+    killed = task.start("killed", *options, steps=4)
+    marker = killed.run_dir / MARKER
+    killed.wait_for(lambda: marker.exists() and int(marker.read_text()) >= 2)
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.wait()
+    killed.leaves_nothing(within_s=60)
+    start = f"trainer.resume_from_path={killed.run_dir}/global_step_2"
+    resumed = task.start("killed", *options, "trainer.resume_mode=resume_path", start, steps=4)
+    assert resumed.wait() == 0, resumed.output()
+    expected, found = (run.run_dir / "global_step_4" for run in (whole, resumed))
+    models = models_of(expected, parts)
+    assert {f"{part}.random_{rank}" for part in parts for rank in (0, 1)} <= set(models)
+    assert differences(models, models_of(found, parts)) == []
+    assert differences(driver_state(expected), driver_state(found)) == []
+    rows = history(whole.run_dir)
+    assert differences(rows, history(resumed.run_dir)) == [] and list(rows) == [1, 2, 3, 4]
+    assert differences(models_of(whole.run_dir / "global_step_1", parts), models), "training changes nothing"
+    assert max(row["training/rollout_probs_diff_max"] for row in rows.values()) < 1e-4, "another policy answers"
+    if ADAPTER[0] in options:
+        assert rows[1]["actor/kl_loss"] == 0.0 and rows[4]["actor/kl_loss"] > 1e-4, "the adapter is not in the answers"
