@@ -3,6 +3,10 @@
 RUN is a run folder (its newest checkpoint) or a global_step_N folder. FOLDER gets safetensors, config, tokenizer and
 generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it. What was trained as an adapter (LoRA) is
 merged into its base model; with `--adapter` FOLDER gets it alone, as `peft.PeftModel.from_pretrained` loads it.
+
+With `--critic` FOLDER gets the value function, as `AutoModelForTokenClassification.from_pretrained(FOLDER)` loads it:
+one label, whose logit at a token is the return expected from there on, before the next token is chosen. It can be given
+as critic.model.path.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     prepare_driver()
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run folder, or a global_step_N folder")
-    parser.add_argument("--to", type=Path, help="the folder to write; default: hf (or adapter) in the checkpoint")
+    parser.add_argument("--to", type=Path, help="default: hf, adapter or hf_critic in the checkpoint")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
-    parser.add_argument("--adapter", action="store_true", help="the adapter alone, in fp32 and in peft's format")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--adapter", action="store_true", help="the adapter alone, in fp32 and in peft's format")
+    what.add_argument("--critic", action="store_true", help="the value function in place of the policy")
     options = parser.parse_args(argv)
     from trainer.checkpoint import saved_steps
     from verl_lite.errors import UserError
@@ -30,12 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     run = options.run.expanduser().absolute()
     steps = saved_steps(run)
     checkpoint = run if not steps else steps[max(steps)]
-    target = options.to or checkpoint / ("adapter" if options.adapter else "hf")
+    source = checkpoint / ("critic" if options.critic else "actor")
+    target = options.to or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
     try:
+        if options.critic and not source.is_dir() and (checkpoint / "actor").is_dir():
+            raise UserError(f"--critic: {checkpoint} has none; algorithm.adv_estimator=gae trains one")
         if options.adapter:
-            export_adapter(str(checkpoint / "actor"), str(target))
+            export_adapter(str(source), str(target))
         else:
-            export(str(checkpoint / "actor"), str(target), options.dtype)
+            export(str(source), str(target), options.dtype)
     except UserError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForTokenClassification
 
 from tests.tiny_model import tiny_qwen2
+from trainer.export import main as export
+from trainer.ray_trainer import RayPPOTrainer
 from trainer.run import run_ppo
 from trainer.tracking import read_metrics
+from verl_lite.protocol import DataProto
 
 OPTIONS = [
     "algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "critic.optim.lr=1e-3", "actor.optim.lr=1e-3",
@@ -76,3 +80,44 @@ def test_a_critic_learns_first_then_both_and_a_resumed_run_goes_on(options: list
     resumed = state_of(run_dir / "global_step_3" / "critic")
     assert int(resumed["steps_taken"]) == 12 and int(resumed["scheduler_step"]) == 3
     assert not torch.equal(resumed["model.score.weight"], models[2, "critic"]["model.score.weight"])
+
+
+class Watched(RayPPOTrainer):
+    """The trainer; keeps each step's batch with the values after the step's update."""
+
+    batches: list[tuple[DataProto, DataProto]] = []
+
+    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
+        super().log_step(batch, validation)
+        assert self.critic is not None
+        self.batches.append((batch, self.critic.compute_values(batch)))
+
+
+def test_the_critic_of_any_checkpoint_is_exported_with_its_values(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Watched.batches = []
+    run_ppo([*options, "trainer.total_training_steps=3"], trainer_class=Watched)
+    run_dir = tmp_path / "run"
+    for run, target, (step, expected) in (
+        (run_dir / "global_step_2", tmp_path / "second", Watched.batches[1]),
+        (run_dir, tmp_path / "last", Watched.batches[2]),
+    ):
+        assert export([str(run), "--critic", "--to", str(target)]) == 0
+        network = AutoModelForTokenClassification.from_pretrained(target)
+        inputs = {name: step.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        with torch.no_grad():
+            logits = network(**inputs).logits  # (B, S, 1)
+        mask = step.batch["response_mask"].bool()
+        values = logits[:, -mask.shape[1] - 1 : -1, 0]  # of the state before each response token
+        assert (values - expected.batch["values"])[mask].abs().max() < 1e-5
+        assert values[mask].std() > 1e-3
+    assert export([str(run_dir), "--critic"]) == 0 and (run_dir / "global_step_3" / "hf_critic").is_dir()
+    start = [f"critic.model.path={tmp_path / 'last'}", "trainer.critic_warmup=0", "trainer.total_training_steps=1"]
+    run_ppo([*options, *start, f"trainer.default_local_dir={tmp_path / 'next'}"])
+    [first] = read_metrics(tmp_path / "next" / "metrics.jsonl").values()
+    assert first["critic/values/max"] > first["critic/values/min"]
+    without = [option for option in options if not option.startswith(("critic.", "trainer.critic", "algorithm."))]
+    run_ppo([*without, "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'grpo'}"])
+    assert export([str(tmp_path / "grpo"), "--critic"]) == 2
+    assert "global_step_1 has none; algorithm.adv_estimator=gae trains one" in capsys.readouterr().err
