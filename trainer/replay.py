@@ -66,14 +66,18 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     from trainer.ending import run_command
+    from verl_lite.errors import UserError
 
     folder, wants_debugger = Path(argv[0]).expanduser().absolute(), "--pdb" in argv
 
     def command() -> int:
         try:
             return replay(folder, [argument for argument in argv[1:] if argument != "--pdb"])
+        except UserError:  # a wrong folder or option: nothing to look at
+            raise
         except Exception as error:
             if wants_debugger:
+                print(f"\n{type(error).__name__}: {error}\nWhere it was raised; q ends, w shows the whole stack.")
                 pdb.post_mortem(error.__traceback__)
             raise
 

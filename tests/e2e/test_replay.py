@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +19,8 @@ from trainer.replay import main as replay
 from verl_lite.errors import UserError
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
 
 LOSS = """
 from verl_lite.core_algos import compute_policy_loss_vanilla
@@ -62,6 +70,47 @@ def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pyt
     done = replay([str(failed), f"trainer.default_local_dir={failed / 'mended'}"])
     assert done == 0, capsys.readouterr().out
     assert not (failed / "mended" / "crash").exists()
+
+
+def test_pdb_stops_where_the_error_is_raised(failed: Path) -> None:
+    """On a terminal, as its user has it: the prompt comes in the frame of the loss, with its names."""
+    (failed.parents[2] / "broken_loss.py").write_text(LOSS.format(good=0))  # in a new process it fails at once
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer.replay", str(failed), "--pdb"],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=failed, close_fds=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{failed.parents[2]}", "TERM": "dumb"},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        before = read_until(terminal, "(Pdb) ")
+        assert "ArithmeticError: the loss of step 2 is broken" in before, before[-3000:]
+        assert "broken_loss.py" in before and "raise ArithmeticError" in before, before[-3000:]
+        os.write(terminal, b"p 'steps', STEP, sorted(kwargs)\n")
+        assert "('steps', [1]," in read_until(terminal, "(Pdb) ")
+        os.write(terminal, b"w\n")
+        stack = read_until(terminal, "(Pdb) ")
+        assert "ray_trainer.py" in stack and "update_actor" in stack, "the workers' frames are in this process"
+        os.write(terminal, b"q\n")
+        after = read_until(terminal, "The run failed: ")
+        assert "Traceback" in after
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def read_until(terminal: int, text: str) -> str:
+    """What comes from a terminal up to a text."""
+    found, deadline = "", time.monotonic() + 240
+    while text not in found:
+        assert select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0], found[-3000:]
+        try:
+            found += os.read(terminal, 4096).decode(errors="replace")
+        except OSError as end:  # the other side is closed
+            raise AssertionError(found[-3000:]) from end
+    return found
 
 
 def test_no_capsule_is_said(tmp_path: Path) -> None:
