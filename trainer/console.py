@@ -108,9 +108,10 @@ class Console:
 
     def validation(self, metrics: Mapping[str, float], step: int) -> None:
         """A line with the validation means among `metrics`, if any."""
-        line = validation_line(metrics)
-        if line:
-            self.print(f"validation after step {step}: {line}")
+        failed = {name: rate for name, rate in metrics.items() if name.endswith("/reward/error_rate") and rate}
+        parts = [validation_line(metrics), *(f"{name} {rate:.1%}" for name, rate in failed.items())]
+        if any(parts):
+            self.print(f"validation after step {step}: {', '.join(filter(None, parts))}")
 
     def seconds_left(self) -> float | None:
         """Until the last step, at the pace of the last steps; None before the first one is done."""

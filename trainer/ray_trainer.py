@@ -275,12 +275,13 @@ class RayPPOTrainer:
             top_k=kwargs.top_k,
             max_tokens=self.config.data.max_response_length,
         )
-        parts = []
-        for prompts in self.val_data.batches(self.config.data.val_batch_size):
-            answers = self.generate(prompts, sampling, 1 if greedy else kwargs.n, f"val{greedy:d}", step=0)
-            scores = self.rewards.score(answers)
-            parts.append(answers.select(meta_info_keys=[]) | scores.select(meta_info_keys=[]))
-        return DataProto.concat(parts)
+        parts = [
+            self.generate(prompts, sampling, 1 if greedy else kwargs.n, f"val{greedy:d}", step=0)
+            for prompts in self.val_data.batches(self.config.data.val_batch_size)
+        ]
+        answers = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
+        # not batch by batch: one in which every reward failed has no columns of what rewards return besides the score
+        return answers | self.rewards.score(answers).select(meta_info_keys=[])
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 

@@ -76,8 +76,9 @@ class Rewards:
         """Waits for the batch's rewards.
 
         Reads sample_id, response_mask, and what the reward model reads. Writes token_level_scores (B, R), the score on
-        the last valid token; reward_failed (B,); and the extra values that the reward function returned, as
-        `reward/<name>` (B,). With a reward model also `reward/model` and `reward/function`, each before its weight.
+        the last valid token; reward_failed and reward_timed_out (B,); and the extra values that the reward function
+        returned, as `reward/<name>` (B,). With a reward model also `reward/model` and `reward/function`, each before
+        its weight.
 
         Metrics: reward/error_rate, and the part of it that was late, reward/timeout_rate; reward/processes_replaced,
         counted from the start of the run.
@@ -85,7 +86,7 @@ class Rewards:
         """
         parts = self._parts(batch)
         ordered = [_weighted_sum(parts, row) for row in zip(*(part.results for part in parts), strict=True)]
-        failed = np.array([result.failed for result in ordered], dtype=bool)
+        failed, timed_out = (np.array([getattr(x, name) for x in ordered], bool) for name in ("failed", "timed_out"))
         self.failures.check(batch, ordered)
         scores = torch.tensor([0.0 if result.failed else result.score for result in ordered])
         mask = batch.batch["response_mask"]
@@ -95,8 +96,8 @@ class Rewards:
         extras = sorted({name for result in ordered for name in result.extra})
         columns = {f"reward/{name}": _object_column([result.extra.get(name) for result in ordered]) for name in extras}
         metrics = {
-            "reward/error_rate": Metric.mean(sum(result.failed for result in ordered), len(ordered)),
-            "reward/timeout_rate": Metric.mean(sum(result.timed_out for result in ordered), len(ordered)),
+            "reward/error_rate": Metric.mean(int(failed.sum()), len(ordered)),
+            "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(ordered)),
         }
         if self.pool is not None:
             metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
@@ -106,7 +107,7 @@ class Rewards:
             columns |= own
         return DataProto.from_dict(
             tensors={"token_level_scores": token_level_scores},
-            non_tensors={"reward_failed": failed, **columns},
+            non_tensors={"reward_failed": failed, "reward_timed_out": timed_out, **columns},
             meta_info={"metrics": metrics},
         )
 

@@ -115,6 +115,8 @@ class Saver:
                 f"trainer.best_ckpt_metric={name}: the validation gives no such metric; it gives "
                 f"{', '.join(sorted(metrics))}. Name one of these, or leave it out for the mean of val-core/*"
             )
+        if name is None and not core:  # every reward failed: the step has no score
+            return
         note_score(self.run_dir, step, metrics[name] if name is not None else sum(core) / len(core))
 
 

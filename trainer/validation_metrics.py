@@ -3,7 +3,7 @@
 verl estimates best@n, worst@n and maj@n by resampling n of the N answers with replacement. For best and worst the
 expectation of that has a closed form, which is used here: exact, fast, the same in any order of rows. maj@n is
 resampled from a fixed seed with the answers in a canonical order. An answer whose reward failed is not a 0: it is left
-out, and its prompt is judged by the others.
+out, and its prompt is judged by the others; val-aux/{source}/reward/error_rate and timeout_rate count such answers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ SEED = 42
 def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
     """val-core/{source}/{acc|reward}/{mean@N,best@N/...,maj@N/...}, and the rest as val-aux/{source}/{variable}/...
 
-    Reads token_level_scores, uid, data_source; reward_failed, is_padding and `reward/<name>` where present. The core
-    variable is `acc` if the reward function returns one, else `reward`. With a `prefix` such as "greedy/" all names are
-    val-aux/{source}/{prefix}{variable}/...
+    Reads token_level_scores, uid, data_source; reward_failed, reward_timed_out, is_padding and `reward/<name>` where
+    present. The core variable is `acc` if the reward function returns one, else `reward`. With a `prefix` such as
+    "greedy/" all names are val-aux/{source}/{prefix}{variable}/... Shares of answers whose reward failed are
+    val-aux/{source}/{prefix}reward/{error_rate,timeout_rate}.
     """
     columns, tensors = batch.non_tensor_batch, batch.batch
     if tensors is None:
@@ -43,12 +44,18 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
     for name, values in columns.items():
         if name.startswith("reward/"):
             infos[name.removeprefix("reward/")] = [None if bad else x for x, bad in zip(values, failed, strict=True)]
+    sources = columns["data_source"][kept]
     results = process_validation_metrics(
-        columns["data_source"][kept].tolist(),
+        sources.tolist(),
         columns["uid"][kept].tolist(),
         {name: [values[row] for row in np.flatnonzero(kept)] for name, values in infos.items()},
     )
-    return name_metrics(results, prefix)
+    metrics = name_metrics(results, prefix)
+    for column, rate in (("reward_failed", "error_rate"), ("reward_timed_out", "timeout_rate")):
+        if column in columns:
+            values = np.asarray(columns[column], dtype=bool)[kept]
+            metrics |= {f"val-aux/{x}/{prefix}reward/{rate}": float(values[sources == x].mean()) for x in set(sources)}
+    return metrics
 
 
 def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefix: str = "") -> dict[str, float]:

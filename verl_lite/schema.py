@@ -59,6 +59,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("token_level_scores", ("B", "R"), "float32", "the reward, on the last token of the answer", _REWARD),
     Column("rm_scores", ("B",), "float32", "the reward model's score, before its weight", "workers/reward_model.py"),
     Column("reward_failed", ("B",), "object", "True where the reward function gave no number", _REWARD),
+    Column("reward_timed_out", ("B",), "object", "True where that was because it took too long", _REWARD),
     Column("old_log_probs", ("B", "R"), "float32", "log-probs by the trainer before the update", _ACTOR),
     Column("entropys", ("B", "R"), "float32", "entropy of the policy at each answer token", _ACTOR),
     Column("sum_pi_squared", ("B", "R"), "float32", "sum over the vocabulary of squared probabilities", _ACTOR),

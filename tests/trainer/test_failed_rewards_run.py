@@ -141,6 +141,37 @@ def test_a_prompt_all_of_whose_rewards_fail_is_as_if_it_were_not_there(folder: P
             assert lost[name] == pytest.approx(without[name], rel=1e-4, abs=1e-7), name
 
 
+def test_validation_counts_failures_and_leaves_them_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first batch of the validation has no score at all, and so no `acc`: it decides neither names nor means."""
+    (folder / "lose_three.py").write_text(
+        "def compute_score(solution_str, ground_truth, extra_info, **rest):\n"
+        "    if extra_info['index'] < 3 and solution_str != ground_truth: raise ValueError('lost')\n"
+        "    return {'score': 0.5, 'acc': 1.0}\n"
+    )
+    options = [f"data.val_files={folder}/prompts.jsonl", "data.val_batch_size=2", "trainer.val_before_train=true"]
+    reward = f"reward.custom_reward_function.path={folder}/lose_three.py"
+    options += ["trainer.test_freq=0", "rollout.val_kwargs.greedy_too=true", "trainer.logger=[console,jsonl]"]
+    [before, _] = run(folder, "validated", reward, *options)
+    assert before["val-core/talk/acc/mean@1"] == 1.0 and before["val-aux/talk/reward/mean@1"] == 0.5
+    for prefix in ("", "greedy/"):
+        assert before[f"val-aux/talk/{prefix}reward/error_rate"] == 3 / 8
+        assert before[f"val-aux/talk/{prefix}reward/timeout_rate"] == 0.0
+    assert "val-aux/talk/reward/error_rate 37.5%" in capsys.readouterr().out
+
+
+def test_a_validation_without_any_score_ends_no_run(folder: Path) -> None:
+    (folder / "lose_all.py").write_text(
+        "def compute_score(solution_str, ground_truth, extra_info, **rest):\n"
+        "    if solution_str != ground_truth: raise ValueError('lost')\n"
+        "    return 0.5\n"
+    )
+    options = [f"data.val_files={folder}/prompts.jsonl", "trainer.test_freq=1", "trainer.val_before_train=false"]
+    reward = f"reward.custom_reward_function.path={folder}/lose_all.py"
+    kept = ["trainer.max_best_ckpt_to_keep=1", "trainer.max_actor_ckpt_to_keep=1", "trainer.save_freq=1"]
+    metrics, *_ = run(folder, "no_score", reward, *kept, *options)
+    assert metrics["val-aux/talk/reward/error_rate"] == 1.0 and not [x for x in metrics if x.startswith("val-core")]
+
+
 def test_past_the_limit_the_run_stops_and_shows_answer_and_error(folder: Path) -> None:
     with pytest.raises(RewardFailure, match=r"reward\.max_error_rate=0\.1 allows 3.*reward_failures\.jsonl"):
         run(folder, "stopped", "reward.max_error_rate=0.1")

@@ -69,7 +69,7 @@ def score(tmp_path: Path, pool: Any = None, model: Any = None, **config: Any) ->
 def test_a_function_alone_is_the_score_itself(tmp_path: Path) -> None:
     scored = score(tmp_path, Pool(results(0.5, 1.0, 2.0, 3.0, acc=1.0)))
     assert scored.batch["token_level_scores"].tolist() == [[0, 0, 0.5], [1, 0, 0], [0, 2, 0], [0, 0, 0]]
-    assert set(scored.non_tensor_batch) == {"reward_failed", "reward/acc"}
+    assert set(scored.non_tensor_batch) == {"reward_failed", "reward_timed_out", "reward/acc"}
     assert values(scored.meta_info["metrics"]) == {
         "reward/error_rate": 0.0,
         "reward/timeout_rate": 0.0,
@@ -95,7 +95,7 @@ def test_both_are_added_with_their_weights_and_kept_apart(tmp_path: Path) -> Non
 def test_a_model_alone_needs_no_pool(tmp_path: Path) -> None:
     scored = score(tmp_path, None, Model(results(0.5, -2.0, 4.0, 0.0), weight=2.0), function_weight=0.0)
     assert scored.batch["token_level_scores"].sum(1).tolist() == [1.0, -4.0, 8.0, 0.0]
-    assert set(scored.non_tensor_batch) == {"reward_failed", "reward/model"}
+    assert set(scored.non_tensor_batch) == {"reward_failed", "reward_timed_out", "reward/model"}
     assert "reward/function/mean" not in scored.meta_info["metrics"]
 
 

@@ -98,7 +98,7 @@ def test_sections_and_prefix():
 def test_reward_is_the_core_where_there_is_no_acc():
     one = {"uid": "a", "data_source": "s", "score": 0.5, "reward_failed": False}
     metrics = validation_metrics(scored([one]))
-    assert metrics == {"val-core/s/reward/mean@1": 0.5}
+    assert metrics == {"val-core/s/reward/mean@1": 0.5, "val-aux/s/reward/error_rate": 0.0}
 
 
 def test_failed_rewards_and_fillers_are_not_zeros():
@@ -106,6 +106,7 @@ def test_failed_rewards_and_fillers_are_not_zeros():
     failed, filler = one | {"score": 0.0, "acc": 0.0, "reward_failed": True}, one | {"score": -5.0, "filler": True}
     metrics = validation_metrics(scored([one, failed, filler]))
     assert metrics["val-core/s/acc/mean@2"] == 1.0 and metrics["val-aux/s/reward/mean@2"] == 1.0
+    assert metrics["val-aux/s/reward/error_rate"] == 0.5
 
 
 def test_the_order_of_rows_does_not_matter():
