@@ -132,6 +132,7 @@ def load_schema(argv: list[str], root: type[C], *, recipe_loader: RecipeLoader |
     if state.speaks_verl:
         _refuse_silent_critic(state)
         _imply_fixed_micro_batches(state)
+        _note_idle_reference(state)
         _name_experiment(state)
     loaded: LoadedConfig[C] = _finish(state, line.action)
     if state.problems:
@@ -317,6 +318,20 @@ def _imply_fixed_micro_batches(state: _State) -> None:
         state.values[dynamic] = False
         state.provenance[dynamic] = f"implied by {size}"
         state.notes.append(f"{dynamic}=false, because {size}={state.values[size]} is given")
+
+
+def _note_idle_reference(state: _State) -> None:
+    """`ref.*` where there is no reference model of its own: scripts for verl give it all the same."""
+    given = [name for name, source in state.provenance.items() if name.startswith("ref.") and _rank(source) > 1]
+    if not (state.values.get("actor.use_kl_loss") or state.values.get("algorithm.use_kl_in_reward")):
+        why = "there is no reference: neither actor.use_kl_loss nor algorithm.use_kl_in_reward is set"
+    elif rank := state.values.get("model.lora_rank"):
+        given = [name for name in given if name.startswith("ref.fsdp_config.")]
+        why = f"with model.lora_rank={rank} the reference is the policy without its adapter (actor.fsdp_config)"
+    else:
+        return
+    if given:
+        state.notes.append(f"{', '.join(given)}: without effect, because {why}")
 
 
 def _refuse_silent_critic(state: _State) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -385,3 +386,24 @@ def test_any_dataclass_of_options_can_be_loaded() -> None:
         load_schema(["actor.grad_clip=1"], Other)
     with pytest.raises(ConfigError, match=r"did you mean inner\.rate"):
         load_schema(["inner.rat=1"], Other)
+
+
+OFFLOAD, CUT = "ref.fsdp_config.param_offload=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=99"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["actor.use_kl_loss=true", "model.lora_rank=8"], "ref.fsdp_config.param_offload: .*model.lora_rank=8 the ref"),
+        (
+            ["algorithm.use_kl_in_reward=true", "model.lora_rank=8"],
+            "ref.fsdp_config.param_offload: .*actor.fsdp_config",
+        ),
+        ([], r"ref.log_prob_max_token_len_per_gpu, ref.fsdp_config.param_offload: .*neither actor.use_kl_loss nor"),
+        (["actor.use_kl_loss=true"], None),
+    ],
+)
+def test_options_of_a_reference_that_is_no_model_of_its_own_are_said(given: list[str], said: str | None) -> None:
+    notes = [note for note in load(OFFLOAD, CUT, *given).notes if note.startswith("ref.")]
+    assert notes == [] if said is None else re.match(said, " ".join(notes)), notes
+    assert [note for note in load(*given).notes if note.startswith("ref.")] == []
