@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PFPPOConfig, PolicyLossConfig, PPOConfig
 from verl_lite.config_checks import value_of
 from verl_lite.config_keys import KEYS, unknown_value
@@ -122,7 +123,7 @@ def estimator(config: PPOConfig) -> Problems:
     chosen, warmup = config.algorithm.adv_estimator, config.trainer.critic_warmup
     if ":" not in chosen and chosen not in ADV_ESTIMATOR_REGISTRY:
         yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
-    if chosen in NOT_PROVIDED:
+    if chosen in NOT_PROVIDED and not is_agentic(config):
         usable = ", ".join(sorted(set(ADV_ESTIMATOR_REGISTRY) - set(NOT_PROVIDED)))
         yield f"algorithm.adv_estimator={chosen} needs {NOT_PROVIDED[chosen]}; use one of {usable}"
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
@@ -138,7 +139,7 @@ def estimator(config: PPOConfig) -> Problems:
             f"algorithm.gdpo_reward_weights={weights}: one weight for each of algorithm.gdpo_reward_keys={keys} is "
             "expected, or none for equal weights"
         )
-    if chosen in GROUP_ESTIMATORS and config.rollout.n == 1 and not config.trainer.val_only:
+    if chosen in GROUP_ESTIMATORS and config.rollout.n == 1 and not config.trainer.val_only and not is_agentic(config):
         yield (
             f"rollout.n=1: {chosen} compares the samples of one prompt with each other, and one sample teaches "
             "nothing: set rollout.n to at least 2, such as 8"
@@ -188,7 +189,7 @@ def shaping(config: PPOConfig) -> Problems:
         kind = getattr(algorithm, name)
         if kind is not None and kind not in NORM_TYPES:
             yield unknown_value(f"algorithm.{name}", kind, NORM_TYPES) + "; or null"
-        elif kind == "group" and config.rollout.n == 1 and not config.trainer.val_only:
+        elif kind == "group" and config.rollout.n == 1 and not config.trainer.val_only and not is_agentic(config):
             yield (
                 f"algorithm.{name}=group with rollout.n=1: a group of one answer has no spread, and its reward would "
                 "be 0: set rollout.n to at least 2, such as 8, or use batch or running"

@@ -196,6 +196,7 @@ def validate(
         ConfigError: all problems together.
     """
     # imports torch, which printing the options does not need
+    from verl_lite.agentic_checks import agentic
     from verl_lite.algorithm_checks import critic, estimator, losses, shaping
     from verl_lite.correction_checks import rollout_correction
     from verl_lite.model_checks import adapter
@@ -215,6 +216,7 @@ def validate(
         *critic(config),
         *rollout_correction(config),
         *rewards(config),
+        *agentic(config),
         *_sampling(config),
         *_engine(config, rollout_engines),
         *_run(config, trackers),
@@ -442,7 +444,7 @@ def _files(config: PPOConfig) -> Problems:
                 yield f"{name}={file}: there is no file {Path(file).absolute()}"
             elif Path(file).suffix not in (".parquet", ".json", ".jsonl"):
                 yield f"{name}={file}: a .parquet, .json or .jsonl file is expected"
-    if not config.data.train_files and not config.trainer.val_only:
+    if not config.data.train_files and not config.trainer.val_only and not is_agentic(config):
         yield "data.train_files is empty: give a parquet file of prompts, data.train_files=train.parquet"
     if config.model.path is None:
         yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"

@@ -23,7 +23,7 @@ from verl_lite.config_keys import schema_of
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("verl_lite", "workers", "trainer", "recipes")
 ONLY_SHOWN = ("config", "config_keys", "config_compat", "config_sources", "config_loader", "config_checks")
-ONLY_SHOWN += ("algorithm_checks", "reward_checks", "correction_checks", "config_print", "plan")
+ONLY_SHOWN += ("algorithm_checks", "agentic_checks", "reward_checks", "correction_checks", "config_print", "plan")
 """Modules that load, check or show options; a value that only they read has no effect."""
 
 READ_BY_THE_LOADER = {"recipe": "config_loader overlays the recipe that it names"}
