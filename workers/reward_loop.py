@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_lite.rewards import AsyncScorer, RewardItem, RewardResult
-from workers.reward_process import NO_SAMPLE, Report, Ticket, end_if_forked, write_progress
+from workers.child_inside import end_if_forked
+from workers.reward_process import NO_SAMPLE, Report, Ticket, write_progress
 
 _CANCEL_S = 1.0
 

@@ -7,24 +7,19 @@ has to kill this process or finds it dead, which sample was the culprit. Async f
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import importlib
-import io
 import mmap
 import os
-import signal
 import struct
-import sys
 import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Literal
 
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import AsyncScorer, BatchScorer, PlainScorer, RewardItem, RewardResult, Scorer, load_scorer
+from workers.child_inside import end_if_forked, redirect_prints, settle_in
 
 PROGRESS = struct.Struct("dq")
 """The shared page: since when (`time.monotonic`, one clock for all processes), and the ticket of the sample whose code
@@ -32,12 +27,7 @@ runs, or NO_SAMPLE."""
 
 NO_SAMPLE = -1
 
-STACK_SIGNAL = signal.SIGUSR1
-"""On this signal the process writes the stacks of its threads to stderr, whatever it is doing."""
-
 _FLUSH_S = 0.05
-_PRINTED_BYTES_MAX = 10 << 20
-_PR_SET_PDEATHSIG = 1
 
 Style = Literal["sample", "async", "batch"]
 Ticket = int
@@ -84,13 +74,11 @@ Message = Loaded | NotLoaded | Report
 
 def main(connection_fd: int, progress_fd: int, parent_pid: int) -> None:
     """Serves until the pool closes its end. First message: `ProcessOptions`, answered with Loaded or NotLoaded."""
-    _die_with_parent(parent_pid)
-    faulthandler.enable()  # a segmentation fault leaves its stack in stderr, which the pool keeps
-    faulthandler.register(STACK_SIGNAL)
+    settle_in(parent_pid)
     connection = Connection(connection_fd)
     progress = mmap.mmap(progress_fd, PROGRESS.size)
     options: ProcessOptions = connection.recv()
-    sys.stdout = sys.stderr = CappedLog(options.log_path, _PRINTED_BYTES_MAX)
+    redirect_prints(options.log_path, "reward")
     try:
         scorer = load(options.config, options.modules)
     except Exception:  # the user's module may raise anything; the pool reports it
@@ -156,44 +144,7 @@ def _receive(connection: Connection) -> list[tuple[Ticket, RewardItem]]:
         return []
 
 
-def end_if_forked(pid: int) -> None:
-    """Ends this process if it is not `pid`: a fork inside a reward function came back, and only one may go on."""
-    if os.getpid() != pid:
-        os._exit(1)
-
-
 def write_progress(page: mmap.mmap, ticket: Ticket) -> None:
     """Notes that the code of this sample runs from now on. In one piece: `pack_into` would first fill the page with
     zeros, and a pool that looks at that instant would see a sample that began at time 0, long overdue."""
     page[: PROGRESS.size] = PROGRESS.pack(time.monotonic(), ticket)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """On Linux the kernel kills this process when the pool's thread ends, whatever this process is doing then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os._exit(1)
-
-
-class CappedLog(io.TextIOBase):
-    """Takes what a reward function prints, up to a number of bytes; then one line says so and the rest is dropped.
-
-    The processes that replace one another write into one file, which is begun anew when it is longer than that.
-    """
-
-    def __init__(self, path: str | None, limit: int) -> None:
-        self._left = limit
-        self._file = None
-        if path is not None:
-            is_long = Path(path).exists() and Path(path).stat().st_size > limit
-            self._file = open(path, "w" if is_long else "a", encoding="utf-8", errors="replace", buffering=1)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if self._file is not None and self._left > 0:
-            self._left -= len(text)
-            self._file.write(text if self._left > 0 else "\n[more output of this reward process is dropped]\n")
-        return len(text)

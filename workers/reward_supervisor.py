@@ -135,7 +135,7 @@ class Supervisor(threading.Thread):
             self._wake_reader.recv(4096)
         for slot, process in enumerate(self._processes):
             if any(pipe in ready for pipe in process.pipes[1:]):
-                process.read_stderr()
+                process.child.read_stderr()
             if process.connection in ready and not self._receive(process):
                 self._replace(slot, process.cause_of_death())
             elif time.monotonic() >= process.deadline(timeout_s):
@@ -171,9 +171,9 @@ class Supervisor(threading.Thread):
 
     def _watch_start(self, process: RewardProcess) -> None:
         limit = self._config.max_memory_mb
-        if limit is not None and process.memory_mb() > limit:
+        if limit is not None and process.child.memory_mb() > limit:
             self._give_up(
-                f"A reward process holds {process.memory_mb():.0f} MiB before its first sample, more than "
+                f"A reward process holds {process.child.memory_mb():.0f} MiB before its first sample, more than "
                 f"reward.max_memory_mb={limit}: raise the limit."
             )
 
@@ -183,7 +183,7 @@ class Supervisor(threading.Thread):
         process, limit = self._processes[slot], self._config.max_memory_mb
         if process.style is None:
             return
-        held = process.memory_mb() if limit is not None else 0.0
+        held = process.child.memory_mb() if limit is not None else 0.0
         if limit is not None and held > limit:
             process.is_retiring = True
             if process.in_flight and held > _MEMORY_FACTOR_IN_CALL * limit:
@@ -198,7 +198,7 @@ class Supervisor(threading.Thread):
 
     def _end_overdue(self, slot: int) -> None:
         process = self._processes[slot]
-        process.write_stack()
+        process.child.write_stack()
         if process.connection.poll() or time.monotonic() < process.deadline(self._config.timeout_s):
             return  # it went on in the last instant
         process.kill()
@@ -219,17 +219,17 @@ class Supervisor(threading.Thread):
         if len(culprits) > 1:
             self._settle([(item, None) for item in culprits])
         elif culprits:
-            error = f"The reward function {how}; its process was replaced.{process.last_words()}"
+            error = f"The reward function {how}; its process was replaced.{process.child.last_words()}"
             self._settle([(culprits[0], RewardResult.failure(error, timed_out=timed_out))])
         elif not process.is_retiring:
             self._unexplained_deaths += 1
             if process.style is None or self._unexplained_deaths > _UNEXPLAINED_DEATHS_MAX:
                 when = "while it started" if process.style is None else "while it ran no sample"
-                self._give_up(f"A reward process {how} {when}.{process.last_words()}")
+                self._give_up(f"A reward process {how} {when}.{process.child.last_words()}")
             self._alone.update(item.key for item in others)
         self._queue.extendleft(reversed(others))
         self.processes_replaced += 1
-        process.note(f"this process was replaced: the reward function {how}")
+        process.child.note(f"this process was replaced: the reward function {how}")
         if not self._closing:
             process.close()
             self._processes[slot] = RewardProcess(self._options[slot])

@@ -13,9 +13,9 @@ import pytest
 from tests.workers.test_reward_pool import gone
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from workers import reward_handle
+from workers import child_process
+from workers.child_inside import CappedLog
 from workers.reward_pool import RewardError, RewardPool
-from workers.reward_process import CappedLog
 
 pytestmark = pytest.mark.slow
 
@@ -202,6 +202,6 @@ def test_a_process_that_ends_by_itself_leaves_nothing_open(make_pool: Callable) 
 
 
 def test_the_tail_of_stderr_survives_a_flood(monkeypatch: pytest.MonkeyPatch, make_pool: Callable) -> None:
-    monkeypatch.setattr(reward_handle, "_STDERR_TAIL_BYTES", 20)
+    monkeypatch.setattr(child_process, "_STDERR_TAIL_BYTES", 20)
     [result] = score(make_pool(), "stderr")
     assert (result.error or "").endswith("x" * 13 + "the end")
