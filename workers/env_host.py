@@ -81,11 +81,16 @@ class EnvHost:
             if not episode.is_busy:
                 self._put_aside(env)
 
-    def abandon(self, env: EnvId) -> None:
-        """Gives up the call of this episode: another may run in its stead, and its reply, if it comes, is dropped."""
+    def give_up(self, env: EnvId) -> bool:
+        """Another call may run in the stead of this episode's, whose reply, if it comes, is dropped. False: it has
+        ended already."""
         with self._changed:
-            if self._episodes.pop(env, None) is not None:
-                self._threads_max += 1
+            episode = self._episodes.get(env)
+            if episode is None or not episode.is_busy:
+                return False
+            del self._episodes[env]
+            self._threads_max += 1
+            return True
 
     def close(self) -> None:
         """Ends the threads that have nothing to do; one that hangs ends with the process."""
@@ -103,7 +108,7 @@ class EnvHost:
     def _serve(self, slot: int) -> None:
         while (call := self._next()) is not None:
             self._watch(slot, call.env)
-            reply = self._perform(call)
+            reply = self._perform(call, slot)
             self._watch(slot, None)
             if self._finish(call, failed=reply.error is not None):
                 self._deliver(reply)
@@ -127,7 +132,7 @@ class EnvHost:
                 self._idle_threads -= 1
 
     def _finish(self, call: Call, *, failed: bool) -> bool:
-        """Notes the end of a call. False: it was abandoned, its reply is not for anybody and its thread is replaced."""
+        """Notes the end of a call. False: it was given up, its reply is not for anybody and its thread is replaced."""
         with self._changed:
             self._running[call.tag] -= 1
             if self._queue:
@@ -154,11 +159,11 @@ class EnvHost:
 
     # ------------------------------------------------------------------------------------------ environments' code
 
-    def _perform(self, call: Call) -> EnvReply:
+    def _perform(self, call: Call, slot: int) -> EnvReply:
         started = time.monotonic()
         episode = self._episodes.get(call.env) or _Episode(call.tag)
         try:
-            reply = self._run(call, episode)
+            reply = self._run(call, episode, slot)
         except (UserError, NonsenseError) as error:
             reply = EnvReply(call.env, None, error=str(error))
         except BaseException:  # the one door to untrusted code, which may even raise SystemExit
@@ -167,13 +172,13 @@ class EnvHost:
             _close(episode.env)
         return replace(reply, seconds=time.monotonic() - started)
 
-    def _run(self, call: Call, episode: _Episode) -> EnvReply:
+    def _run(self, call: Call, episode: _Episode, slot: int) -> EnvReply:
         if isinstance(call, Begin):
             return self._begin(call, episode)
         if isinstance(call, Act):
             return self._act(call.env, call.action, episode)
         if isinstance(call, Rebuild):
-            return self._rebuild(call, episode)
+            return self._rebuild(call, episode, slot)
         return self._try(call, episode)
 
     def _begin(self, call: Begin, episode: _Episode) -> EnvReply:
@@ -189,11 +194,12 @@ class EnvHost:
         observation, reward, terminated, truncated, info = read_step(episode.env.step(action))
         return EnvReply(env, observation, reward, terminated, truncated, info, _frame(episode))
 
-    def _rebuild(self, call: Rebuild, episode: _Episode) -> EnvReply:
+    def _rebuild(self, call: Rebuild, episode: _Episode, slot: int) -> EnvReply:
         reply = self._begin(call.begin, episode)
         expected = [call.digest, *(told for _, told in call.actions)]
         for number, action in enumerate([None, *(action for action, _ in call.actions)]):
             if action is not None:
+                self._watch(slot, call.env)  # each has its own deadline
                 reply = self._act(call.env, action, episode)
             if digest(reply) != expected[number]:
                 when = f"after action {number} of {len(call.actions)}" if number else "after reset"

@@ -22,6 +22,7 @@ from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError
 from workers.env_host import EnvHost
 from workers.env_messages import Act, Begin, Call, EnvId, EnvReply, Trial
+from workers.env_processes import EnvProcesses
 
 __all__ = ["EnvError", "EnvPool", "EnvReply"]
 
@@ -163,8 +164,10 @@ class EnvPool:
     # ------------------------------------------------------------------------------------------------------- calls
 
     def _started(self) -> EnvPlace:
-        if self._place is None:
+        if self._place is None and self._config.num_workers == 0:
             self._place = EnvThreads(self._templates, self._config.threads)
+        elif self._place is None:
+            self._place = EnvProcesses(self._config, self._templates, self._modules, self._log_dir, EnvError)
         return self._place
 
     def _call(self, call: Call) -> None:

@@ -96,6 +96,10 @@ class Obedient:
         if word == "stderr":
             for _ in range(256):
                 os.write(2, b"x" * MIB)
+        if word == "swell":
+            for _ in range(200):
+                held.append(b"x" * (20 * MIB))
+                time.sleep(0.05)
         if word == "leak":
             held.append(b"x" * (int(argument) * MIB))
         if word == "child":
@@ -129,6 +133,19 @@ class Stubborn:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", 0.0, True, False, {}
+
+
+class Odd(Obedient):
+    """Gives things that do not travel."""
+
+    def step(self, action: str) -> Any:
+        things = {"lock": _counting, "trap": Trap(), "long": "x" * (70 * MIB)}
+        return "text", 0.0, False, False, {"thing": things[action]}
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
 
 
 def templates(**others: EnvTemplate) -> dict[str, EnvTemplate]:

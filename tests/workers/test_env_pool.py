@@ -180,3 +180,12 @@ def test_dry_run_names_tag_cause_and_remedy(make_pool: MakePool) -> None:
     with pytest.raises(EnvError, match="'nowhere': agentic.custom_envs has no such entry"):
         pool.dry_run(["nowhere"])
     assert begin(pool, "a")["a"].error is None
+
+
+def test_in_a_process_only_the_culprit_fails_and_others_are_begun_again(make_pool: MakePool) -> None:
+    pool = make_pool(1)
+    begin(pool, "a", "b", seed=7)
+    step(pool, a="up", b="left")
+    assert "exit code 5" in str(step(pool, a="exit|5")["a"].error)
+    assert step(pool, b="down")["b"].observation == "seed 7: left down"
+    assert pool.processes_replaced == 1
