@@ -9,10 +9,21 @@ from typing import Any
 
 from tests.tiny_model import tiny_tokenizer
 from verl_lite.envs.base import EnvTemplate
-from workers.rollout.base import Completion, Request
+from verl_lite.protocol import DataProto
+from workers.rollout.base import Completion, Request, SamplingParams
+from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits, Trajectory
+from workers.rollout.trajectories import trajectory_rows
 
-TOKENIZER = tiny_tokenizer()
-END = 2  # <|im_end|> of the tiny tokenizer
+START, END = 1, 2  # <|im_start|> and <|im_end|> of the tiny tokenizer; "0" is 3, "a" is 28, one character a token
+COMPACT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>"
+    "{% else %}<|im_start|>{% if m.role == 'tool' %}#{% elif m.role == 'system' %}%{% endif %}"
+    "{{ m.content }}<|im_start|>{% endif %}{% endfor %}"
+)
+"""A message is its characters between two <|im_start|>, an answer its characters and <|im_end|>: short enough to write
+by hand."""
+TOKENIZER = tiny_tokenizer(96)
+TOKENIZER.chat_template = COMPACT_TEMPLATE
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,9 @@ class ScriptedPool:
         self.coming.append((self.rng.randint(*self.latency), reply))
 
 
+LIMITS = TokenLimits(max_prompt_length=6, max_response_length=16, max_model_len=22)
+SAMPLING = SamplingParams(max_tokens=16)
+
 Answers = Callable[[str, int, Request], Sequence[int]]
 """(traj_id, turn, request) -> token ids of the response, cut at max_tokens by the engine."""
 
@@ -126,9 +140,59 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def template(**options: Any) -> EnvTemplate:
+def template(tag: str = "t", **options: Any) -> EnvTemplate:
     """An entry of agentic.custom_envs; the environment it names is never made."""
-    return EnvTemplate(tag="t", env_type="tests.workers.rollout.scripted:NoEnv", **options)
+    return EnvTemplate(tag=tag, env_type="tests.workers.rollout.scripted:NoEnv", **options)
+
+
+def spec(traj_id: str = "g_0", **options: Any) -> EpisodeSpec:
+    """Of the group that is named before the underscore, which keeps one member."""
+    group, _, member = traj_id.partition("_")
+    given = {"tag": "t", "env_id": int(member), "group_id": 0, "episode_id": 0, "seed": 7, "group_size": 1}
+    return EpisodeSpec(traj_id=traj_id, traj_group_id=group, **{"start_step": 3, **given, **options})
+
+
+def play(
+    script: Script,
+    answers: Answers,
+    specs: Sequence[EpisodeSpec] | None = None,
+    *,
+    limits: TokenLimits = LIMITS,
+    sampling: SamplingParams = SAMPLING,
+    latency: tuple[int, int] = (0, 0),
+    max_live: int = 100,
+    rng_seed: int = 0,
+    format_penalty: float = 0.0,
+    templates: Sequence[EnvTemplate] = (),
+    **template_options: Any,
+) -> tuple[list[Trajectory], ScriptedPool, ScriptedEngine]:
+    """Runs episodes of one entry, or of `templates`, to their end."""
+    pool, engine = ScriptedPool(script, latency=latency, rng_seed=rng_seed), ScriptedEngine(answers)
+    runner = EpisodeRunner(
+        engine,  # type: ignore[arg-type]  # it has no weights
+        pool,
+        TOKENIZER,
+        {entry.tag: entry for entry in templates or [template(**template_options)]},
+        limits,
+        seed=5,
+        stop_token_ids=(0, END),
+        format_penalty={"train": format_penalty},
+        max_live=max_live,
+    )
+    runner.begin(specs or [spec()], sampling)
+    while runner.unfinished(0):
+        runner.advance(wait_s=9.0)
+    assert not pool.seeds and not engine.running
+    return runner.take(0), pool, engine
+
+
+def rows(trajectories: Sequence[Trajectory], limits: TokenLimits = LIMITS) -> DataProto:
+    return trajectory_rows(
+        trajectories,
+        pad_token_id=0,
+        prompt_length=limits.max_prompt_length,
+        response_length=limits.max_response_length,
+    )
 
 
 class NoEnv:

@@ -1,0 +1,253 @@
+"""Rows of scripted episodes, every number written by hand: tokens, masks, rewards, segments, returns.
+
+One character is one token ("0" is 3, "a" is 28); a message stands between two 1 (<|im_start|>), an answer ends in 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout.scripted import LIMITS, ids_of, log_prob, play, rows, spec
+from verl_lite.agentic_algos import compute_agentic_reinforce_return, compute_discounted_returns
+from verl_lite.protocol import DataProto
+from verl_lite.schema import check, column
+from workers.rollout.base import Request
+from workers.rollout.episodes import TokenLimits
+
+A, B, C, D, E = 28, 29, 30, 31, 32
+
+
+def worded(*answers: str) -> Any:
+    """Turn k answers answers[k]; those that do not end in "!" have no end of turn."""
+
+    def answer(traj_id: str, turn: int, request: Request) -> list[int]:
+        text = answers[turn]
+        return [*ids_of(text.removesuffix("!")), 2] if text.endswith("!") else ids_of(text)
+
+    return answer
+
+
+def world(*steps: tuple[str, float], **info: Any) -> Any:
+    """Begins with "a"; action k (from 0) gives steps[k], the last of which ends the episode."""
+
+    def script(seed: int, actions: list[str]) -> dict[str, Any]:
+        if not actions:
+            return {"observation": "a"}
+        observation, reward = steps[len(actions) - 1]
+        return {
+            "observation": observation,
+            "reward": reward,
+            "terminated": len(actions) == len(steps),
+            "info": dict(info),
+        }
+
+    return script
+
+
+def expect(data: DataProto, row: int, prompt: list[int], response: list[int], mask: list[int]) -> None:
+    """The token columns of a row."""
+    width, response_width = LIMITS.max_prompt_length, LIMITS.max_response_length
+    left, right = width - len(prompt), response_width - len(response)
+    tensors = data.batch
+    assert tensors["prompts"][row].tolist() == [0] * left + prompt
+    assert tensors["prompt_mask"][row].tolist() == [0] * left + [1] * len(prompt)
+    assert tensors["responses"][row].tolist() == response + [0] * right
+    assert tensors["response_mask"][row].tolist() == mask + [0] * right
+    assert tensors["input_ids"][row].tolist() == [0] * left + prompt + response + [0] * right
+    length = len(prompt) + len(response)
+    assert tensors["attention_mask"][row].tolist() == [0] * left + [1] * length + [0] * right
+    positions = [0] * left + list(range(length)) + [length - 1] * right
+    assert tensors["position_ids"][row].tolist() == positions
+    expected = [log_prob(token) if sampled else 0.0 for token, sampled in zip(response, mask, strict=True)]
+    torch.testing.assert_close(tensors["rollout_log_probs"][row], torch.tensor(expected + [0.0] * right))
+
+
+def rewards(data: DataProto, row: int) -> dict[int, float]:
+    """Where they stand."""
+    scores = data.batch["token_level_scores"][row]
+    return {place: scores[place].item() for place in scores.nonzero()[:, 0].tolist()}
+
+
+def segments(mask: torch.Tensor) -> list[tuple[int, int]]:
+    """First and last place of each run of ones."""
+    ones = [place for place, value in enumerate(mask.tolist()) if value]
+    starts = [place for place in ones if place - 1 not in ones]
+    return [(start, next(end for end in range(start, len(mask)) if end + 1 not in ones)) for start in starts]
+
+
+def test_a_single_turn() -> None:
+    episodes, _, _ = play(world(("x", 1.5)), worded("bc!"))
+    data = rows(episodes)
+    expect(data, 0, [1, A, 1], [B, C, 2], [1, 1, 1])
+    assert rewards(data, 0) == {2: 1.5}
+    assert episodes[0].stop == "terminated" and episodes[0].last_observation == "x"
+
+
+def test_several_turns() -> None:
+    episodes, _, _ = play(world(("d", 0.5), ("e", -1.0), ("x", 2.0)), worded("b!", "cc!", "b!"))
+    data = rows(episodes)
+    response = [B, 2, 1, D, 1, C, C, 2, 1, E, 1, B, 2]
+    expect(data, 0, [1, A, 1], response, [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1])
+    assert rewards(data, 0) == {1: 0.5, 7: -1.0, 12: 2.0}
+    mask, scores = data.batch["response_mask"], data.batch["token_level_scores"]
+    assert segments(mask[0]) == [(0, 1), (5, 7), (11, 12)]
+    # by turns, discount 0.5: 2; -1 + 0.5 * 2 = 0; 0.5 + 0.5 * 0 = 0.5
+    returns, _ = compute_agentic_reinforce_return(scores, 0.5, 1.0, mask)
+    assert returns[0].tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0]
+    assert data.batch["episode_scores"].tolist() == [1.5]
+    assert data.batch["num_turns"].tolist() == [3]
+    assert list(data.non_tensor_batch["step_scores"]) == [[0.5, -1.0, 2.0]]
+
+
+def test_a_turn_cut_off_by_its_limit_is_ended_by_us() -> None:
+    episodes, _, _ = play(world(("d", 1.0), ("x", 2.0)), worded("bcc", "b!"), max_tokens_per_step=2)
+    data = rows(episodes)
+    expect(data, 0, [1, A, 1], [B, C, 2, 1, D, 1, B, 2], [1, 1, 0, 0, 0, 0, 1, 1])
+    assert rewards(data, 0) == {1: 1.0, 7: 2.0}
+    assert segments(data.batch["response_mask"][0]) == [(0, 1), (6, 7)]
+    assert [turn.finish_reason for turn in episodes[0].turns] == ["length", "stop"]
+
+
+def test_an_end_of_text_in_place_of_the_end_of_turn() -> None:
+    episodes, pool, _ = play(world(("d", 1.0), ("x", 2.0)), lambda _, turn, __: [B, 0] if turn == 0 else [C, 2])
+    expect(rows(episodes), 0, [1, A, 1], [B, 0, 2, 1, D, 1, C, 2], [1, 1, 0, 0, 0, 0, 1, 1])
+    assert [turn.action for turn in episodes[0].turns] == ["b", "c"]
+
+
+def test_tool_messages() -> None:
+    episodes, _, _ = play(world(("d", 1.0), ("x", 2.0), use_tool=True), worded("b!", "c!"))
+    sharp = ids_of("#")
+    expect(rows(episodes), 0, [1, A, 1], [B, 2, 1, *sharp, D, 1, C, 2], [1, 1, 0, 0, 0, 0, 1, 1])
+    assert [message["role"] for message in episodes[0].messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_the_limit_of_all_tokens_ends_the_trajectory() -> None:
+    """14 tokens after the prompt: two turns of 4 and the join between them fill 11, the next join the rest."""
+    limits = TokenLimits(max_prompt_length=6, max_response_length=14, max_model_len=20)
+    steps = [("d", 1.0), ("d", 1.0), ("d", 4.0), ("x", 8.0)]
+    episodes, _, engine = play(world(*steps), worded("bbb!", "ccc!", "bbb!", "b!"), limits=limits)
+    assert [request.sampling.max_tokens for request in engine.requests] == [14, 7]
+    assert episodes[0].stop == "max_length" and len(episodes[0].turns) == 2
+    data = rows(episodes, limits)
+    assert data.batch["responses"][0].tolist() == [B, B, B, 2, 1, D, 1, C, C, C, 2, 0, 0, 0]
+    assert rewards(data, 0) == {3: 1.0, 10: 1.0}
+    assert data.non_tensor_batch["finish_reason"][0] == "length"
+
+
+def test_a_turn_is_cut_to_what_is_left_and_still_acts() -> None:
+    limits = TokenLimits(max_prompt_length=6, max_response_length=9, max_model_len=20)
+    episodes, pool, engine = play(world(("d", 1.0), ("d", 5.0), ("x", 8.0)), worded("bbb!", "cccccc"), limits=limits)
+    assert [request.sampling.max_tokens for request in engine.requests] == [9, 2]
+    data = rows(episodes, limits)
+    assert data.batch["responses"][0].tolist() == [B, B, B, 2, 1, D, 1, C, C]
+    assert rewards(data, 0) == {3: 1.0, 8: 5.0}
+    assert episodes[0].stop == "max_length" and episodes[0].turns[-1].action == "cc"
+
+
+def test_the_context_of_the_model_is_a_limit_too() -> None:
+    limits = TokenLimits(max_prompt_length=6, max_response_length=16, max_model_len=12)
+    episodes, _, engine = play(world(("d", 1.0), ("x", 5.0)), worded("bbb!", "cccccc"), limits=limits)
+    assert [request.sampling.max_tokens for request in engine.requests] == [9, 2]
+    assert episodes[0].stop == "terminated"
+
+
+def test_an_overlong_prompt_ends_the_trajectory_not_the_run() -> None:
+    def script(seed: int, actions: list[str]) -> dict[str, Any]:
+        return {"observation": "edcbaedcba" if seed == 7 else "a", "reward": 1.0, "terminated": True}
+
+    episodes, _, engine = play(script, worded("b!"), [spec("g_0"), spec("h_0", seed=8)])
+    assert [one.stop for one in episodes] == ["max_length", "terminated"]
+    assert len(engine.requests) == 1
+    data = rows(episodes)
+    expect(data, 0, [E, D, C, B, A, 1], [], [])
+    assert list(data.non_tensor_batch["reward_failed"]) == [True, False]
+    assert list(data.non_tensor_batch["finish_reason"]) == ["length", "stop"]
+    assert data.batch["policy_version"].tolist() == [-1, 1]
+
+
+def test_each_step_a_row() -> None:
+    episodes, _, engine = play(
+        world(("d", 0.5), ("e", -1.0), ("x", 2.0)),
+        worded("b!", "cc!", "c"),
+        env_manager_cls="step",
+        agent_template="{observation}{step_count}",
+        max_tokens_per_step=3,
+    )
+    assert [list(request.prompt_ids) for request in engine.requests] == [
+        [1, A, 3, 1],
+        [1, D, 4, 1],
+        [1, E, 5, 1],
+    ]
+    data = rows(episodes)
+    expect(data, 0, [1, A, 3, 1], [B, 2], [1, 1])
+    expect(data, 1, [1, D, 4, 1], [C, C, 2], [1, 1, 1])
+    expect(data, 2, [1, E, 5, 1], [C], [1])
+    assert [rewards(data, row) for row in range(3)] == [{1: 0.5}, {2: -1.0}, {0: 2.0}]
+    columns = data.non_tensor_batch
+    assert data.batch["step"].tolist() == [0, 1, 2]
+    assert list(columns["step_scores"]) == [0.5, -1.0, 2.0]
+    assert list(columns["sample_id"]) == ["g_0/0", "g_0/1", "g_0/2"]
+    assert list(columns["finish_reason"]) == ["stop", "stop", "length"]
+    assert len(set(columns["state_hash"])) == 3
+    # discount 0.5: 2; -1 + 1 = 0; 0.5 + 0 = 0.5
+    scores = data.batch["token_level_scores"].sum(-1)
+    returns = compute_discounted_returns(scores, columns["traj_id"], data.batch["step"], 0.5)
+    assert returns.tolist() == [0.5, 0.0, 2.0]
+
+
+def test_a_prompt_that_outgrows_its_limit_ends_the_steps() -> None:
+    episodes, _, _ = play(
+        world(("d", 0.5), ("dedede", -1.0), ("x", 2.0)), worded("b!", "b!", "b!"), env_manager_cls="step"
+    )
+    assert episodes[0].stop == "max_length"
+    assert rows(episodes).batch["step"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("by_step", ["trajectory", "step"])
+def test_an_environment_that_fails_leaves_a_row_without_an_action(by_step: str) -> None:
+    def script(seed: int, actions: list[str]) -> dict[str, Any]:
+        if len(actions) == seed:
+            return {"observation": None, "error": "Traceback: boom", "is_timeout": seed == 1}
+        return {"observation": "d", "reward": 1.0}
+
+    specs = [spec("g_0", seed=0), spec("h_0", seed=1), spec("i_0", seed=2)]
+    episodes, _, _ = play(script, worded("b!", "c!", "c!"), specs, env_manager_cls=by_step)
+    data = rows(episodes)
+    expect(data, 0, [0], [], [])
+    expect(data, 1, [1, D, 1], [], [])
+    expect(data, 2, [1, D, 1], [], [])
+    columns = data.non_tensor_batch
+    assert list(columns["reward_failed"]) == [True] * 3 and list(columns["stop"]) == ["failed"] * 3
+    assert list(columns["env_error"]) == ["Traceback: boom"] * 3
+    assert list(columns["env_timeout"]) == [False, True, False]
+    assert data.batch["episode_scores"].tolist() == [0, 0, 0] and not data.batch["token_level_scores"].any()
+    assert data.batch["num_turns"].tolist() == [0, 1, 2]
+
+
+def test_the_oldest_version_of_a_trajectory_is_its_version() -> None:
+    episodes, _, _ = play(world(("d", 0.0), ("x", 1.0)), worded("b!", "c!"))
+    episodes[0].turns[0].policy_version, episodes[0].turns[1].policy_version = 4, 5
+    assert rows(episodes).batch["policy_version"].tolist() == [4]
+
+
+def test_every_column_is_in_the_schema_and_only_kept_episodes_have_rows() -> None:
+    specs = [spec(f"g_{member}", group_size=2) for member in range(4)]
+    episodes, _, _ = play(world(("x", 1.0)), worded("b!"), specs)
+    data = rows(episodes)
+    assert list(data.non_tensor_batch["traj_id"]) == ["g_0", "g_1"]
+    assert list(data.non_tensor_batch["uid"]) == ["g", "g"] and data.non_tensor_batch["env_ids"].tolist() == [0, 1]
+    names = [*data.batch.keys(), *data.non_tensor_batch]
+    check(data, names, stage="rollout")
+    for name in names:
+        if name in data.batch.keys():
+            assert str(data.batch[name].dtype) == f"torch.{column(name).dtype}", name
+
+
+def test_no_episodes_are_no_rows() -> None:
+    nothing, something = rows([]), rows(play(world(("x", 1.0)), worded("b!"))[0])
+    assert len(nothing) == 0
+    both = DataProto.concat([nothing, something])
+    assert len(both) == 1 and both.batch["responses"].dtype == torch.long
