@@ -30,8 +30,9 @@ from workers.rollout.base import SamplingParams, derive_seed
 from workers.rollout.episodes import EpisodeSpec
 from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
-REPLACEMENTS_FROM = 1_000_000
-"""The episode_id of a group's n-th replacement is its own plus n times this."""
+REPLACEMENTS_FROM = 1_000_003
+"""The episode_id of a group's n-th replacement is its own plus n times this: a prime, because seeds follow the ids, and
+an environment that takes them modulo the size of a dataset would give the dropped task again."""
 
 MOST_TRAVERSED = 1_000_000
 """Groups after which a traversal is taken to have no end."""

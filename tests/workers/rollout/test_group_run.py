@@ -1,0 +1,241 @@
+"""Groups on ranks, with the real runner over a scripted engine and scripted environments: the same trajectories on any
+number of ranks, replacement of dropped groups, failures that are counted, slices of time beside training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.workers.rollout.scripted import END, TOKENIZER, ScriptedEngine, ScriptedPool
+from trainer.rollout_scheduler import RolloutScheduler
+from verl_lite.agentic_config import EnvManagerConfig
+from verl_lite.config import PPOConfig
+from verl_lite.envs import EnvTemplate
+from verl_lite.group_filters import EqualScores, GroupFilter
+from verl_lite.metrics import combine, values
+from verl_lite.protocol import DataProto
+from workers.rollout.base import Request, SamplingParams
+from workers.rollout.episode_meters import EngineMeter, PoolMeter
+from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
+from workers.rollout.group_run import GroupRun
+from workers.rollout.groups import GroupPlan, GroupResults
+from workers.rollout.trajectories import trajectory_rows
+
+TURNS = 3
+TEMPLATE = EnvTemplate(tag="world", env_type="tests.workers.rollout.scripted:NoEnv", max_steps=TURNS)
+
+
+def world(seed: int, actions: list[str]) -> dict[str, Any]:
+    """Three turns, the reward of each is the first digit of the action; every fifth seed fails in the second turn."""
+    if len(actions) == 2 and seed % 5 == 3:
+        return {"observation": None, "error": f"Traceback: seed {seed}", "is_timeout": True}
+    reward = float(actions[-1][0]) if actions else 0.0
+    return {"observation": f"o{seed % 10}", "reward": reward, "terminated": len(actions) == TURNS}
+
+
+def digits(traj_id: str, turn: int, request: Request) -> list[int]:
+    """One to four digits that the request's seed alone decides."""
+    number = request.sampling.seed
+    text = "".join(str(number // 10**place % 2) for place in range(1 + number % 4))
+    return [*TOKENIZER.encode(text, add_special_tokens=False), END]
+
+
+class Pool(ScriptedPool):
+    """Counts nothing of its own."""
+
+    processes_replaced = 2
+
+
+def group_run(pool: ScriptedPool, engine: ScriptedEngine | None = None, max_live: int = 100) -> GroupRun:
+    engine_meter, pool_meter = EngineMeter(engine or ScriptedEngine(digits)), PoolMeter(pool)  # type: ignore[arg-type]
+    runner = EpisodeRunner(
+        engine_meter,  # type: ignore[arg-type]
+        pool_meter,
+        TOKENIZER,
+        {"world": TEMPLATE},
+        TokenLimits(64, 256, 320),
+        seed=3,
+        stop_token_ids=[END],
+        max_live=max_live,
+    )
+
+    def rows(kept: list[Any]) -> DataProto:
+        return trajectory_rows(kept, pad_token_id=0, prompt_length=64, response_length=256)
+
+    return GroupRun(runner, rows, engine_meter, pool_meter)
+
+
+class Ranks:
+    """What `trainer.roles.AgentRole` is, for ranks in this process."""
+
+    def __init__(self, count: int, latency: tuple[int, int], group_filter: GroupFilter | None, max_live: int) -> None:
+        pools = [Pool(world, latency=latency, rng_seed=rank) for rank in range(count)]
+        self.ranks = [group_run(pool, max_live=max_live) for pool in pools]
+        self.group_filter = group_filter
+
+    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        for rank, groups in enumerate(self.ranks):
+            groups.begin(key, plans[rank :: len(self.ranks)], sampling, self.group_filter)
+
+    def finish_groups(self, key: str) -> list[GroupResults]:
+        return [groups.finish(key) for groups in self.ranks]
+
+
+def batches(count: int, latency: tuple[int, int], *, filtered: bool, max_live: int = 100, steps: int = 3) -> list[Any]:
+    config = PPOConfig()
+    config.agentic.async_generation_ratio = 1
+    manager = EnvManagerConfig(tags=["world"], num_env_groups=5, group_size=2)
+    manager.group_filter_cls = "equal_scores" if filtered else None
+    group_filter = EqualScores(config.agentic, manager, "train") if filtered else None
+    ranks = Ranks(count, latency, group_filter, max_live)
+    scheduler = RolloutScheduler(config, manager, ranks, SamplingParams(max_tokens=8))
+    result = []
+    for step in range(steps):
+        data = DataProto(meta_info={"global_step": step})
+        result.append(scheduler.get_batch(data, 12))
+        scheduler.begin_ahead(data, 12)
+        for groups in ranks.ranks:
+            groups.pump()
+    return result
+
+
+def contents(batch: DataProto) -> list[Any]:
+    tensors = [(name, value.tolist()) for name, value in sorted(batch.batch.items())]
+    return [tensors, [(name, column.tolist()) for name, column in sorted(batch.non_tensor_batch.items())]]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_trajectories_do_not_depend_on_ranks_latencies_or_places(filtered: bool) -> None:
+    """Batches in flight together, episodes that fail, groups that are replaced: the same rows in the same order."""
+    plain = batches(1, (0, 0), filtered=filtered)
+    expected = [contents(batch) for batch in plain]
+    assert [contents(batch) for batch in batches(3, (0, 9), filtered=filtered)] == expected
+    assert [contents(batch) for batch in batches(2, (0, 3), filtered=filtered, max_live=3)] == expected
+    assert any(batch.meta_info["episodes"].failed for batch in plain)
+    if filtered:
+        dropped = sum(values(batch.meta_info["metrics"])["scheduler/group_filter_count"] for batch in plain)
+        assert dropped > 0
+        for batch in plain:
+            scores: dict[str, set[float]] = {}
+            for group, score in zip(batch.non_tensor_batch["uid"], batch.batch["episode_scores"].tolist(), strict=True):
+                scores.setdefault(group, set()).add(score)
+            kept = values(batch.meta_info["metrics"])["scheduler/groups_kept_though_dropped"]
+            assert kept == 0 and all(len(several) == 2 for several in scores.values())
+
+
+def members(seed: int, *, attempt: int = 0, size: int = 2, redundancy: int = 0) -> tuple[EpisodeSpec, ...]:
+    group = f"world_{seed}_{attempt}"
+    return tuple(
+        EpisodeSpec(f"{group}_{n}", group, "world", n, seed, attempt, seed, size, 0) for n in range(size + redundancy)
+    )
+
+
+class DropFirst:
+    """Drops the first `count` attempts of each place."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.seen: list[tuple[int, int, int]] = []
+
+    def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:
+        assert all(len(set(episode.non_tensor_batch["traj_id"])) == 1 for episode in group)
+        self.seen.append((group_id, episode_id, len(group)))
+        return episode_id < self.count
+
+
+def test_a_dropped_group_is_replaced_at_once_and_the_last_is_given_with_its_mark() -> None:
+    groups, judge = group_run(Pool(world)), DropFirst(2)
+    plans = [
+        GroupPlan(4, tuple(members(1, attempt=a) for a in range(5))),
+        GroupPlan(7, tuple(members(2, attempt=a) for a in range(2))),
+    ]
+    groups.begin("k", plans, SamplingParams(max_tokens=8), judge)
+    result = groups.finish("k")
+    assert [(r.slot, r.attempts, r.is_dropped, r.num_rows) for r in result.reports] == [
+        (4, 3, False, 2),
+        (7, 2, True, 2),
+    ]
+    assert result.rows is not None
+    assert result.rows.non_tensor_batch["uid"].tolist() == ["world_1_2"] * 2 + ["world_2_1"] * 2
+    assert sorted(judge.seen) == [(1, 0, 2), (1, 1, 2), (1, 2, 2), (2, 0, 2), (2, 1, 2)]
+    assert result.counts.episodes == 10 and groups.is_idle
+
+
+def test_failures_are_counted_with_the_first_as_text_and_groups_may_be_exhausted() -> None:
+    """13 fails, 5 has no episode."""
+
+    def script(seed: int, actions: list[str]) -> dict[str, Any]:
+        return {"observation": None} if seed == 5 else world(seed, actions)
+
+    groups = group_run(Pool(script))
+    plans = [GroupPlan(0, (members(13),)), GroupPlan(1, (members(5),)), GroupPlan(2, (members(1),))]
+    groups.begin("k", plans, SamplingParams(max_tokens=8), None)
+    result = groups.finish("k")
+    assert [(r.num_rows, r.is_exhausted) for r in result.reports] == [(2, False), (0, True), (2, False)]
+    assert (
+        result.rows is not None and result.rows.non_tensor_batch["reward_failed"].tolist() == [True] * 2 + [False] * 2
+    )
+    counts = result.counts
+    assert (counts.episodes, counts.failed, counts.timeouts) == (4, 2, 2)
+    assert counts.first_failure == "episode world_13_0_0 of the environment 'world':\nTraceback: seed 13"
+
+
+def test_a_rank_without_groups_gives_nothing() -> None:
+    groups = group_run(Pool(world))
+    groups.begin("k", [], SamplingParams(), None)
+    result = groups.finish("k")
+    assert result.rows is None and result.reports == [] and result.counts.episodes == 0
+    assert values(combine([result.metrics]))["env/processes_replaced"] == 2
+
+
+def test_a_key_is_finished_before_it_is_begun_again() -> None:
+    groups = group_run(Pool(world))
+    groups.begin("k", [GroupPlan(0, (members(1),))], SamplingParams(), None)
+    with pytest.raises(ValueError, match="'k' were begun already"):
+        groups.begin("k", [], SamplingParams(), None)
+
+
+class SlowEngine(ScriptedEngine):
+    """A step takes 2 ms."""
+
+    def step(self) -> list[Any]:
+        time.sleep(0.002)
+        return super().step()
+
+
+def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
+    """Endless answers: a slice takes about as long as the work before it. With nothing to decode it takes no time."""
+    engine = SlowEngine(lambda traj_id, turn, request: [5] * 100_000)
+    groups = group_run(Pool(world), engine)
+    plans = [GroupPlan(0, (members(1),))]
+    groups.begin("k", plans, SamplingParams(max_tokens=100_000), None)
+    groups.pump()
+    time.sleep(0.05)
+    started, before = time.perf_counter(), dict(engine.progress)
+    groups.pump()
+    assert 0.03 < time.perf_counter() - started < 2
+    assert all(engine.progress[name] > steps for name, steps in before.items()) and not groups.is_idle
+
+    waiting = group_run(Pool(world, latency=(10**9, 10**9)))
+    waiting.begin("k", plans, SamplingParams(), None)
+    polls = itertools.count()
+    waiting._runner.advance = lambda wait_s=0.0: next(polls)  # type: ignore[method-assign,assignment]
+    time.sleep(0.05)
+    waiting.pump()
+    assert next(polls) == 1
+
+
+def test_what_ran_beside_training_is_measured() -> None:
+    groups = group_run(Pool(world))
+    groups.begin("k", [GroupPlan(0, (members(1),))], SamplingParams(max_tokens=8), None)
+    time.sleep(0.01)
+    groups.pump()
+    metrics = values(groups.finish("k").metrics)
+    assert 0 < metrics["rollout/engine_busy_frac"] <= 1
+    assert metrics["rollout/seconds_beside_training"] > 0 and metrics["env/step_seconds/mean"] == 0
+    assert metrics["rollout/engine_sequences"] <= 2
