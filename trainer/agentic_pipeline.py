@@ -150,7 +150,7 @@ class AgenticPipeline(RayPPOTrainer):
         batch = scheduler.get_batch(prompts, size)
         if scheduler.is_exhausted and not scheduler.flying and not scheduler.ready:
             self.steps.end_at(self.steps.global_step)
-        if scheduler.ratio:
+        if scheduler.ratio and not self.steps.is_last:
             with self.timed("update_weights"):
                 self.metrics |= self._give_weights(self.steps.global_step - 1)
             scheduler.begin_ahead(prompts, size)

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trainer.agentic_build import episode_parts, try_environments
 from trainer.data import PromptDataset
 from trainer.environment import worker_environment
 from trainer.needs import needs_critic, needs_reference, needs_reference_model, needs_reward_function
@@ -19,14 +21,16 @@ from trainer.ray_trainer import RayPPOTrainer
 from trainer.reward_failures import FailureLog
 from trainer.reward_inputs import RewardInputs, reward_inputs
 from trainer.rewards import Rewards
-from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
+from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.samples import SampleWriter
 from trainer.saving import Saver, checkpoint_bytes
-from trainer.steps import TrainingSteps
+from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
 from trainer.wish import wish_of
+from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
 from verl_lite.device import cpu_count, device_type
+from verl_lite.envs import env_modules
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import (
     ClassWithInitArgs,
@@ -37,6 +41,7 @@ from verl_lite.single_controller import (
 )
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorRolloutWorker
+from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
 from workers.policy.tokenizer import load_tokenizer
@@ -49,20 +54,25 @@ REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while worker
 
 @dataclass(frozen=True)
 class RunData:
-    """The tokenizer and the datasets of a run; val is None where there are no validation files.
+    """The tokenizer and the datasets of a run; train is None where agents act in environments, val where there are no
+    validation files.
 
     reward_inputs: what the reward model reads, None without one.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    train: PromptDataset
+    train: PromptDataset | None
     val: PromptDataset | None
     reward_inputs: RewardInputs | None = None
 
 
 def load_data(config: PPOConfig) -> RunData:
-    """Reads, checks and tokenises the data, and tries the reward on two rows: all that can fail cheaply."""
+    """Reads, checks and tokenises the data, and tries the reward on two rows: all that can fail cheaply. For agents:
+    tries their environments."""
     tokenizer = load_tokenizer(config.model)
+    if is_agentic(config):
+        try_environments(config)
+        return RunData(tokenizer, None, None)
     has_function, files = needs_reward_function(config), config.data
     train = PromptDataset(files.train_files, tokenizer, files, split="train", needs_ground_truth=has_function)
     val = None
@@ -121,7 +131,11 @@ def worker_classes(
     if config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
-    roles["actor_rollout"] = ClassWithInitArgs(ActorRolloutWorker, config, actor_steps, pool)
+    if is_agentic(config):
+        modules, log_dir = env_modules(), str(run_dir / "logs")
+        roles["actor_rollout"] = ClassWithInitArgs(AgentRolloutWorker, config, actor_steps, modules, log_dir)
+    else:
+        roles["actor_rollout"] = ClassWithInitArgs(ActorRolloutWorker, config, actor_steps, pool)
     return roles
 
 
@@ -155,8 +169,8 @@ def build_trainer(
 
     config: resolved and validated, with `trainer.n_gpus_per_node` set. run_dir: exists.
     """
+    total_steps = count_steps(config, None if data.train is None else len(data.train))
     with ExitStack() as stack:
-        steps = TrainingSteps(config, data.train)
         if config.trainer.backend == "ray":
             from verl_lite.single_controller.ray_cluster import ray_running
 
@@ -164,16 +178,8 @@ def build_trainer(
             ray_init = config.ray_kwargs.ray_init
             stack.enter_context(ray_running(ray_init, run_dir.name, num_gpus=num_gpus, tell=tracking.note))
         pool = start_reward_pool(config, run_dir / "logs", stack)
-        groups = start_workers(config, worker_classes(config, steps.total, pool, run_dir), run_dir / "logs", stack)
-
-        def answer_text(ids: list[int]) -> str:
-            return str(data.tokenizer.decode(ids, skip_special_tokens=True))
-
-        failures = FailureLog(config.reward.max_error_rate, run_dir, answer_text, tracking.note)
-        reward_model = None
-        if data.reward_inputs is not None:
-            reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
-        actor = ActorRole(groups["actor_rollout"], config)
+        groups = start_workers(config, worker_classes(config, total_steps, pool, run_dir), run_dir / "logs", stack)
+        actor, sampling_parts = actor_and_samples(config, data, groups, pool, run_dir, tracking)
         reference = groups["ref"] if "ref" in groups else groups["actor_rollout"]
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
@@ -182,16 +188,41 @@ def build_trainer(
             actor=actor,
             ref=ReferenceRole(reference, config) if needs_reference(config) else None,
             critic=critic,
-            rewards=Rewards(pool, config.reward, run_dir, reward_model, failures),
-            steps=steps,
-            val_data=data.val,
             tokenizer=data.tokenizer,
             tracking=tracking,
             samples=SampleWriter(config.trainer.rollout_data_dir, config.trainer.validation_data_dir),
             saver=Saver(run_dir, config.trainer, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
+            **sampling_parts,
         )
         # only after success: a process that died cannot be asked to close, and the first error must stay the first
         groups["actor_rollout"].close()
         if pool is not None:
             pool.call("close")
+
+
+def actor_and_samples(
+    config: PPOConfig,
+    data: RunData,
+    groups: Mapping[str, WorkerGroup],
+    pool: ServiceHandle | None,
+    run_dir: Path,
+    tracking: Tracking,
+) -> tuple[ActorRole, dict[str, Any]]:
+    """The policy, and the arguments of the trainer that say what it samples and how that is scored."""
+    if data.train is None:
+        agent = AgentRole(groups["actor_rollout"], config)
+        return agent, episode_parts(config, agent, run_dir, tracking.note)
+
+    def answer_text(ids: list[int]) -> str:
+        return str(data.tokenizer.decode(ids, skip_special_tokens=True))
+
+    failures = FailureLog(config.reward.max_error_rate, run_dir, answer_text, tracking.note)
+    reward_model = None
+    if data.reward_inputs is not None:
+        reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
+    return ActorRole(groups["actor_rollout"], config), {
+        "rewards": Rewards(pool, config.reward, run_dir, reward_model, failures),
+        "steps": TrainingSteps(config, data.train),
+        "val_data": data.val,
+    }

@@ -34,14 +34,17 @@ def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str])
 
 def replay(folder: Path, overrides: list[str]) -> int:
     """Runs the step; returns the exit status of the run."""
+    from trainer.agentic_build import trainer_for
     from trainer.capsule import read_capsule
-    from trainer.ray_trainer import RayPPOTrainer
-    from trainer.run import run_ppo
+    from trainer.run import recipe_overrides, run_ppo
+    from verl_lite.config_loader import load_config
     from verl_lite.protocol import DataProto
 
     failed = read_capsule(folder)
+    arguments = replay_arguments(folder, failed.checkpoint, overrides)
+    trainer = trainer_for(load_config(arguments, recipe_loader=recipe_overrides).config)
 
-    class Replay(RayPPOTrainer):
+    class Replay(trainer):  # type: ignore[misc, valid-type]
         def resume(self) -> None:
             super().resume()
             self.steps.only(failed.step, failed.epoch, failed.prompts)
@@ -55,7 +58,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
     kept = "sampled again" if failed.batch is None else "from the capsule"
     weights = failed.checkpoint or "the model"
     print(f"Step {failed.step}, which failed in {failed.phase}: answers {kept}, weights of {weights}")
-    return run_ppo(replay_arguments(folder, failed.checkpoint, overrides), trainer_class=Replay)
+    return run_ppo(arguments, trainer_class=Replay)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from trainer.agentic_build import trainer_for
 from trainer.build import build_trainer, load_data
 from trainer.capsule import capsule_on_failure
 from trainer.checkpoint import saved_steps
@@ -42,10 +43,10 @@ MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
 
 
-def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> int:
+def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
     """Runs a whole training from its command line; returns the exit status.
 
-    trainer_class: the trainer, or one that replaces a stage of it.
+    trainer_class: one that replaces a stage of the trainer; None = the trainer that the configuration asks for.
     """
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     if loaded.action == "help":
@@ -60,7 +61,7 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         try:
             with ExitStack() as stack:
                 stack.enter_context(guarded())
-                return train(loaded, slots, argv, trainer_class, stack)
+                return train(loaded, slots, argv, trainer_class or trainer_for(config), stack)
         except (WorkerDiedError, StalledError) as error:
             if not retries_left:
                 raise
@@ -94,7 +95,7 @@ def train(
             console.print(part.report)
     run_dir = make_run_dir(config)
     stack.enter_context(held_folder(run_dir, console.note))
-    total_steps = count_steps(config, len(data.train))
+    total_steps = count_steps(config, None if data.train is None else len(data.train))
     refuse_another_run(config, run_dir, total_steps)
     require_room_for_checkpoints(config, run_dir, total_steps)
     save_config(loaded, run_dir / "config.yaml")
