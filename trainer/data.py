@@ -27,6 +27,8 @@ from verl_lite.protocol import DataProto, as_column
 
 _ENCODE_ROWS = 1000
 _TRUNCATIONS = ("error", "left", "right", "middle")
+_TEMPLATE_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding")
+"""What is asked of the chat template here, and so is not the user's to say."""
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +154,11 @@ class PromptDataset:
         limit = config.max_prompt_length
         lengths = np.array([len(tokens) for tokens in self._tokens])
         index, overlong = np.arange(len(lengths)), np.flatnonzero(lengths > limit)
+        if not lengths.min():
+            raise UserError(
+                f"data.{self.split}_files: {self._describe(int(lengths.argmin()))} has a prompt without any token "
+                "under the chat template, and an answer has to follow something; leave such rows out"
+            )
         report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
         if not len(overlong):
             return index, report
@@ -202,6 +209,11 @@ def _encode(
             "has with model.tokenizer_path, or add chat_template to its tokenizer_config.json"
         )
     kwargs = dict(config.apply_chat_template_kwargs)
+    for name in (name for name in kwargs if name in _TEMPLATE_ARGUMENTS):
+        raise UserError(
+            f"data.apply_chat_template_kwargs.{name}={kwargs[name]!r}: it is decided by the trainer, which needs the "
+            "text of one prompt with the beginning of an answer; leave it out"
+        )
     chunks = [prompts[start : start + _ENCODE_ROWS] for start in range(0, len(prompts), _ENCODE_ROWS)]
     workers = min(config.filter_overlong_prompts_workers, len(chunks))
     if workers <= 1:
@@ -216,7 +228,17 @@ def _encode(
 def _encode_chunk(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[dict[str, str]]], kwargs: dict[str, Any]
 ) -> list[list[int]]:
-    texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True, **kwargs)
+    try:
+        texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True, **kwargs)
+    except Exception as error:  # the template is the model's code and kwargs are the user's: they may raise anything
+        if len(prompts) > 1:  # which of them it was is found one by one
+            return [_encode_chunk(tokenizer, [prompt], kwargs)[0] for prompt in prompts]
+        given = f" with data.apply_chat_template_kwargs={kwargs}" * bool(kwargs)
+        raise UserError(
+            f"The chat template of {tokenizer.name_or_path!r}{given} refuses the prompt {prompts[0]!r:.200} "
+            f"({type(error).__name__}: {error}). Change the prompt in the data, take another template with "
+            "model.tokenizer_path, or other data.apply_chat_template_kwargs"
+        ) from error
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 

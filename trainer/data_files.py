@@ -21,8 +21,9 @@ EXAMPLE_ROW: dict[str, Any] = {
 }
 
 _MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+_SURROGATE = "which has half of a surrogate pair (\\ud800 to \\udfff): no character, so no tokenizer reads it"
 _MULTIMODAL = "pictures, video and sound are not supported yet: use a dataset of text"
-_CHECKED_ROWS = 20
+_ROWS_AT_ONCE = 1000  # of a table, as Python objects
 
 
 class DataFile(Protocol):
@@ -35,12 +36,12 @@ class DataFile(Protocol):
     def column(self, name: str) -> list[Any]:
         """All values of a column."""
 
-    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Some rows, in the order asked for."""
+    def rows(self, indices: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Some rows, in the order asked for; with these columns alone, or all."""
 
 
 def read_data_file(path: str, option: str, prompt_key: str, needs_ground_truth: bool = True) -> DataFile:
-    """Opens a file and checks its columns and first rows. option: the configuration key it came from.
+    """Opens a file and checks its columns and rows, all but the prompts. option: the configuration key it came from.
 
     needs_ground_truth: whether rows have to have reward_model["ground_truth"].
     Raises UserError for a missing, unreadable, wrong or multimodal file.
@@ -54,11 +55,11 @@ def read_data_file(path: str, option: str, prompt_key: str, needs_ground_truth: 
     if file.suffix == ".parquet":
         table = _read_parquet(file, path, option)
         data = _ParquetFile(path, table)
-        return _checked(data, table.column_names, option, prompt_key, _CHECKED_ROWS, needs_ground_truth)
+        return _checked(data, table.column_names, option, prompt_key, needs_ground_truth)
     if file.suffix in (".json", ".jsonl"):
         rows = _read_json(file, path, option)
-        columns = sorted({name for row in rows[:_CHECKED_ROWS] for name in row})
-        return _checked(_JsonFile(path, rows), columns, option, prompt_key, len(rows), needs_ground_truth)
+        columns = sorted({name for row in rows for name in row})
+        return _checked(_JsonFile(path, rows), columns, option, prompt_key, needs_ground_truth)
     raise UserError(f"{option}={path!r}: expected a file named .parquet, .json or .jsonl")
 
 
@@ -78,14 +79,15 @@ def check_prompt(prompt: Any, where: str) -> None:
             raise UserError(f"{where}: found {message!r:.200}, expected a message like {EXAMPLE_ROW['prompt'][0]}")
         if isinstance(message["content"], list):
             raise UserError(f"{where}: a message's content is a list of parts ({_MULTIMODAL})")
-        if not isinstance(message["content"], str):
-            raise UserError(f"{where}: a message's content is {message['content']!r:.200}, expected text")
+        for name in ("role", "content"):
+            if not isinstance(message[name], str):
+                raise UserError(f"{where}: a message's {name} is {message[name]!r:.200}, expected text")
+            if not _is_unicode(message[name]):
+                raise UserError(f"{where}: a message's {name} is {message[name]!r:.200}, {_SURROGATE}")
 
 
-def _checked(
-    data: DataFile, columns: list[str], option: str, prompt_key: str, checked_rows: int, needs_ground_truth: bool
-) -> DataFile:
-    """The file, after a look at its columns and the reward columns of its first rows."""
+def _checked(data: DataFile, columns: list[str], option: str, prompt_key: str, needs_ground_truth: bool) -> DataFile:
+    """The file, after a look at its columns and at what its rows say of the reward."""
     if len(data) == 0:
         return data
     required = (prompt_key, "data_source", *["reward_model"] * needs_ground_truth)
@@ -96,26 +98,51 @@ def _checked(
             f"{option}: {data.path} has no column {missing[0]!r}; columns found: {', '.join(columns)}.{remedy} "
             f"A correct row:\n{json.dumps(EXAMPLE_ROW, indent=2)}"
         )
-    rows = data.rows(range(min(checked_rows, len(data))))
-    for index, row in enumerate(rows):
-        where = f"{option}: row {index} of {data.path}"
-        for name in _MEDIA_COLUMNS:
-            if row.get(name):
-                raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
-        if not isinstance(row.get("data_source"), str):
-            raise UserError(
-                f"{where}, column 'data_source': found {row.get('data_source')!r}, expected a name, as "
-                f"{EXAMPLE_ROW['data_source']!r}"
-            )
-        reward_model = row.get("reward_model")
-        if needs_ground_truth and not (isinstance(reward_model, dict) and "ground_truth" in reward_model):
-            raise UserError(
-                f"{where}, column 'reward_model': found {reward_model!r:.200}, expected a dict with "
-                f"'ground_truth', as {EXAMPLE_ROW['reward_model']}"
-            )
-        if row.get("extra_info") is not None and not isinstance(row["extra_info"], dict):
-            raise UserError(f"{where}, column 'extra_info': found {row['extra_info']!r:.200}, expected a dict")
+    twice = sorted(name for name in {*columns} if columns.count(name) > 1)
+    if twice:
+        raise UserError(f"{option}: {data.path} has several columns {twice[0]!r}; expected one of each name")
+    looked_at = [name for name in (*_MEDIA_COLUMNS, "data_source", "reward_model", "extra_info") if name in columns]
+    for start in range(0, len(data), _ROWS_AT_ONCE):
+        places = range(start, min(start + _ROWS_AT_ONCE, len(data)))
+        for index, row in zip(places, data.rows(places, looked_at), strict=True):
+            _check_row(row, f"{option}: row {index} of {data.path}", needs_ground_truth)
     return data
+
+
+def _check_row(row: dict[str, Any], where: str, needs_ground_truth: bool) -> None:
+    """Raises UserError for media, and for what the reward could not be found or called with."""
+    for name in _MEDIA_COLUMNS:
+        if row.get(name):
+            raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
+    source = row.get("data_source")
+    if not isinstance(source, str) or not source:
+        raise UserError(
+            f"{where}, column 'data_source': found {source!r:.200}, expected a name, as {EXAMPLE_ROW['data_source']!r}"
+        )
+    if not _is_unicode(source):
+        raise UserError(f"{where}, column 'data_source': found {source!r:.200}, {_SURROGATE}")
+    reward_model = row.get("reward_model")
+    if reward_model is not None and not isinstance(reward_model, dict):
+        raise UserError(
+            f"{where}, column 'reward_model': found {reward_model!r:.200}, expected a dict, as "
+            f"{EXAMPLE_ROW['reward_model']}"
+        )
+    if needs_ground_truth and "ground_truth" not in (reward_model or {}):
+        raise UserError(
+            f"{where}, column 'reward_model': found {reward_model!r:.200}, expected a dict with 'ground_truth', as "
+            f"{EXAMPLE_ROW['reward_model']}"
+        )
+    if row.get("extra_info") is not None and not isinstance(row["extra_info"], dict):
+        raise UserError(f"{where}, column 'extra_info': found {row['extra_info']!r:.200}, expected a dict")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has an encoding: half of a surrogate pair, which json can spell, has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _ParquetFile:
@@ -129,10 +156,11 @@ class _ParquetFile:
         return self._table.num_rows
 
     def column(self, name: str) -> list[Any]:
-        return self._table.column(name).to_pylist()
+        return self._table.column(name).to_pylist(maps_as_pydicts="lossy")
 
-    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        return self._table.take(pyarrow.array(indices, type=pyarrow.int64())).to_pylist()
+    def rows(self, indices: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        table = self._table if columns is None else self._table.select(list(columns))
+        return table.take(pyarrow.array(indices, type=pyarrow.int64())).to_pylist(maps_as_pydicts="lossy")
 
 
 class _JsonFile:
@@ -148,19 +176,32 @@ class _JsonFile:
     def column(self, name: str) -> list[Any]:
         return [row.get(name) for row in self._rows]
 
-    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, indices: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
         return [self._rows[index] for index in indices]
 
 
 def _read_parquet(file: Path, path: str, option: str) -> pyarrow.Table:
     try:
-        return pyarrow.parquet.read_table(file)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        with pyarrow.parquet.ParquetFile(file) as reader:
+            table = reader.read()
+        table.validate(full=True)  # texts that are not UTF-8 are found here, not when a row is asked for
+        return table
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{option}={path!r}: not a readable parquet file ({error})") from error
 
 
 def _read_json(file: Path, path: str, option: str) -> list[dict[str, Any]]:
-    text = file.read_text(encoding="utf-8")
+    try:
+        content = file.read_bytes()
+        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
+    except OSError as error:
+        raise UserError(f"{option}={path!r}: cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{option}={path!r}, line {line}: found the byte 0x{content[error.start]:02x}, which is not UTF-8 text "
+            f"({error.reason}); expected json in UTF-8, not compressed"
+        ) from error
     if text.lstrip().startswith("["):
         rows = _parse(text, f"{option}={path!r}")
     else:  # split, not splitlines, which would also split at U+2028 inside a string
@@ -175,5 +216,5 @@ def _read_json(file: Path, path: str, option: str) -> list[dict[str, Any]]:
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also of a number with too many digits
         raise UserError(f"{where}: not valid json ({error}); expected a row per line, or one list of rows") from error

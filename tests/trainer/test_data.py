@@ -149,6 +149,13 @@ def test_truncate_middle_with_an_odd_limit_keeps_more_of_the_end() -> None:
         (make_row("1", reward_model={"style": "rule"}), ["'reward_model'", "ground_truth"]),
         (make_row("1", data_source=None), ["'data_source'", "None"]),
         (make_row("1", extra_info="text"), ["'extra_info'", "expected a dict"]),
+        (make_row("1", data_source=""), ["'data_source'", "expected a name"]),
+        (make_row("1", reward_model="2"), ["'reward_model'", "expected a dict"]),
+        (
+            make_row("1", prompt=[{"role": None, "content": "1"}]),
+            ["row 0", "a message's role is None", "expected text"],
+        ),
+        (make_row("1", prompt=[{"role": 5, "content": "1"}]), ["row 0", "a message's role is 5", "expected text"]),
     ],
 )
 @pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
@@ -176,6 +183,103 @@ def test_wrong_files_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenize
         load("empty.jsonl", "")
     with pytest.raises(UserError, match="data.truncation='centre'"):
         make(["1"], truncation="centre")
+
+
+BROKEN_BYTES = {
+    "half a character": (b'{"a": 1}\n{"a": "\xff"}\n', "line 2: found the byte 0xff, which is not UTF-8"),
+    "gzip": (b"\x1f\x8b\x08\x00", "line 1: found the byte 0x8b.*not compressed"),
+    "utf-16": ('{"a": 1}'.encode("utf-16"), "line 1: found the byte 0xff, which is not UTF-8"),
+    "brackets": (b"[" * 100_000, "not valid json .*recursion"),
+    "digits": (b'{"a": ' + b"9" * 10_000 + b"}", "line 1: not valid json .*digits"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_BYTES)
+def test_files_that_are_not_json_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    content, message = BROKEN_BYTES[name]
+    (tmp_path / "d.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=f"data.train_files=.*d.jsonl.*{message}"):
+        PromptDataset(str(tmp_path / "d.jsonl"), tokenizer, DataConfig(), split="train")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "d.jsonl", [make_row("12")])
+    Path(path).write_bytes(b"\xef\xbb\xbf" + Path(path).read_bytes())
+    assert len(PromptDataset(path, tokenizer, DataConfig(), split="train")) == 1
+
+
+def test_parquet_text_that_is_not_utf8_is_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([make_row("1")]), path, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"verl_lite/sort", b"verl_lite/so\xff\xff"))
+    with pytest.raises(UserError, match="data.train_files=.*not a readable parquet file.*UTF8"):
+        PromptDataset(str(path), tokenizer, DataConfig(), split="train")
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_source": None}, "'data_source': found None"),
+        ({"reward_model": None}, "expected a dict with 'ground_truth'"),
+    ],
+)
+def test_a_wrong_row_is_found_wherever_it_stands(make: Callable, name: str, changes: dict, message: str) -> None:
+    rows = [make_row("1", index=number) for number in range(1500)]
+    rows[1234] |= changes
+    with pytest.raises(UserError, match=f"row 1234 of .*{message}"):
+        make(rows, name=name)
+
+
+def test_half_a_surrogate_pair_is_refused(make: Callable) -> None:
+    with pytest.raises(UserError, match=r"row 0 of .*a message's content is '\\ud800', .*surrogate"):
+        make([make_row("1", prompt=[{"role": "user", "content": "\ud800"}])], name="d.jsonl")
+    with pytest.raises(UserError, match=r"row 0 of .*'data_source'.*surrogate"):
+        make([make_row("1", data_source="a\udfff")], name="d.jsonl")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    table = pyarrow.Table.from_pylist([make_row("1")])
+    pyarrow.parquet.write_table(table.append_column("prompt", table.column("prompt")), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match="data.train_files: .*several columns 'prompt'"):
+        PromptDataset(str(tmp_path / "d.parquet"), tokenizer, DataConfig(), split="train")
+
+
+def test_columns_of_maps_are_read_as_dicts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    table = pyarrow.Table.from_pylist([make_row("1")])
+    maps = pyarrow.array([[("ground_truth", "7")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    place = table.schema.get_field_index("reward_model")
+    pyarrow.parquet.write_table(table.set_column(place, "reward_model", maps), tmp_path / "d.parquet")
+    data = PromptDataset(str(tmp_path / "d.parquet"), tokenizer, DataConfig(), split="train")
+    assert data[0].non_tensor_batch["reward_model"][0] == {"ground_truth": "7"}
+
+
+def test_a_prompt_without_tokens_is_refused(make: Callable, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token="<pad>",
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    path = write(tmp_path / "d.jsonl", [make_row("12"), make_row("")])
+    with pytest.raises(UserError, match="data.train_files: row 1 of .* without any token"):
+        PromptDataset(path, bare, DataConfig(), split="train")
+
+
+def test_a_template_that_refuses_a_prompt_is_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    strict = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token="<pad>",
+        chat_template="{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
+        "{% endif %}{{ m.content }}{% endfor %}",
+    )
+    rows = [make_row("1"), make_row("2", prompt=[{"role": "system", "content": "be kind"}])]
+    with pytest.raises(UserError, match="be kind.*no system role.*model.tokenizer_path"):
+        PromptDataset(write(tmp_path / "d.jsonl", rows), strict, DataConfig(), split="train")
+
+
+def test_template_arguments_that_are_the_trainers_are_refused(make: Callable) -> None:
+    with pytest.raises(UserError, match="data.apply_chat_template_kwargs.tokenize=True: .*leave it out"):
+        make(["1"], apply_chat_template_kwargs={"tokenize": True})
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
