@@ -78,6 +78,9 @@ def parse_command_line(argv: Iterable[str], schema: Schema) -> CommandLine:
 
 def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Iterator[Assignment]:
     """`key=value`, `+key=value`, `++key=value` or `~key` as assignments (several if the value is a mapping)."""
+    if not _is_unicode(argument):
+        problems.append(f"{argument!r} is not UTF-8 text; its \\udc.. stand for bytes that are no character")
+        return
     body = argument.lstrip("+~") if argument.strip() else ""
     operator = argument[: len(argument) - len(body)]
     name, equals, raw = _cut_at_equals(body)
@@ -108,6 +111,14 @@ def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Itera
         problems.append(f"{argument}: several values for one key are for sweeps; here give one value{quoted}")
     else:
         yield assignment
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _cut_at_equals(text: str) -> tuple[str, str, str]:
@@ -174,7 +185,7 @@ def _read_file(
     except FileNotFoundError:
         problems.append(f"--config: there is no file {path.absolute()}")
         return []
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         problems.append(f"--config: {path.absolute()} cannot be read: {error}")
         return []
     if not isinstance(content, dict):

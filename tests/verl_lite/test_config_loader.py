@@ -108,6 +108,7 @@ def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> Non
         ("--gpus", ["--gpus is not known", "--config FILE"]),
         ("data.shuffle", ["'data.shuffle' is not key=value"]),
         (" ", ["blank after a backslash"]),
+        ("trainer.project_name=\udcff", ["trainer.project_name=\\udcff", "not UTF-8 text"]),
         ("data..shuffle=1", ["data..shuffle", "single dots"]),
         ("model_engine@actor=megatron", ["config groups belong to hydra"]),
         ("~actor.optim.lrr", ["~actor.optim.lrr", "actor.optim.lr"]),
@@ -319,6 +320,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert f"trainer.sed=1 (file:{tmp_path / 'unknown.yaml'}): there is no such key; did you mean" in text
     assert "put it in quotes" in text
     assert "actor is a group of options" in text
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bytes.yaml").write_bytes(b"trainer: {project_name: \xff}\n")
+    (problem,) = problems("--config", str(tmp_path / "bytes.yaml"))
+    assert "bytes.yaml cannot be read" in problem and "0xff" in problem
 
 
 def test_switches_are_reported_as_action() -> None:
