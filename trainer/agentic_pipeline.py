@@ -185,6 +185,8 @@ class AgenticPipeline(RayPPOTrainer):
         metrics: dict[str, float] = {}
         for prefix, sampling in validation_sampling(self.config).items():
             batch = self.run_validation(sampling)
+            counts: EpisodeCounts = batch.meta_info["episodes"]
+            metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)
             episodes = episodes_of(batch, self.steps.global_step)
             write_episodes(self.config.trainer.validation_data_dir, episodes, self.steps.global_step)

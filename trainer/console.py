@@ -27,6 +27,7 @@ _WIDTH_OF_FILES = 120
 _COLUMNS = (
     ("reward", ("critic/score/mean",), "{:6.3f}"),
     ("acc", ("reward/acc/mean", "critic/acc/mean"), "{:5.3f}"),
+    ("success", ("env/success",), "{:5.3f}"),
     ("length", ("response_length/mean",), "{:6.1f}"),
     ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:8.1e}"),
     ("entropy", ("actor/entropy", "actor/entropy_loss"), "{:5.3f}"),
@@ -99,8 +100,9 @@ class Console:
                 parts.append(
                     f"{form.format(value)} {label}" if label in ("tok/s", "s") else f"{label} {form.format(value)}"
                 )
-        if metrics.get("reward/error_rate"):
-            parts.append(f"{metrics['reward/error_rate']:.1%} of rewards failed")
+        for name, things in (("reward/error_rate", "rewards"), ("env/error_rate", "episodes")):
+            if metrics.get(name):
+                parts.append(f"{metrics[name]:.1%} of {things} failed")
         left = self.seconds_left()
         if not self.is_terminal and left is not None:
             parts.append(f"{format_seconds(left)} left")

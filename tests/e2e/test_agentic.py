@@ -1,0 +1,193 @@
+"""Agents in environments by the main command: exact resume, Ctrl-C, replay, an exhausted dataset, all backends.
+
+Runs and comparisons are those of `test_exact_resume`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_exact_resume import ACTOR, CRITIC, Runs, differences, driver_state, history, models_of
+from tests.tiny_model import tiny_qwen2
+from trainer.capsule import read_capsule
+from trainer.checkpoint import MARKER
+from trainer.replay import main as replay
+from trainer.tracking import read_metrics
+
+pytestmark = pytest.mark.slow
+
+GUESS = {
+    "env_type": "guess_number",
+    "max_steps": 3,
+    "max_tokens_per_step": 4,
+    "agent_template": "{observation}",
+    "env_config": {"low": 1, "high": 4, "answer_pattern": r"(\d)", "env_instruction": "1-4? "},
+}
+COMMON = [
+    "trainer.backend=inline", "trainer.device=cpu", "rollout.name=hf", "data.max_prompt_length=48",
+    "data.max_response_length=96", "actor.optim.lr=1e-3", "trainer.save_freq=1", "actor.ppo_mini_batch_size=4",
+    "trainer.logger=[jsonl]", "trainer.test_freq=0", "trainer.val_before_train=false",
+    "agentic.train_env_manager.tags=[guess]", "agentic.train_env_manager.num_env_groups=2",
+    "agentic.train_env_manager.group_size=4", "agentic.rollout_batch_size=8", "agentic.env_pool.num_workers=0",
+]  # fmt: skip
+STEPS = ["agentic.custom_envs.guess.env_manager_cls=step", "algorithm.adv_estimator=gigpo"]
+AHEAD = [
+    "agentic.async_generation_ratio=1",
+    "algorithm.rollout_correction.rollout_is=token",
+    "agentic.val_env_manager.tags=[guess]",
+    "agentic.val_env_manager.num_env_groups=2",
+    "agentic.val_batch_size=2",
+]
+GAE = ["algorithm.adv_estimator=gae", "algorithm.lam=0.9", "critic.optim.lr=1e-3", "actor.ppo_epochs=2"]
+KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50"]
+
+
+class Riddles:
+    """A dataset of as many riddles as `rows` says: seeds from 0 on are its rows, later ones have none."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.served = rows, 0
+
+    def reset(self, seed: int) -> tuple[str | None, dict[str, Any]]:
+        self.served += 1
+        return ("What is it?", {}) if self.served <= self.rows else (None, {})
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "No.", float(len(action) % 3), True, False, {}
+
+
+class Episodes(Runs):
+    """Starts runs of episodes in one folder."""
+
+    def __init__(self, folder: Path, *options: str, env: dict[str, Any] = GUESS) -> None:
+        super().__init__(folder, rows=1, batch=1, options=[])
+        config = folder / "envs.yaml"
+        config.write_text(json.dumps({"agentic": {"custom_envs": {"guess": env}}}))
+        model = f"model.path={tiny_qwen2(folder / 'model')}"
+        self.options = ["--config", str(config), *COMMON, model, *options]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        pytest.param([], ACTOR, id="trajectories"),
+        pytest.param(STEPS, ACTOR, id="steps as rows, gigpo"),
+        pytest.param([*AHEAD, "trainer.test_freq=2"], ACTOR, id="a step ahead, validated on the way"),
+        pytest.param([*GAE, *KL], CRITIC, id="critic, KL in the reward"),
+    ],
+)
+def test_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], tmp_path: Path) -> None:
+    runs = Episodes(tmp_path, *options, "trainer.total_training_steps=4")
+    whole = runs.finish("whole")
+    killed = runs.kill_after(2, "killed")
+    runs.finish("killed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={killed}/global_step_2")
+    ends = [folder / "global_step_4" for folder in (whole, killed)]
+    models = [models_of(end, parts) for end in ends]
+    assert len(models[0]) > 20 and differences(*models) == []
+    states = [driver_state(end) for end in ends]
+    for state in states:
+        forget_times(state)
+    assert differences(*states) == []
+    histories = [steps_of(folder) for folder in (whole, killed)]
+    assert differences(*histories) == [] and len(histories[0]) == 4
+    assert differences(models_of(whole / "global_step_1", parts), models[0]), "training changes nothing"
+    written = read_metrics(whole / "metrics.jsonl")
+    assert all("rollout/score/mean" in metrics and "env/guess/success" in metrics for metrics in written.values())
+
+
+VOLATILE = ("time/", "engine_sequences", "busy_frac", "system/tps", "processes_replaced")
+
+
+def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """The history without what depends on the clock."""
+    return {
+        step: {name: x for name, x in row.items() if not any(part in name for part in VOLATILE)}
+        for step, row in history(run_dir).items()
+    }
+
+
+def forget_times(state: dict[str, Any]) -> None:
+    """Batches that wait in a checkpoint carry metrics of their making."""
+    for batch in state["steps"]["scheduler"]["ready"].values():
+        batch.meta_info.pop("metrics")
+
+
+def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(tmp_path: Path) -> None:
+    runs = Episodes(tmp_path, *AHEAD[:2], "trainer.total_training_steps=5", "trainer.save_freq=-1")
+    whole = runs.finish("whole")
+    process, stopped, log = runs.start("stopped")
+    while not (stopped / "metrics.jsonl").exists():
+        assert process.is_alive(), log.read_text()[-4000:]
+        time.sleep(0.002)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(120)
+    assert process.exitcode == 130, log.read_text()[-4000:]
+    assert 1 <= int((stopped / MARKER).read_text()) < 5
+    runs.finish("stopped", "trainer.resume_mode=auto")
+    assert differences(*(models_of(folder / "global_step_5", ACTOR) for folder in (whole, stopped))) == []
+    assert differences(steps_of(whole), steps_of(stopped)) == []
+
+
+def test_a_dataset_that_ends_ends_the_run(tmp_path: Path) -> None:
+    riddles = {"env_type": f"{__name__}:Riddles", "max_tokens_per_step": 4, "env_config": {"rows": 2}}
+    options = ["agentic.rollout_batch_size=8", "trainer.total_training_steps=9", "trainer.save_freq=-1"]
+    runs = Episodes(tmp_path, *options, env=riddles)
+    run_dir = runs.finish("run")
+    steps = read_metrics(run_dir / "metrics.jsonl")
+    assert list(steps) == [1, 2], "each of 8 environments serves 2 riddles"
+    assert (run_dir / "global_step_2").is_dir() and (run_dir / "curve.png").exists()
+
+
+LOSS = """
+from verl_lite.core_algos import compute_policy_loss_vanilla
+STEP = [0]
+def loss(*args, **kwargs):
+    STEP[0] += 1
+    if STEP[0] > 1:
+        raise ArithmeticError("the loss of step 2 is broken")
+    return compute_policy_loss_vanilla(*args, **kwargs)
+"""
+
+
+def test_a_step_that_fails_is_run_again_from_its_capsule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong_loss.py").write_text(LOSS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["actor.policy_loss.loss_mode=wrong_loss:loss", "actor.ppo_mini_batch_size=-1"]
+    runs = Episodes(tmp_path, *options, "trainer.total_training_steps=3", "actor.ppo_max_token_len_per_gpu=8192")
+    process, run_dir, log = runs.start("run")
+    process.join(120)
+    assert process.exitcode == 1 and "python -m trainer.replay" in log.read_text(), log.read_text()[-3000:]
+    folder = run_dir / "crash" / "step_2"
+    capsule = read_capsule(folder)
+    assert capsule.phase == "update_actor" and capsule.batch is not None and "env_metrics" in capsule.batch
+    import wrong_loss  # type: ignore[import-not-found]
+
+    wrong_loss.STEP[0] = 1
+    with pytest.raises(ArithmeticError, match="step 2"):
+        replay([str(folder)])
+    assert "answers from the capsule" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_with_ray_the_same_episodes_run_in_processes(engine: str, tmp_path: Path) -> None:
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    options = ["trainer.backend=ray", f"rollout.name={engine}", "trainer.n_gpus_per_node=1", "trainer.save_freq=0",
+               "trainer.total_training_steps=2", "agentic.env_pool.num_workers=1",
+               "ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.object_store_memory_mb=80"]  # fmt: skip
+    runs = Episodes(tmp_path, *options)
+    steps = read_metrics(runs.finish("run") / "metrics.jsonl")
+    assert len(steps) == 2 and all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps.values())
+    assert torch.isfinite(torch.tensor([step["actor/pg_loss"] for step in steps.values()])).all()
