@@ -32,6 +32,7 @@ import torch
 
 from verl_lite.advantages import outcome_scores
 from verl_lite.agentic_algos import at_last_token
+from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import FixedKLController, RunningMoments, apply_kl_penalty, get_adv_estimator_fn
 from verl_lite.masked import whiten_or_keep
 from verl_lite.protocol import DataProto
@@ -58,7 +59,7 @@ OPTIONAL_ARGUMENTS = frozenset({"rollout_is_weights"})
 
 @torch.no_grad()
 def reward_postprocess(
-    data: DataProto, pipeline_config: Any, running_ctrl: Controllers | None = None
+    data: DataProto, pipeline_config: AlgorithmConfig | Any, running_ctrl: Controllers | None = None
 ) -> tuple[DataProto, Numbers]:
     """Normalises and clips the reward of each answer.
 
@@ -76,7 +77,7 @@ def reward_postprocess(
     Raises ValueError for an unknown type, or a column or controller that is missing.
     """
     stage = "reward_postprocess"
-    scores, valid = _response_scores(data, stage)
+    scores, valid = response_scores(data, stage)
     mean_type = getattr(pipeline_config, "norm_mean_type", None)
     std_type = getattr(pipeline_config, "norm_std_type", None)
     groups, domains, running = None, None, None
@@ -232,7 +233,7 @@ def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:
     return mask[:, 1:] if mask.shape[-1] == width + 1 else mask
 
 
-def _response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
+def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The reward of each answer (B,), and which rows count (B,)."""
     check(data, ["response_mask"], stage)
     mask = _response_mask(data)

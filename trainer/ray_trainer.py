@@ -15,7 +15,8 @@ import numpy as np
 from codetiming import Timer
 from transformers import PreTrainedTokenizerBase
 
-from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
+from trainer.advantage import compute_advantage, compute_token_reward
+from trainer.agentic_advantage import shape_scores, token_estimator
 from trainer.baselines import take_greedy_baselines
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data import PromptDataset
@@ -199,14 +200,14 @@ class RayPPOTrainer:
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds token_level_rewards (the scores as the options shape them), advantages and returns."""
         algorithm = self.config.algorithm
-        batch, score_metrics = reward_postprocess(batch, algorithm, self.running_moments)
+        batch, score_metrics = shape_scores(batch, self.config, self.running_moments)
         batch, reward_metrics = compute_token_reward(batch, algorithm, self.kl_ctrl)
         batch = self.correct_rollout(batch)
         batch = compute_advantage(
             batch,
             algorithm.gamma,
             algorithm.lam,
-            algorithm.adv_estimator,
+            token_estimator(self.config),
             advantage_clip=algorithm.advantage_clip,
             whiten_advantages=algorithm.whiten_advantages,
             whiten_rewards=algorithm.whiten_rewards,

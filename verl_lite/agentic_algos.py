@@ -11,17 +11,8 @@ from typing import Any
 import torch
 
 from verl_lite.advantages import Index, Pair, option, outcome_scores
-from verl_lite.masked import (
-    at_least_fp32,
-    backward_scan,
-    check_rows,
-    check_shapes,
-    discounted_returns,
-    group_ids,
-    group_sum,
-    label_list,
-)
-from verl_lite.reward_norm import normalise_scores
+from verl_lite.agentic_rewards import Normalization, compute_gigpo_rewards, compute_step_rewards
+from verl_lite.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns
 
 
 def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, lambd: float = 1.0) -> Pair:
@@ -86,43 +77,6 @@ def compute_agentic_reinforce_advantage(
 
 
 @torch.no_grad()
-def compute_discounted_returns(
-    scores: torch.Tensor, traj_id: Index, step: Index, gamma: float, valid: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return of each step of its episode: G = score + gamma G of the episode's next step, (B,) -> (B,), any row order.
-
-    traj_id: (B,) the episode of each row, step: (B,) numbers whose order is that of the steps; valid: (B,) bool, rows
-    that are steps, null = all: others get 0 and take no time.
-    """
-    check_rows("compute_discounted_returns", len(scores), traj_id=traj_id, step=step)
-    scores = at_least_fp32(scores)
-    if valid is not None:
-        kept = valid.nonzero().squeeze(-1)
-        columns = (label_list(traj_id), label_list(step))
-        trajectories, steps = ([column[row] for row in kept.tolist()] for column in columns)
-        part = compute_discounted_returns(scores[kept], trajectories, steps, gamma)
-        return torch.zeros_like(scores).index_copy(0, kept, part)
-    episodes, number = group_ids(traj_id, scores.device)
-    numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
-    by_step = torch.argsort(numbers, stable=True)
-    order = by_step[torch.argsort(episodes[by_step], stable=True)]
-    sizes = torch.bincount(episodes, minlength=number)
-    places = torch.arange(len(scores), device=scores.device) - (sizes.cumsum(0) - sizes)[episodes[order]]
-    table = torch.zeros(number, int(sizes.max()) if number else 0, dtype=scores.dtype, device=scores.device)
-    table[episodes[order], places] = scores[order]
-    returns = backward_scan(table.new_tensor(gamma), table)
-    return torch.zeros_like(scores).index_copy(0, order, returns[episodes[order], places])
-
-
-def build_state_groups(traj_group_id: Index, state_hash: Index) -> list[tuple[Any, Any]]:
-    """Label of each row's group of equal states within one task: (traj_group_id, state_hash).
-
-    ROLL's label is the hash alone, which puts equal states of different tasks into one group; here they stay apart.
-    """
-    return list(zip(label_list(traj_group_id), label_list(state_hash), strict=True))
-
-
-@torch.no_grad()
 def compute_step_reinforce_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -146,8 +100,9 @@ def compute_step_reinforce_advantage(
     check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step)
     valid = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
-    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
-    rewards = normalise_scores(returns, valid, norm_mean_type, norm_std_type, groups=index)
+    how = Normalization(norm_mean_type, norm_std_type)
+    labels: tuple[Any, Any] = (traj_id, step)
+    rewards = compute_step_rewards(scores, valid, *labels, step_reward_gamma=step_reward_gamma, how=how, groups=index)
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 
@@ -179,14 +134,18 @@ def compute_gigpo_advantage(
     check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
     valid = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
-    trajectories, number = group_ids(traj_id, scores.device)  # type: ignore[arg-type]
-    episodes = group_sum(scores, trajectories, number)[trajectories]
-    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)  # type: ignore[arg-type]
-    states = build_state_groups(index, state_hash)  # type: ignore[arg-type]
-    types = (valid, norm_mean_type, norm_std_type)
-    by_episode = normalise_scores(episodes, *types, groups=index)
-    by_step = normalise_scores(returns, *types, groups=states)
-    rewards = episode_reward_weight * by_episode + step_reward_weight * by_step
+    how = Normalization(norm_mean_type, norm_std_type)
+    labels: tuple[Any, ...] = (index, traj_id, step, state_hash)
+    rewards = compute_gigpo_rewards(
+        scores,
+        valid,
+        *labels,
+        step_reward_gamma=step_reward_gamma,
+        episode_reward_weight=episode_reward_weight,
+        step_reward_weight=step_reward_weight,
+        episode_norm=how,
+        step_norm=how,
+    ).rewards
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 

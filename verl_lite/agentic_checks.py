@@ -10,6 +10,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping
 
 from verl_lite.agentic_config import EnvManagerConfig, is_agentic
+from verl_lite.agentic_rewards import ADJUST_MODES, GROUPINGS, METHODS
 from verl_lite.config import PPOConfig
 from verl_lite.config_checks import value_of
 from verl_lite.config_keys import KEYS, unknown_value
@@ -84,8 +85,9 @@ ALL_OR_AT_LEAST_ONE = (
 )
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "agentic.batch_adjust_mode": ("copy", "delete", "auto", "random_sample"),
-    "agentic.reward_normalization.method": ("identity", "mean", "mean_std", "asym_clip"),
+    "agentic.batch_adjust_mode": ADJUST_MODES,
+    "agentic.reward_normalization.grouping": (None, *GROUPINGS),
+    "agentic.reward_normalization.method": (None, *METHODS),
     "agentic.reward_normalization.norm_mean_type": (None, "batch", "group"),
     "agentic.reward_normalization.norm_std_type": (None, "batch", "group"),
 }

@@ -45,8 +45,14 @@ class EnvPoolConfig:
 
 @dataclass
 class RewardNormalizationConfig:
-    grouping: str = opt("batch", "rows normalised together: batch | traj_group_id | tags | state_group_id")
-    method: str = opt("identity", "older name for the two below: identity | mean | mean_std | asym_clip")
+    grouping: str | None = opt(
+        None, "rows normalised together: batch | traj_group_id | tags | state_group_id; null = batch, gigpo: its task"
+    )
+    method: str | None = opt(
+        None,
+        "older name for the two below: identity | mean | mean_std | asym_clip (also clips to -1 .. 3); "
+        "null = identity, gigpo: mean_std, if the two below are null",
+    )
     norm_mean_type: str | None = opt(None, "mean subtracted: null | batch | group")
     norm_std_type: str | None = opt(None, "standard deviation that is divided by: null | batch | group")
 

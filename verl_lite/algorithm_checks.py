@@ -26,12 +26,15 @@ MEAN_FREE_ESTIMATORS = GROUP_ESTIMATORS | {"reinforce_plus_plus_baseline"}
 """Those whose result a number added to all scores of a prompt does not change."""
 WHITENING_ESTIMATORS = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"})
 """Those whose advantages are whitened over the batch by themselves."""
-_EPISODES = "the step columns of episodes (traj_id, step, state_hash), which single-turn answers do not have"
-NOT_PROVIDED = {
+_EPISODES = (
+    "the step columns of episodes (traj_id, step, state_hash), which single-turn answers do not have: it trains agents "
+    "(agentic.train_env_manager.tags names their environments)"
+)
+OF_AGENTS = {
     "step_reinforce": _EPISODES,
     "gigpo": _EPISODES,
 }
-"""What estimators need that no part of the trainer provides: they can be called, but not trained with."""
+"""What estimators need that only agents in environments provide."""
 LOSS_OF_OPTION = {
     "clip_cov_ratio": "clip_cov",
     "clip_cov_lb": "clip_cov",
@@ -123,9 +126,9 @@ def estimator(config: PPOConfig) -> Problems:
     chosen, warmup = config.algorithm.adv_estimator, config.trainer.critic_warmup
     if ":" not in chosen and chosen not in ADV_ESTIMATOR_REGISTRY:
         yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
-    if chosen in NOT_PROVIDED and not is_agentic(config):
-        usable = ", ".join(sorted(set(ADV_ESTIMATOR_REGISTRY) - set(NOT_PROVIDED)))
-        yield f"algorithm.adv_estimator={chosen} needs {NOT_PROVIDED[chosen]}; use one of {usable}"
+    if chosen in OF_AGENTS and not is_agentic(config):
+        usable = ", ".join(sorted(set(ADV_ESTIMATOR_REGISTRY) - set(OF_AGENTS)))
+        yield f"algorithm.adv_estimator={chosen} needs {OF_AGENTS[chosen]}; use one of {usable}"
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     if chosen == "gdpo" and not keys:
         yield (

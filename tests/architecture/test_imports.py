@@ -26,6 +26,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "verl_lite/core_algos.py": ("verl_lite.protocol", "verl_lite.config", "transformers", "tensordict", "omegaconf"),
     "verl_lite/advantages.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
     "verl_lite/agentic_algos.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/agentic_rewards.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
     "verl_lite/policy_losses.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
     "verl_lite/covariance_losses.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
     "verl_lite/masked.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),

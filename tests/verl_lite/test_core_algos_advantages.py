@@ -15,7 +15,7 @@ import torch
 
 from tests.verl_lite.naive_estimators import NAIVE_ESTIMATORS, naive_estimate
 from verl_lite import core_algos
-from verl_lite.agentic_algos import compute_discounted_returns
+from verl_lite.agentic_rewards import compute_discounted_returns
 from verl_lite.contracts import ROWS, WIDTH, estimator_batch
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
