@@ -47,12 +47,8 @@ class AgentRolloutWorker(ActorRolloutWorker):
         super().init_model()
         agentic, data = self.config.agentic, self.config.data
         templates = env_templates(agentic.custom_envs)
-        log_dir = None if self.log_dir is None else Path(self.log_dir) / f"environments-{self.rank}"
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        self.pool = EnvPool(
-            agentic.env_pool, templates, modules=self.modules, log_dir=None if log_dir is None else str(log_dir)
-        )
+        log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"environments-{self.rank}")
+        self.pool = EnvPool(agentic.env_pool, templates, modules=self.modules, log_dir=log_dir)
         self.pool.start()
         engine, pool = EngineMeter(self.rollout), PoolMeter(self.pool)
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
