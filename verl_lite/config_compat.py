@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_lite.config_compat_roll import ROLL_RULES
 from verl_lite.config_rules import Means, NoEffect, Only, Renamed, Rule, Verdict, apply_rule
 
 PREFIX = "actor_rollout_ref"
@@ -397,6 +398,7 @@ RULES: dict[str, Rule] = {
     **_ALGORITHM,
     **_REWARD,
     **_TRAINER,
+    **ROLL_RULES,
 }
 
 VALUES: dict[str, dict[Any, Any]] = {

@@ -84,6 +84,4 @@ def apply_rule(rule: Rule, name: str, rest: str, value: Any) -> Verdict:
         # verl's own default, or a reference to a key that is judged by itself.
         return Verdict(note=f"{shown} has no effect here: {rule.why}" if rule.why and value is not None else None)
     expected = " or ".join(str(h).lower() if isinstance(h, bool) else str(h) for h in (*rule.harmless, "null"))
-    return Verdict(
-        refusal=f"{shown} is an option of verl that would change the run: {rule.otherwise}. Accepted: {expected}"
-    )
+    return Verdict(refusal=f"{shown} is an option that would change the run: {rule.otherwise}. Accepted: {expected}")
