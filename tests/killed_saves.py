@@ -1,4 +1,4 @@
-"""`python -m tests.killed_saves --kills 24`: kill -9 within the saves of a real run, and what is left of them.
+"""`python -m tests.killed_saves --kills 25`: kill -9 within the saves of a real run, and what is left of them.
 
 A tiny model is trained inline, with a checkpoint after each step and two of them kept. The run is killed with SIGKILL
 at instants spread over its saves (the files of the models, data.pt, the rename, the marker, the pruning), started again
@@ -24,7 +24,8 @@ from pathlib import Path
 from tests.e2e.test_exact_resume import ACTOR, Runs, differences, driver_state, models_of
 from trainer.checkpoint import MARKER, find_checkpoint, saved_steps
 
-AIMS = ("anywhere", "anywhere", "anywhere", "rename", "prune")
+AIMS = ("anywhere", "sync", "rename", "prune", "anywhere")  # in turn
+KEPT = 2
 FIRST_GUESS_S = 0.2
 PATIENCE_S = 300.0
 BETWEEN = "between two saves"
@@ -33,8 +34,8 @@ NAME = re.compile(r"(\.?)global_step_(\d+)\.?(draft|old|gone|)$")
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill. aim: an instant drawn from the whole save, or right at its rename or its pruning. share: of the save's
-    duration, for the first. saves_before: of this process, left alone."""
+    """One kill. aim: an instant drawn from the whole save, or right when its last file appears (sync), at its rename
+    or at its pruning. share: of the save's duration, for the first. saves_before: of this process, left alone."""
 
     aim: str
     share: float
@@ -65,6 +66,18 @@ class Listing:
     def newest(self) -> int:
         return max(self.saved, default=0)
 
+    def has(self, what: str, step: int) -> bool:
+        """Whether the save of a step, or its deletion, has come so far, or farther."""
+        is_saved = self.newest >= step
+        match what:
+            case "draft":
+                return is_saved or step in self.drafts
+            case "state":
+                return is_saved or (step in self.drafts and self.has_driver_state)
+            case "gone":
+                return step in self.gone or step not in self.saved
+        return is_saved
+
     def phase(self) -> str:
         """Of the save that was under way."""
         if self.drafts:
@@ -80,7 +93,7 @@ class KilledRun:
     def __init__(self, folder: Path, kills: int, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.folder = folder
-        self.kills = [Kill(rng.choice(AIMS), rng.random(), rng.choice((0, 0, 1, 2))) for _ in range(kills)]
+        self.kills = [Kill(AIMS[i % len(AIMS)], rng.uniform(0.0, 0.9), rng.choice((0, 0, 1, 2))) for i in range(kills)]
         total = sum(kill.saves_before + 1 for kill in self.kills) + 3
         self.runs = Runs(folder, 12, 4, [f"trainer.total_training_steps={total}"])
         self.total, self.duration_s = total, FIRST_GUESS_S
@@ -88,7 +101,7 @@ class KilledRun:
 
     def survive(self, name: str, kills: list[Kill], *options: str) -> Counter[str]:
         """Kills a run of that name again and again; gives how often each phase of a save was hit."""
-        options = (*options, "trainer.max_actor_ckpt_to_keep=2", "trainer.resume_mode=auto")
+        options = (*options, f"trainer.max_actor_ckpt_to_keep={KEPT}", "trainer.resume_mode=auto")
         hit: Counter[str] = Counter()
         for kill in kills:
             left = self._kill(name, kill, options)
@@ -104,13 +117,10 @@ class KilledRun:
         process, run_dir, log = self.runs.start(name, *options)
         deadline = time.monotonic() + PATIENCE_S
 
-        def wait_for(what: str, step: int) -> Listing:
-            while True:
-                now = Listing.of(run_dir)
-                if step in {"draft": now.drafts, "saved": now.saved, "gone": now.gone}[what] or now.newest > step:
-                    return now
+        def wait_for(what: str, step: int) -> None:
+            while not Listing.of(run_dir).has(what, step):
                 assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0.0002)
+                time.sleep(0 if what == "gone" else 0.0002)  # a small folder is gone soon
 
         first = Listing.of(run_dir).newest + 1
         for step in range(first, first + kill.saves_before):
@@ -120,12 +130,13 @@ class KilledRun:
             self.duration_s = time.monotonic() - began
         step = first + kill.saves_before
         wait_for("draft", step)
+        oldest = min(Listing.of(run_dir).saved, default=step)
         if kill.aim == "anywhere":
             time.sleep(kill.share * self.duration_s)
+        elif kill.aim == "prune" and step - oldest >= KEPT:
+            wait_for("gone", oldest)
         else:
-            wait_for("saved", step)
-        if kill.aim == "prune" and len(Listing.of(run_dir).saved) > 2:
-            wait_for("gone", min(Listing.of(run_dir).saved))
+            wait_for("state" if kill.aim == "sync" else "saved", step)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -156,7 +167,7 @@ def comparable(checkpoint: Path) -> object:
 def main(argv: list[str] | None = None) -> int:
     """The command; prints the kills by phase."""
     parser = argparse.ArgumentParser(prog="python -m tests.killed_saves", description=__doc__)
-    parser.add_argument("--kills", type=int, default=24)
+    parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="killed-saves-") as folder:
