@@ -174,6 +174,15 @@ def _run(config: PPOConfig) -> Problems:
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: each device has an engine and "
             "environments of its own where agents act, so 1 is expected"
         )
+    frequency = config.agentic.model_update_frequency
+    for name in ("test_freq", "save_freq"):
+        every = getattr(trainer, name)
+        if frequency > 1 and every > 0 and every % frequency:
+            yield (
+                f"trainer.{name}={every} with agentic.model_update_frequency={frequency}: a validation gives the engine "
+                "the newest weights, and so does a resumed run, which would change the training between two updates: "
+                f"set trainer.{name} to a multiple of {frequency}, or to -1 (at the end)"
+            )
     if ratio > 0 and rollout.free_cache_engine and not _on_cpu(config):
         yield (
             f"agentic.async_generation_ratio={ratio} with rollout.free_cache_engine=true: the engine would sleep while "

@@ -107,6 +107,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reward_model.enable": True}, r"reward_model\.enable=True: without effect"),
     ({"rollout.val_kwargs.n": 4}, r"val_kwargs\.n=4 has no effect.*val_env_manager\.group_size"),
     (
+        {"agentic.model_update_frequency": 3, "trainer.test_freq": 6, "trainer.save_freq": 4},
+        r"trainer\.save_freq=4 with agentic\.model_update_frequency=3: .*a multiple of 3",
+    ),
+    (
         {"agentic.async_generation_ratio": 1, "trainer.device": "cuda"},
         r"async_generation_ratio=1 with rollout\.free_cache_engine=true.*free_cache_engine=false",
     ),
