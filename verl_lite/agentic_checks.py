@@ -179,9 +179,9 @@ def _run(config: PPOConfig) -> Problems:
         every = getattr(trainer, name)
         if frequency > 1 and every > 0 and every % frequency:
             yield (
-                f"trainer.{name}={every} with agentic.model_update_frequency={frequency}: a validation gives the engine "
-                "the newest weights, and so does a resumed run, which would change the training between two updates: "
-                f"set trainer.{name} to a multiple of {frequency}, or to -1 (at the end)"
+                f"trainer.{name}={every} with agentic.model_update_frequency={frequency}: a validation gives the "
+                "engine the newest weights, and so does a resumed run, which would change the training between two "
+                f"updates: set trainer.{name} to a multiple of {frequency}, or to -1 (at the end)"
             )
     if ratio > 0 and rollout.free_cache_engine and not _on_cpu(config):
         yield (
