@@ -41,7 +41,6 @@ COMMON = [
 STEPS = ["agentic.custom_envs.guess.env_manager_cls=step", "algorithm.adv_estimator=gigpo"]
 AHEAD = [
     "agentic.async_generation_ratio=1",
-    "algorithm.rollout_correction.rollout_is=token",
     "agentic.val_env_manager.tags=[guess]",
     "agentic.val_env_manager.num_env_groups=2",
     "agentic.val_batch_size=2",
@@ -93,11 +92,8 @@ def test_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], 
     models = [models_of(end, parts) for end in ends]
     assert len(models[0]) > 20 and differences(*models) == []
     states = [driver_state(end) for end in ends]
-    for state in states:
-        forget_times(state)
     assert differences(*states) == []
-    histories = [steps_of(folder) for folder in (whole, killed)]
-    assert differences(*histories) == [] and len(histories[0]) == 4
+    assert_same_history(whole, killed)
     assert differences(models_of(whole / "global_step_1", parts), models[0]), "training changes nothing"
     written = read_metrics(whole / "metrics.jsonl")
     assert all("rollout/score/mean" in metrics and "env/guess/success" in metrics for metrics in written.values())
@@ -106,22 +102,21 @@ def test_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], 
 VOLATILE = ("time/", "engine_sequences", "busy_frac", "system/tps", "processes_replaced")
 
 
-def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The history without what depends on the clock."""
-    return {
-        step: {name: x for name, x in row.items() if not any(part in name for part in VOLATILE)}
-        for step, row in history(run_dir).items()
-    }
-
-
-def forget_times(state: dict[str, Any]) -> None:
-    """Batches that wait in a checkpoint carry metrics of their making."""
-    for batch in state["steps"]["scheduler"]["ready"].values():
-        batch.meta_info.pop("metrics")
+def assert_same_history(left: Path, right: Path) -> None:
+    """Equal but for what depends on the clock. Which sequences are decoded together depends on when environments
+    answer, and with it the last bits of the engine's log-probs: so numbers that are made of them are only close."""
+    histories = [history(left), history(right)]
+    assert list(histories[0]) == list(histories[1]) and len(histories[0]) > 1
+    for step in histories[0]:
+        rows = [
+            {name: x for name, x in steps[step].items() if not any(part in name for part in VOLATILE)}
+            for steps in histories
+        ]
+        assert rows[0] == pytest.approx(rows[1], rel=1e-5, abs=1e-5)
 
 
 def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(tmp_path: Path) -> None:
-    runs = Episodes(tmp_path, *AHEAD[:2], "trainer.total_training_steps=5", "trainer.save_freq=-1")
+    runs = Episodes(tmp_path, *AHEAD[:1], "trainer.total_training_steps=5", "trainer.save_freq=-1")
     whole = runs.finish("whole")
     process, stopped, log = runs.start("stopped")
     while not (stopped / "metrics.jsonl").exists():
@@ -134,7 +129,7 @@ def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(tmp_path: Path) -> 
     assert 1 <= int((stopped / MARKER).read_text()) < 5
     runs.finish("stopped", "trainer.resume_mode=auto")
     assert differences(*(models_of(folder / "global_step_5", ACTOR) for folder in (whole, stopped))) == []
-    assert differences(steps_of(whole), steps_of(stopped)) == []
+    assert_same_history(whole, stopped)
 
 
 def test_a_dataset_that_ends_ends_the_run(tmp_path: Path) -> None:
