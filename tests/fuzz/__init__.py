@@ -1,0 +1,1 @@
+"""`python -m tests.fuzz --configs 500 --datasets 200`: wrong input runs, or stops with our error."""

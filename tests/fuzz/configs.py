@@ -1,0 +1,296 @@
+"""Random command lines and overlay files, drawn from the schema: values that fit, borders, wrong types, wrong keys, in
+verl's spelling or ours, several at a time.
+
+Half of what is drawn is meant to fit, so that many cases reach the training step; what a key costs in time is capped,
+since a long run is no defect.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.cases import Case, Part
+from verl_lite import config_compat
+from verl_lite.config import PPOConfig
+from verl_lite.config_checks import CHOICES, TRACKERS
+from verl_lite.config_keys import Key, schema_of
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
+from verl_lite.pf_ppo import REWEIGHT_METHODS
+from verl_lite.reward_norm import NORM_TYPES
+
+SCHEMA = schema_of(PPOConfig)
+KEYS = list(SCHEMA.keys.values())
+PREFIXED = ("actor", "ref", "rollout", "model")
+"""Sections that stand below `actor_rollout_ref` in verl."""
+
+NAMES: dict[str, list[str]] = {
+    **{name: list(choices) for name, choices in CHOICES.items()},
+    "algorithm.adv_estimator": list(ADV_ESTIMATOR_REGISTRY),
+    "algorithm.kl_penalty": list(KL_ALIASES),
+    "algorithm.norm_mean_type": list(NORM_TYPES),
+    "algorithm.norm_std_type": list(NORM_TYPES),
+    "algorithm.pf_ppo.reweight_method": list(REWEIGHT_METHODS),
+    "algorithm.rollout_correction.rollout_is": ["token", "sequence", "segment", "geometric"],
+    "algorithm.rollout_correction.rollout_is_threshold": ["2.0", "0.5_2.0", "2_1", "a_b", "_", "-1", "nan"],
+    "algorithm.rollout_correction.rollout_rs": ["token_k1", "seq_sum_k1", "seq_max_k2,token_ratio", "token_k9"],
+    "algorithm.rollout_correction.rollout_rs_threshold": ["0.5_2.0", "3", "0.5_2,1_2", "x", "2_0.5"],
+    "actor.kl_loss_type": [*KL_ALIASES, "k1+", "low_var_kl+"],
+    "actor.loss_agg_mode": list(LOSS_AGG_MODES),
+    "actor.policy_loss.loss_mode": list(POLICY_LOSS_REGISTRY),
+    "critic.loss_agg_mode": list(LOSS_AGG_MODES),
+    "rollout.name": ["hf", "hf", "hf", "auto", "vllm", "sglang"],
+    "trainer.logger": [*TRACKERS, "mlflow"],
+    "trainer.backend": ["inline", "inline", "inline", "ray"],
+    "trainer.best_ckpt_metric": ["val-core/sums/reward/mean@1", "loss"],
+    "model.target_modules": ["all-linear", "q_proj", "no_such_proj", "lm_head", "embed_tokens"],
+    "model.exclude_modules": ["q_proj", "no_such_proj"],
+    "recipe": ["quickstart", "no_such_recipe"],
+    "algorithm.gdpo_reward_keys": ["correct", "format"],
+    "reward.custom_reward_function.name": ["compute_score", "no_such_function", "compute-score"],
+    "reward.remote.url": ["http://127.0.0.1:9/score", "ftp://127.0.0.1/x", "http://", "http://[::1", "127.0.0.1:9"],
+    "reward.remote.api_key_env": ["HOME", "NO_SUCH_VARIABLE", "A=B"],
+    "ray_kwargs.ray_init.address": ["auto", "127.0.0.1:1", "ray://nowhere"],
+}
+PATHS = [
+    "{root}/model", "{root}/reward_model", "{root}/train.jsonl", "{root}/val.jsonl", "{root}/reward.py", "{root}",
+    "{root}/tokenizer_strict", "{root}/tokenizer_bare", "{root}/tokenizer_silent", "{root}/no/such/place", "model",
+    "/dev/null", "/proc/nowhere/x", "a/../b", "~/nothing-here", "org/name", "org/name/more", "pkg://json",
+    "pkg://no.such", "{root}/train.jsonl/x", "run:1", "ä ö/ü", ".", "/",
+]  # fmt: skip
+TARGETS = [
+    "no.such:thing",
+    "math:sqrt",
+    "json:dumps",
+    "os:environ",
+    "verl_lite.core_algos:nothing",
+    ":",
+    "a:",
+    ":b",
+    "a:b:c",
+]
+TEXTS = [
+    "", " ", "none", "None", "x" * 5000, "ä∑🙂", "a b", "a,b", "'", '"', "${actor.optim.lr}", "${no.such}", "${",
+    "${oc.env:HOME}", "${oc.env:NO_SUCH_VARIABLE}", "${trainer.seed}", "\udcff", "a\nb", "@x", "%s", "{x}", "-", "--",
+    "nan", "1", "true", "[", "]", "{", "{a: 1}", "[a, b]", "!!python/object:os.system", "&a", "*a", "2024-01-01",
+    "0x10", "1_000", "???", "a=b", "#x", "null",
+]  # fmt: skip
+NUMBERS = [
+    "-1", "0", "1", "2", "3", "7", "-2", "0.5", "1.0", "1.5", "1e3", "1e-6", "-1e-6", "1e30", "nan", ".nan", "inf",
+    "-inf", ".inf", "1e400", "0x10", "1_000", "1000000", "1000000000000", "9223372036854775808", "--1", "1,2", "1 2",
+    "one", "1e", "+1", "1/2", "12:30:45",
+]  # fmt: skip
+LISTS = [
+    "[]", "[[]]", "[null]", "[1]", "[a]", "[a,b]", "a,b", "[a,[b,c]]", "[a", "{a: 1}", "[{a: 1}]", "[0.9,0.99]",
+    "[0.9]", "[0.9,1.0]", "[nan,nan]", "[true]", "['']", "0.9,0.95", "[0.9,0.95,0.99]", ",", "[,]",
+]  # fmt: skip
+MAPPINGS = ["{}", "{a: 1}", "{a: {b: 2}}", "[]", "5", "text", "{1: 2}", "{a: [1, {b: null}]}", "{'a.b': 1}", "{a: nan}"]
+FREE = [
+    "hidden_size=7", "num_hidden_layers=1", "vocab_size=100", "attn_implementation=eager", "tokenize=true",
+    "enable_thinking=false", "attention_dropout=2", "rope_theta=text", "max_position_embeddings=8", "nothing=1",
+    "vllm.seed=1", "hf.x=1", "hf.use_cache=1", "sglang.x=1", "a.b.c=1", "scale=2", "torch_dtype=int8",
+    "num_attention_heads=3", "model_type=llama", "architectures=[X]", "add_generation_prompt=false", "tools=[1]",
+    "chat_template=text", "return_tensors=pt", "padding=true", "self=1", "data_source=1",
+]  # fmt: skip
+
+CAPPED = {
+    "rollout.n": 4, "rollout.val_kwargs.n": 4, "actor.ppo_epochs": 2, "critic.ppo_epochs": 2, "reward.num_workers": 2,
+    "data.filter_overlong_prompts_workers": 2, "trainer.max_retries": 2, "reward.remote.max_retries": 1,
+    "model.lora_rank": 64,
+}  # fmt: skip
+"""Keys of which a large number would only make a case long. Theirs are drawn from -1 to this."""
+
+NOT_BELOW = {"reward.max_rpm": 100_000}
+"""Keys of which a small number would."""
+
+BUNDLES: list[list[str]] = [
+    ["algorithm.adv_estimator=gae"],
+    ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "trainer.total_training_steps=2"],
+    ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"],
+    ["algorithm.adv_estimator=gae", "critic.model.path={root}/model", "critic.ppo_epochs=2"],
+    ["actor.use_kl_loss=true"], ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+    ["model.lora_rank=4"], ["model.lora_rank=4", "actor.use_kl_loss=true"],
+    ["actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=3"],
+    ["rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.temperature=1.0", "trainer.val_before_train=true"],
+    ["trainer.val_before_train=true", "data.val_batch_size=3"], ["trainer.val_only=true"],
+    ["reward_model.enable=true", "reward_model.model.path={root}/reward_model", "data.max_response_length=6"],
+    ["reward_model.enable=true", "reward_model.model.path={root}/reward_model", "reward.function_weight=0"],
+    ["algorithm.rollout_correction.rollout_is=token"],
+    ["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0"],
+    ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.loss_type=reinforce"],
+    ["actor.ppo_mini_batch_size=2", "actor.ppo_epochs=2", "actor.shuffle=true"],
+    ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", "trainer.async_save=true"],
+    [f"trainer.{name}=1" for name in ("save_freq", "test_freq", "max_actor_ckpt_to_keep", "max_best_ckpt_to_keep")],
+    ["trainer.resume_mode=auto", "trainer.experiment_name=x"],
+    ["reward.num_workers=1", "reward.max_memory_mb=4000", "reward.max_rpm=100000"],
+    ["data.max_prompt_length=8", "data.truncation=middle"],
+    ["data.max_prompt_length=23", "data.filter_overlong_prompts=true"],
+    ["algorithm.norm_mean_type=batch", "algorithm.norm_std_type=running", "algorithm.adv_estimator=reinforce"],
+    ["trainer.rollout_data_dir=samples", "trainer.validation_data_dir=samples", "trainer.val_before_train=true"],
+]  # fmt: skip
+"""Options that fit each other, to which others are added."""
+
+
+def draw_config(seed: int, index: int, root: Path) -> Case:
+    """The case of that number. root: the folder of good files."""
+    rng = random.Random(f"{seed} config {index}")
+    texts = list(rng.choice(BUNDLES)) if rng.random() < 0.4 else []
+    count = rng.choice([0, 1, 1, 1, 2, 4] if texts else [1, 1, 1, 2, 3, 6])
+    taste = rng.choice([0.2, 0.7, 1.0, 1.0])  # how often a value of this case is meant to fit
+    texts += [draw_override(rng, fits=rng.random() < taste) for _ in range(count)]
+    texts += ["reward.num_workers=1"] if rng.random() < 0.2 else []
+    parts = [Part(text.replace("{root}", str(root))) for text in texts]
+    if rng.random() < 0.25:
+        parts = [in_file(rng, part) if rng.random() < 0.7 else part for part in parts]
+    if rng.random() < 0.04:
+        parts.append(Part(rng.choice(MALFORMED_YAML), in_file=True))
+    if rng.random() < 0.04:
+        parts.append(Part(rng.choice(ODD_ARGUMENTS)))
+    return Case("config", index, tuple(parts))
+
+
+ODD_ARGUMENTS = [
+    "", " ", "=", "=1", "a", "--verbose", "-x", "--config", "--config=", "--config=no/such.yaml", "--config=.",
+    "--config=/dev/null", "actor", "actor=1", "actor.optim={lr: 1}", "actor..optim.lr=1", ".actor=1", "actor.=1",
+    "actor[optim].lr=1e-4", "actor.optim.lr.x=1", "~", "~actor", "~actor.optim.lr", "~no.such", "+", "++", "+++a=1",
+    "~~a", "+actor.optim.lr=1e-4", "++actor.new=1", "~actor=1", "actor_rollout_ref=1", "actor_rollout_ref.=1",
+    "actor_rollout_ref.actor_rollout_ref.actor.optim.lr=1", "hydra.run.dir=x", "defaults=[a]", "base=x.yaml",
+    "trainer@x=1", "a'b=1", 'a"b=1', "\udcff=1", "actor.optim.lr =1", "actor.optim.lr= 1", "ACTOR.optim.lr=1",
+    "data.apply_chat_template_kwargs=5", "model.override_config=[1]", "reward.reward_kwargs.a.b=1",
+    "rollout.engine_kwargs.vllm=1",
+]  # fmt: skip
+MALFORMED_YAML = [
+    "- a\n- b", "text", "5", "\ta: 1", "a: [", "a: {b: 1", "actor: &x {optim: *x}", "actor: null", "actor: 5",
+    "actor: []", "trainer: text", "base: 5", "base: overlay.yaml", "base: [no.yaml]", "base: {a: 1}",
+    "defaults: [a, b]", "? [a, b]\n: 1", "1: 2", "null: 1", "true: 1",
+    "actor.optim.lr: 1e-5\nactor: {optim: {lr: 2e-5}}", "trainer: {seed: 1, seed: 2}", "trainer: {seed: 2024-01-01}",
+    "trainer: {seed: 1.5}", "trainer: {experiment_name: 2024-01-01}", "trainer: {logger: {a: 1}}",
+    "data: {train_files: {a: b}}", "!!python/object/apply:os.getcwd []", "trainer: !!set {a, b}",
+    "trainer: {seed: !!binary aGVsbG8=}", "a.b: {c.d: 1}", "actor..optim: 1", "'': 1", "--- {}\n--- {}", "%YAML 9.9",
+    "x: \x00", "\udcff: 1", "trainer:\n  seed: 1\n bad: 2", "data: {max_prompt_length: 1_000}",
+    "trainer: {seed: 0o17}", "trainer: {seed: 12:30}", "actor: {optim: {betas: !!set {0.9, 0.99}}}",
+    "model: {override_config: {1: 2}}", "model: {override_config: {a: 2024-01-01}}", "${a}: 1",
+]  # fmt: skip
+
+
+def draw_override(rng: random.Random, fits: bool) -> str:
+    """`key=value` with whatever operator and spelling."""
+    if rng.random() < 0.1:
+        return draw_verl(rng)
+    key = rng.choice(KEYS)
+    name = key.name
+    if key.kind == "dict" and rng.random() < 0.8:
+        name, _, value = f"{name}.{rng.choice(FREE)}".partition("=")
+    else:
+        value = fitting(rng, key) if fits else wrong(rng, key)
+    if not fits and rng.random() < 0.12:
+        name = misspelt(rng, name)
+    if name.split(".")[0] in PREFIXED and rng.random() < 0.3:
+        name = f"{config_compat.PREFIX}.{name}"
+    operator = rng.choices(["", "+", "++", "~"], [0.85, 0.06, 0.06, 0.03])[0]
+    return f"~{name}" if operator == "~" else f"{operator}{name}={value}"
+
+
+def draw_verl(rng: random.Random) -> str:
+    """A key of verl that has another name, no meaning, or no equal here, with any value."""
+    name = rng.choice(sorted(config_compat.RULES))
+    name = name if rng.random() < 0.9 else f"{name}.{rng.choice(['x', 'enable', 'a.b'])}"
+    name = f"{config_compat.PREFIX}.{name}" if name.split(".")[0] in PREFIXED else name
+    rule = config_compat.RULES.get(name)
+    known = [str(value).lower() for value in getattr(rule, "harmless", ())]
+    return (
+        f"{name}={rng.choice([*known, *known, 'null', 'true', 'false', '1', '0', '-1', '0.5', *rng.sample(TEXTS, 3)])}"
+    )
+
+
+def fitting(rng: random.Random, key: Key) -> str:
+    """A value that the key may well have."""
+    if key.optional and rng.random() < 0.1:
+        return "null"
+    if is_path(key) and rng.random() < 0.8:
+        path = rng.choice(PATHS)
+        return f"[{path}]" if key.kind == "list" and rng.random() < 0.5 else path
+    if key.name in NAMES:
+        name = rng.choice(NAMES[key.name])
+        return f"[{name}]" if key.kind == "list" and rng.random() < 0.7 else name
+    if key.kind == "bool":
+        return rng.choice(["true", "false"])
+    if key.kind in ("int", "float"):
+        return number_near(rng, key)
+    return wrong(rng, key) if key.kind in ("list", "dict") else rng.choice(["name", "a b", "x-1"])
+
+
+def number_near(rng: random.Random, key: Key) -> str:
+    """A number not far from the default."""
+    if key.name in CAPPED:
+        return str(rng.randint(1, CAPPED[key.name]))
+    if key.name in NOT_BELOW:
+        return str(NOT_BELOW[key.name])
+    default = key.default if isinstance(key.default, int | float) and not isinstance(key.default, bool) else 4
+    if key.kind == "int":
+        return str(rng.choice([default, default + 1, max(1, default // 2), 2 * default, 1, 2, 8]))
+    return str(rng.choice([default, default / 2, min(1.0, 2 * default), 0.1, 0.9, 1.0]))
+
+
+def wrong(rng: random.Random, key: Key) -> str:
+    """A border, a wrong type, nonsense."""
+    if rng.random() < 0.15:
+        return rng.choice(TEXTS)
+    if key.kind in ("int", "float"):
+        chosen = rng.choice(NUMBERS)
+        if key.name in NOT_BELOW and is_above(chosen, 0):
+            return str(NOT_BELOW[key.name])
+        cap = CAPPED.get(key.name)
+        return chosen if cap is None or not is_above(chosen, cap) else str(cap)
+    if key.kind == "bool":
+        return rng.choice(["2", "-1", "yes", "no", "TRUE", "maybe", "null", "1.0", "[]", "''"])
+    if key.kind == "list":
+        return rng.choice(LISTS)
+    if key.kind == "dict":
+        return rng.choice(MAPPINGS)
+    if rng.random() < 0.3:
+        return rng.choice(TARGETS)
+    return rng.choice([*TEXTS, *PATHS])
+
+
+def is_above(text: str, cap: int) -> bool:
+    """Whether a text is a finite number above the cap in any notation that is read as one."""
+    try:
+        return cap < float(text.replace("_", "")) < float("inf")
+    except ValueError:
+        return text == "0x10"
+
+
+def is_path(key: Key) -> bool:
+    return key.name.rsplit(".", 1)[-1] in (
+        "path", "tokenizer_path", "train_files", "val_files", "default_local_dir", "resume_from_path",
+        "rollout_data_dir", "validation_data_dir",
+    )  # fmt: skip
+
+
+def misspelt(rng: random.Random, name: str) -> str:
+    """The key with a slip of the finger."""
+    place = rng.randrange(len(name))
+    return rng.choice(
+        [
+            name[:place] + name[place + 1 :],
+            name[:place] + "_" + name[place:],
+            name.upper(),
+            name + ".x",
+            name.split(".")[-1],
+        ]
+    )
+
+
+def in_file(rng: random.Random, part: Part) -> Part:
+    """An override as lines of YAML; what YAML cannot say stays on the command line."""
+    name, equals, value = part.text.lstrip("+~").partition("=")
+    if not equals or part.text.startswith("~"):
+        return part
+    typed: Any = value if rng.random() < 0.7 else json.dumps(value)
+    if rng.random() < 0.5:
+        return Part(f"{name}: {typed}", in_file=True)
+    keys = name.split(".")
+    return Part("\n".join("  " * depth + f"{key}:" for depth, key in enumerate(keys)) + f" {typed}", in_file=True)

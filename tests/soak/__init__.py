@@ -1,0 +1,1 @@
+"""`python -m tests.soak --steps 300`: whether a run holds more memory, files, threads or disk the longer it runs."""
