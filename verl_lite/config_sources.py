@@ -194,8 +194,12 @@ def _read_file(
     bases = content.pop("base", None) or []
     if content.pop("defaults", None) is not None:
         problems.append(f"{shown}: a defaults list belongs to hydra; name the file underneath with base: FILE")
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        problems.append(f"{shown}: base={bases} is no file; base: FILE or base: [FILE, FILE] is expected")
+        bases = []
     assignments: list[Assignment] = []
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in bases:
         assignments += _read_file(
             path.parent / FilePath(base).expanduser(), base, schema, problems, (*including, path.resolve())
         )

@@ -328,6 +328,13 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     assert "bytes.yaml cannot be read" in problem and "0xff" in problem
 
 
+@pytest.mark.parametrize("base", ["5", "{a: 1}", "[1]", "[null]"])
+def test_a_base_that_is_no_file_is_refused(tmp_path: Path, base: str) -> None:
+    (tmp_path / "over.yaml").write_text(f"base: {base}\n")
+    (problem,) = problems("--config", str(tmp_path / "over.yaml"))
+    assert "over.yaml: base=" in problem and "base: FILE or base: [FILE, FILE] is expected" in problem
+
+
 def test_switches_are_reported_as_action() -> None:
     assert load().action == "run"
     assert load("--print-config").action == "print"
