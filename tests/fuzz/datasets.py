@@ -204,7 +204,7 @@ def as_bytes(rng: random.Random, rows: list[Any], kind: str) -> bytes:
     if kind == "parquet":
         try:
             return parquet_bytes(rng, rows)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
+        except (pyarrow.ArrowException, LookupError, TypeError, ValueError, OverflowError, AttributeError):
             pass
     lines = [json.dumps(row, default=str, ensure_ascii=rng.random() < 0.5) for row in rows]
     text = "[" + ",".join(lines) + "]" if kind == "json" else "".join(line + "\n" for line in lines)
