@@ -16,7 +16,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +30,7 @@ from tests.fuzz.datasets import draw_dataset
 from tests.fuzz.pool import FuzzProcess, Result
 from tests.fuzz.shrink import shrink
 
+Draw = Callable[[], Case]
 DRAWS = {"config": draw_config, "dataset": draw_dataset}
 
 
@@ -77,26 +80,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen(options: argparse.Namespace, root: Path) -> list[Case]:
-    """The cases that the options ask for."""
-    if options.only:
-        pairs = [name.split(":") for name in options.only]
-        return [DRAWS[kind](options.seed, int(index), root) for kind, index in pairs]
-    counts = {"config": options.configs, "dataset": options.datasets}
-    return [
-        DRAWS[kind](options.seed, index, root)
-        for kind, count in counts.items()
+def chosen(options: argparse.Namespace, root: Path) -> list[Draw]:
+    """The cases that the options ask for, to be drawn when their turn comes: their files may be large."""
+    names = options.only or [
+        f"{kind}:{index}"
+        for kind, count in {"config": options.configs, "dataset": options.datasets}.items()
         for index in range(options.first, options.first + count)
     ]
+    pairs = (name.split(":") for name in names)
+    return [partial(DRAWS[kind], options.seed, int(index), root) for kind, index in pairs]
 
 
 def fuzz(
-    cases: list[Case], root: Path, jobs: int, time_limit_s: float
+    draws: list[Draw], root: Path, jobs: int, time_limit_s: float
 ) -> tuple[list[tuple[Case, Result]], list[Failure]]:
     """Runs the cases in some processes; gives every result, and the failures."""
-    waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
-    for case in cases:
-        waiting.put(case)
+    waiting: queue.SimpleQueue[Draw] = queue.SimpleQueue()
+    for draw in draws:
+        waiting.put(draw)
     results: list[tuple[Case, Result]] = []
     failures: list[Failure] = []
     shrunk: set[str] = set()
@@ -105,7 +106,7 @@ def fuzz(
         process = FuzzProcess(time_limit_s)
         try:
             while True:
-                case = waiting.get_nowait()
+                case = waiting.get_nowait()()
                 result = judged(process, case, root)
                 if result.outcome == "failed":
                     known = result.kind in shrunk
@@ -118,7 +119,7 @@ def fuzz(
                         flush=True,
                     )
                 results.append((case, result))
-                print(f"\r{len(results)} of {len(cases)}", end="", file=sys.stderr, flush=True)
+                print(f"\r{len(results)} of {len(draws)}", end="", file=sys.stderr, flush=True)
         except queue.Empty:
             return
         finally:
