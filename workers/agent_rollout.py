@@ -17,6 +17,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.actor_rollout import ActorRolloutWorker
+from workers.engine.fsdp import FSDPEngine
 from workers.env_pool import EnvPool
 from workers.phase import Phase
 from workers.policy.tokenizer import stop_token_ids
@@ -65,7 +66,9 @@ class AgentRolloutWorker(ActorRolloutWorker):
             max_live=self._max_live,
         )
         self.groups = GroupRun(runner, self._rows, engine, pool)
-        self.engine.between = self.groups.pump
+        for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
+            if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
+                trained.between = self.groups.pump
 
     @property
     def _max_live(self) -> int:

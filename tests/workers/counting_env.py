@@ -8,11 +8,11 @@ from typing import Any
 
 
 class Counting:
-    """Three steps; each is worth how many digits the action has, after `latency_s`. `bad` names seeds whose step
+    """`turns` steps; each is worth how many digits the action has, after `latency_s`. `bad` names seeds whose step
     raises, by their remainder to three."""
 
-    def __init__(self, latency_s: float = 0.0, bad: int = -1) -> None:
-        self.latency_s, self.bad, self.steps, self.seed = latency_s, bad, 0, 0
+    def __init__(self, latency_s: float = 0.0, bad: int = -1, turns: int = 3) -> None:
+        self.latency_s, self.bad, self.turns, self.steps, self.seed = latency_s, bad, turns, 0, 0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         self.steps, self.seed = 0, seed
@@ -25,4 +25,4 @@ class Counting:
         self.steps += 1
         count = sum(letter.isdigit() for letter in action)
         info = {"metrics": {"digits": count, "pid": os.getpid()}}
-        return f"{count}", float(count), self.steps == 3, False, info
+        return f"{count}", float(count), self.steps == self.turns, False, info
