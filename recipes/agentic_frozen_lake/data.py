@@ -1,0 +1,111 @@
+"""Conversations of a clumsy player, from which the model learns the notation and a little of the game.
+
+The player knows a shortest way, but every other of its moves is a random one; it answers in the right notation, always.
+Same seed, same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl_lite.envs.base import EnvTemplate
+from verl_lite.envs.grid import GridEnv
+
+SINGLE_SHARE = 0.5
+_STEPS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
+
+Chat = list[dict[str, str]]
+Player = Callable[[], int]
+"""Says its next move in the world as it stands."""
+
+
+def write_demonstrations(
+    file: Path,
+    templates: dict[str, EnvTemplate],
+    player: Callable[[GridEnv], Player],
+    rng: random.Random,
+    *,
+    number: int,
+    random_share: float,
+) -> None:
+    """Writes `number` pieces of conversations, of the templates' worlds in turn, as a parquet file of chat messages.
+
+    player: gives the player of a world. random_share: of its moves; some of them are right by chance.
+    """
+    worlds = []
+    for template in templates.values():
+        env = template.make()
+        assert isinstance(env, GridEnv)
+        worlds.append((template, env, clumsy(env, player(env), rng, random_share)))
+    chats = (play(*worlds[place % len(worlds)], rng.randrange(2**31)) for place in range(number))
+    rows = [{"messages": piece(chat, rng)} for chat in chats]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+def piece(chat: Chat, rng: random.Random) -> Chat:
+    """Every other time one turn of it, else its last turns, two or more.
+
+    From single turns the model learns to read the grid, ten times as fast as from whole conversations; from the others,
+    that the last grid is the one that counts.
+    """
+    turns = len(chat) // 2
+    if rng.random() < SINGLE_SHARE:
+        turn = rng.randrange(turns)
+        return chat[2 * turn : 2 * turn + 2]
+    return chat[-2 * rng.randint(2, 10) :]
+
+
+def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float) -> Player:
+    """The player, whose hand slips."""
+    moves = sorted(env.parser.names or {})
+
+    def choose() -> int:
+        return rng.choice(moves) if rng.random() < random_share else player()
+
+    return choose
+
+
+def play(template: EnvTemplate, env: GridEnv, player: Player, seed: int) -> Chat:
+    """An episode as the model would see it; it ends with the move that ends it."""
+    observation, info = env.reset(seed)
+    names = env.parser.names or {}
+    chat: Chat = []
+    for turn in range(template.max_steps):
+        instruction = str(info.get("env_instruction", "")) if turn == 0 else ""
+        user = instruction + template.agent_template.format(observation=observation, suffix="")
+        answer = f"<answer>{names[player()]}</answer>"
+        chat += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        observation, _, terminated, truncated, info = env.step(answer)
+        if terminated or truncated:
+            break
+    return chat
+
+
+def lake_player(rng: random.Random) -> Callable[[GridEnv], Player]:
+    """Knows the ways over the ice; of several shortest ones it takes any."""
+    return lambda env: lambda: rng.choice(best_moves(env.rows()))
+
+
+def best_moves(rows: list[str]) -> list[int]:
+    """The first moves of all shortest ways from P to G; every move where there is no way."""
+    cells = {(row, column): letter for row, line in enumerate(rows) for column, letter in enumerate(line)}
+    start = next(cell for cell, letter in cells.items() if letter == "P")
+    distance = {cell: 0 for cell, letter in cells.items() if letter == "G"}
+    waiting = deque(distance)
+    while waiting:
+        row, column = cell = waiting.popleft()
+        for down, right in _STEPS.values():
+            before = (row - down, column - right)
+            if cells.get(before) in ("_", "P") and before not in distance:
+                distance[before] = distance[cell] + 1
+                waiting.append(before)
+    after = {action: distance.get((start[0] + down, start[1] + right)) for action, (down, right) in _STEPS.items()}
+    known = [length for length in after.values() if length is not None]
+    return [action for action, length in after.items() if length == min(known)] if known else list(_STEPS)

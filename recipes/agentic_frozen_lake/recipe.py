@@ -1,0 +1,84 @@
+"""An agent of 230,000 parameters learns to cross a frozen lake: gymnasium's fixed 4x4 map, and random ones.
+
+Episodes are conversations of up to ten turns, learnt from by GRPO: eight episodes on the same map are compared with
+each other. `overrides` gives the settings; `prepare` makes the model and its warm start where the cache does not hold
+them yet.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.agentic_frozen_lake.warm_start import folder_of, make_once
+from recipes.agentic_frozen_lake.worlds import (
+    CONVERSATION_TOKENS,
+    CUSTOM_ENVS,
+    NAME,
+    PROMPT_TOKENS,
+    build,
+    made_from,
+)
+
+if TYPE_CHECKING:
+    from verl_lite.config import PPOConfig
+
+RL_STEPS = 100
+
+
+def overrides() -> dict[str, object]:
+    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    return {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()} | {
+        **small_model(cache_folder() / "model"),
+        "data.max_prompt_length": PROMPT_TOKENS,
+        "data.max_response_length": CONVERSATION_TOKENS,
+        "agentic.rollout_batch_size": 128,
+        "agentic.train_env_manager.tags": ["lake_4x4", "lake_random"],
+        "agentic.train_env_manager.num_env_groups": 16,
+        "agentic.train_env_manager.num_groups_partition": [4, 12],
+        "agentic.train_env_manager.group_size": 8,
+        "agentic.train_env_manager.format_penalty": -0.1,
+        "agentic.val_env_manager.tags": ["lake_4x4", "lake_unseen"],
+        "agentic.val_env_manager.num_env_groups": 192,
+        "agentic.val_env_manager.num_groups_partition": [64, 128],
+        "agentic.val_batch_size": 192,
+        "trainer.total_training_steps": RL_STEPS,
+    }
+
+
+def small_model(model: Path) -> dict[str, object]:
+    """What the agentic recipes share: the model, GRPO, and how a model this small runs fastest."""
+    return {
+        "model.path": str(model),
+        "model.enable_gradient_checkpointing": False,
+        "algorithm.adv_estimator": "grpo",
+        "rollout.kv_cache_memory_mb": 128,
+        "rollout.max_num_seqs": 256,
+        "rollout.val_kwargs.do_sample": True,
+        "rollout.val_kwargs.temperature": 1.0,
+        "rollout.val_kwargs.greedy_too": True,
+        "actor.ppo_mini_batch_size": -1,
+        "actor.calculate_entropy": True,
+        "actor.optim.lr": 5e-4,
+        "actor.optim.lr_warmup_steps": 5,
+        "actor.optim.betas": [0.9, 0.95],
+        # one FSDP group: on a model this small a collective for each layer costs more than it saves
+        "actor.fsdp_config.wrap_policy.min_num_params": 10_000_000,
+        "actor.fsdp_config.reshard_after_forward": False,
+        "agentic.logging_steps": 20,
+        "trainer.val_before_train": True,
+        "trainer.test_freq": 20,
+    }
+
+
+def prepare(config: PPOConfig) -> None:
+    """Makes the model where the run wants it and the cache does not hold it."""
+    if Path(config.model.path or "").is_relative_to(cache_folder()):
+        make_once(cache_folder(), NAME, build)
+
+
+@cache
+def cache_folder() -> Path:
+    """The folder of this version of the warm start."""
+    return folder_of(NAME, made_from())

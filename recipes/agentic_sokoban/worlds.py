@@ -1,0 +1,83 @@
+"""The rooms of the recipe, and what its model is made from: entries of agentic.custom_envs, model, warm start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recipes.agentic_frozen_lake.data import Player
+    from verl_lite.envs.grid import GridEnv
+
+NAME = "agentic_sokoban"
+MODEL_SEED = DATA_SEED = 1
+LAYERS, HIDDEN = 4, 64
+DEMONSTRATIONS, RANDOM_SHARE = 4_800, 0.6
+WARM_START_STEPS, WARM_START_ROWS = 150, 64
+
+MAX_STEPS = 10
+PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 48, 4, 464
+"""A turn is <answer>, a move, </answer> and the end; a 6x6 room with its two marks has 43 tokens."""
+
+_ROOM = {
+    "env_instruction": "",
+    "feedback": False,
+    "dim_room": [6, 6],
+    "num_boxes": 1,
+    "min_depth": 3,
+    "search_depth": 8,
+}
+_SOKOBAN = {
+    "env_type": "sokoban",
+    "max_steps": MAX_STEPS,
+    "max_tokens_per_step": TURN_TOKENS,
+    "agent_template": "{observation}",
+}
+
+CUSTOM_ENVS: dict[str, dict[str, Any]] = {
+    "sokoban": _SOKOBAN | {"env_config": _ROOM | {"split": "train"}},
+    "sokoban_unseen": _SOKOBAN | {"env_config": _ROOM | {"split": "test"}},
+}
+"""sokoban_unseen: rooms none of which is played in the warm start or in training."""
+
+
+def build(folder: Path) -> None:
+    """Writes model/, after the warm start, and demonstrations.parquet into `folder`."""
+    from recipes.agentic_frozen_lake.data import write_demonstrations
+    from recipes.agentic_frozen_lake.model import write_model
+    from recipes.agentic_frozen_lake.warm_start import imitate
+    from verl_lite.envs.base import env_templates
+
+    write_model(folder / "random", MODEL_SEED, layers=LAYERS, hidden=HIDDEN)
+    rng = random.Random(DATA_SEED)
+    played = {"sokoban": env_templates(CUSTOM_ENVS)["sokoban"]}
+    file = folder / "demonstrations.parquet"
+    write_demonstrations(file, played, room_player(rng), rng, number=DEMONSTRATIONS, random_share=RANDOM_SHARE)
+    length = PROMPT_TOKENS + CONVERSATION_TOKENS
+    imitate(folder, NAME, steps=WARM_START_STEPS, rows=WARM_START_ROWS, max_length=length)
+
+
+def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:
+    """Takes the first move of a shortest solution; any move where the box is stuck."""
+    from verl_lite.envs.sokoban import DIRECTIONS, Sokoban, solution
+
+    def player(env: GridEnv) -> Player:
+        assert isinstance(env, Sokoban)
+
+        def choose() -> int:
+            assert env.room is not None
+            actions = solution(replace(env.room, boxes=env.boxes, player=env.player))
+            return actions[0] if actions else rng.choice(sorted(DIRECTIONS))
+
+        return choose
+
+    return player
+
+
+def made_from() -> list[Path]:
+    """The files that decide what `build` writes."""
+    shared = Path(__file__).parents[1] / "agentic_frozen_lake"
+    return [Path(__file__), shared / "data.py", shared / "model.py"]
