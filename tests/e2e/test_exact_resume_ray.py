@@ -30,8 +30,6 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
     ("options", "parts"),
     [
         pytest.param(["rollout.name=hf", *GAE, "trainer.async_save=true"], CRITIC, id="hf, critic, background"),
-        pytest.param(["rollout.name=hf", *ADAPTER], ACTOR, id="hf, LoRA"),
-        pytest.param(VLLM, ACTOR, id="vllm", marks=needs_vllm),
         pytest.param([*VLLM, *ADAPTER], ACTOR, id="vllm, LoRA", marks=needs_vllm),
     ],
 )
