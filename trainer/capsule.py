@@ -1,8 +1,9 @@
 """A crash capsule: what is needed to run the step that failed once more, under a debugger, on this machine or another.
 
 A run that ends with an error (not the user's) leaves RUN/crash/step_N: config.yaml, the error as it was printed, the
-stacks of the driver's threads, versions, and step.pkl with the prompts of the step and the batch as far as it was
-known. `python -m trainer.replay RUN/crash/step_N` runs that step again, inline.
+stacks of the driver's threads, versions, the ends of all logs (where a stall has left the stacks of the workers), and
+step.pkl with the prompts of the step and the batch as far as it was known. `python -m trainer.replay
+RUN/crash/step_N` runs that step again, inline.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ BEFORE_THE_BATCH = ("gen", "reward")
 """Phases that make the batch: they run again in a replay."""
 COMPUTED_BY = ("workers/actor_rollout.py", "workers/reference.py", "workers/critic.py", "trainer/advantage.py")
 """Writers of columns that a replay computes again."""
+
+END_OF_LOG = 64 << 10
+"""Bytes kept of each log."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def write_capsule(trainer: RayPPOTrainer, error: BaseException) -> Path | None:
     (folder / "versions.json").write_text(json.dumps(versions(), indent=2))
     if (trainer.run_dir / "config.yaml").exists():
         shutil.copy(trainer.run_dir / "config.yaml", folder)
+    _copy_ends(trainer.run_dir / "logs", folder / "logs")
     return folder
 
 
@@ -118,6 +123,15 @@ def _sampled_and_scored(batch: DataProto) -> DataProto:
     """The batch with the columns only that were there after the reward."""
     kept = [name for name in map(str, batch.batch.keys()) if column(name).writer not in COMPUTED_BY]
     return batch.select(batch_keys=kept, meta_info_keys=[])
+
+
+def _copy_ends(source: Path, target: Path) -> None:
+    """The last part of each log."""
+    for log in source.glob("*.log"):
+        target.mkdir(exist_ok=True)
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - END_OF_LOG))
+            (target / log.name).write_bytes(file.read())
 
 
 def _frame_of_fit(error: BaseException) -> FrameType | None:

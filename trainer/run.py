@@ -37,7 +37,7 @@ from verl_lite.device_lease import Holder, LeaseTaken, leased_file
 from verl_lite.errors import UserError
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller.guard import guarded
-from verl_lite.single_controller.worker_group import StalledError, WorkerDiedError
+from verl_lite.single_controller.worker_group import NoRoomError, StalledError, WorkerDiedError
 
 MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
@@ -57,6 +57,7 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -
     if loaded.action == "print":
         print(print_config(loaded))
         return 0
+    lost: WorkerDiedError | StalledError | None = None
     for retries_left in range(config.trainer.max_retries, -1, -1):
         try:
             with ExitStack() as stack:
@@ -65,8 +66,14 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -
         except (WorkerDiedError, StalledError) as error:
             if not retries_left:
                 raise
+            lost = error
             print(failure_text(error), file=sys.stderr)
             print(f"Starting again from the last checkpoint; trainer.max_retries leaves {retries_left - 1} more.")
+        except NoRoomError as error:
+            if lost is None:
+                raise
+            lost.add_note(f"Starting again failed: {error}\n{how_to_continue(argv, run_folder(config))}")
+            raise lost from None
         config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
     raise AssertionError("the last try returns or raises")
 

@@ -379,6 +379,9 @@ class RayInitConfig:
     address: str | None = opt(None, "null = a private cluster for this run; else the cluster to join")
     num_cpus: int | None = opt(None, "CPUs that the private cluster may use; null = this process's cores")
     object_store_memory_mb: int = opt(512, "shared memory of the private cluster, MiB")
+    wait_for_nodes_s: float = opt(
+        300.0, "how long to wait for the cluster to join, and for room in it, at the start and after a lost machine"
+    )
 
 
 @dataclass

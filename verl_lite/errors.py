@@ -21,12 +21,14 @@ class UserError(ValueError):
 class Circumstances:
     """Where an exception was raised, as far as is known. What is set first stays: the innermost knows best.
 
-    role, rank, method: of the worker. phase, step: of the driver's loop. traceback: the worker's own, as text.
+    role, rank, method: of the worker. node: its machine, where there are several. phase, step: of the driver's loop.
+    traceback: the worker's own, as text.
     log: file with what the worker's process printed.
     """
 
     role: str | None = None
     rank: int | None = None
+    node: str | None = None
     method: str | None = None
     phase: str | None = None
     step: int | None = None
@@ -36,6 +38,7 @@ class Circumstances:
     def __str__(self) -> str:
         """`actor_rollout, rank 1, in update_actor (phase update_actor of step 3)`; empty if nothing is known."""
         worker = [self.role, None if self.rank is None else f"rank {self.rank}"]
+        worker.append(f"on node {self.node}" if self.node else None)
         worker.append(f"in {self.method}" if self.method else None)
         phase = f"phase {self.phase}" + ("" if self.step is None else f" of step {self.step}") if self.phase else ""
         known = ", ".join(part for part in worker if part)

@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from verl_lite.core_algos import compute_policy_loss_vanilla
@@ -64,4 +66,16 @@ calls: list[int] = []
 def raising_loss(*args: Any, **kwargs: Any) -> Any:
     if os.environ["RANK"] == "1":
         raise LookupError("the user's loss\nhas two lines")
+    return compute_policy_loss_vanilla(*args, **kwargs)
+
+
+def loss_that_pauses(*args: Any, **kwargs: Any) -> Any:
+    """In the second step, as long as the file named by PAUSE exists; each rank says so, and where it is."""
+    calls.append(1)
+    pause = Path(os.environ["PAUSE"])
+    if len(calls) == 2 and pause.exists():
+        told = pause.with_name(f"paused-{os.environ['RANK']}")
+        told.write_text(f"{ray.get_runtime_context().get_node_id()} {os.environ['MASTER_ADDR']} {os.getpid()}")
+        while pause.exists():
+            time.sleep(0.05)
     return compute_policy_loss_vanilla(*args, **kwargs)

@@ -27,6 +27,7 @@ import ray
 from verl_lite.device import cpu_count
 from verl_lite.single_controller import watcher
 from verl_lite.single_controller.guard import Guard, current_guard, set_environment, start_guard, stop_guard
+from verl_lite.single_controller.ray_joined import JoinedCluster, join, leave
 
 # One for the life of the process, since Ray remembers the first; from the environment, so no file is written for it.
 _AUTH_TOKEN = secrets.token_hex(32)
@@ -44,6 +45,7 @@ class RayInit(Protocol):
     address: str | None
     num_cpus: int | None
     object_store_memory_mb: int
+    wait_for_nodes_s: float
 
 
 @dataclass
@@ -56,7 +58,17 @@ class _Cluster:
 
 
 _cluster: _Cluster | None = None
-_joined = False
+_joined: JoinedCluster | None = None
+
+
+def joined_cluster() -> JoinedCluster | None:
+    """The cluster of somebody else that this process works in; None with one of its own, or none."""
+    return _joined
+
+
+def cluster_answers() -> bool:
+    """Whether Ray is up and can be asked to do something; its calls wait for many minutes for a head that is gone."""
+    return ray.is_initialized() and (_joined is None or not _joined.is_headless)
 
 
 @contextmanager
@@ -68,18 +80,20 @@ def ray_running(
         yield
         return
     try:
-        for note in start_ray(ray_init, run_id, num_gpus=num_gpus):
+        for note in start_ray(ray_init, run_id, num_gpus=num_gpus, tell=tell):
             tell(note)
         yield
     finally:
         stop_ray()
 
 
-def start_ray(ray_init: RayInit, run_id: str, *, num_gpus: int | None = None) -> list[str]:
+def start_ray(
+    ray_init: RayInit, run_id: str, *, num_gpus: int | None = None, tell: Callable[[str], None] = print
+) -> list[str]:
     """Start the run's private cluster, or join the one at `ray_init.address`. Does nothing where Ray is up already.
 
     run_id: namespace of the run in a joined cluster. num_gpus: devices of a private cluster, the first of those that
-    CUDA_VISIBLE_DEVICES names; None = those that Ray finds.
+    CUDA_VISIBLE_DEVICES names; None = those that Ray finds. tell: takes what is waited for in a joined cluster.
     Gives sentences on what could not be as asked for.
     """
     global _joined
@@ -88,8 +102,7 @@ def start_ray(ray_init: RayInit, run_id: str, *, num_gpus: int | None = None) ->
         return notes
     if ray_init.address is not None:
         with _signal_handlers_kept():
-            ray.init(address=ray_init.address, namespace=run_id, log_to_driver=False, logging_level=logging.ERROR)
-        _joined = True
+            _joined = join(ray_init.address, run_id, ray_init.wait_for_nodes_s, tell)
     else:
         notes = _start_private(ray_init, run_id, num_gpus)
     atexit.register(stop_ray)
@@ -193,9 +206,9 @@ def _signal_handlers_kept() -> Iterator[None]:
 def stop_ray() -> None:
     """End this run's cluster and what it left; leave a joined one. Calling it again does nothing."""
     global _cluster, _joined
-    if _joined:
-        _joined = False
-        ray.shutdown()
+    if _joined is not None:
+        cluster_of_others, _joined = _joined, None
+        leave(cluster_of_others)
     if _cluster is None:
         return
     cluster, _cluster = _cluster, None

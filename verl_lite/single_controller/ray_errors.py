@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
 from verl_lite.errors import add_circumstances
 from verl_lite.single_controller.worker_group import WorkerDiedError
@@ -33,14 +33,22 @@ def original_error(error: RayTaskError) -> Exception:
     return cause
 
 
-def death(error: RayError, role: str, rank: int | None, method: str, log: str | None, memory: str) -> WorkerDiedError:
+def death(
+    error: RayError,
+    role: str,
+    rank: int | None,
+    method: str,
+    log: str | None,
+    memory: str,
+    node: str | None = None,
+) -> WorkerDiedError:
     """A worker's process that ended, or whose answer is lost, as an error that says what is known of the cause.
 
-    rank: None for a service. log: file with what the process printed; memory: a sentence on what it held.
+    rank: None for a service. log: file with what the process printed; memory: a sentence on what it held. node: the
+    machine, where there are several.
     """
-    who = role if rank is None else f"{role} rank {rank}"
-    died = WorkerDiedError(f"{who} died in {method}: {cause_of_death(error)}")
-    add_circumstances(died, role=role, rank=rank, method=method, log=log)
+    died = WorkerDiedError(f"{_who(role, rank, node)} died in {method}: {cause_of_death(error)}")
+    add_circumstances(died, role=role, rank=rank, node=node, method=method, log=log)
     if memory:
         died.add_note(memory)
     users = _LARGEST_USERS.findall(str(error)) if isinstance(error, OutOfMemoryError) else []
@@ -50,6 +58,18 @@ def death(error: RayError, role: str, rank: int | None, method: str, log: str | 
         tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-_LAST_LOG_LINES:])
         died.add_note(f"the end of {log}:\n{tail}")
     return died
+
+
+def machine_lost(reason: str, node: str, role: str, rank: int | None, method: str, log: str | None) -> WorkerDiedError:
+    """A worker whose machine does not answer any more. reason: what was seen of that."""
+    died = WorkerDiedError(f"{_who(role, rank, node)} is lost in {method}: its machine has left the cluster: {reason}")
+    add_circumstances(died, role=role, rank=rank, node=node, method=method, log=log)
+    return died
+
+
+def _who(role: str, rank: int | None, node: str | None) -> str:
+    who = role if rank is None else f"{role} rank {rank}"
+    return who if node is None else f"{who} on node {node}"
 
 
 def cause_of_death(error: RayError) -> str:
@@ -68,6 +88,8 @@ def cause_of_death(error: RayError) -> str:
             "its process ended without an exception: kill -9, the kernel's out-of-memory killer (`dmesg` knows), or a "
             "crash in native code (its log ends with a stack)"
         )
+    if isinstance(error, ActorUnavailableError):
+        return "the connection to its process was closed: the process has ended, or its machine has left the cluster"
     if code := _EXIT_CODE.search(text):
         return f"its process ended itself by a call of exit, with code {code[1]}"
     return " ".join(text.split()).split("The actor is dead because ")[-1].split(" Some common causes")[0]

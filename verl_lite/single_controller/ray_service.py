@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_lite.errors import add_circumstances
 from verl_lite.single_controller.local_worker_group import LocalService
-from verl_lite.single_controller.ray_cluster import worker_env
+from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, worker_env
 from verl_lite.single_controller.ray_errors import death, original_error
 from verl_lite.single_controller.ray_worker_group import Portable, redirect_output
+from verl_lite.single_controller.stacks import save_driver_stacks
 from verl_lite.single_controller.worker_group import ClassWithInitArgs, StalledError
+
+_LOOK_EVERY_S = 1.0
 
 
 class ServiceProcess:
@@ -54,14 +59,14 @@ class RayServiceHandle:
     def wait(self, ref: Any, method: str) -> Any:
         """The answer of a running call; raises what the service raised."""
         cause: Exception
+        begun, joined = time.monotonic(), joined_cluster()
+        while not ray.wait([ref], timeout=_LOOK_EVERY_S)[0]:
+            if joined is not None:
+                joined.require_head()
+            if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
+                raise self._stalled(method, self._stall_timeout_s)
         try:
-            return ray.get(ref, timeout=self._stall_timeout_s)
-        except GetTimeoutError:
-            cause = StalledError(
-                f"{self._name}.{method} has not answered for {self._stall_timeout_s:g} s (trainer.stall_timeout_s). "
-                "Raise the limit if the work simply takes longer"
-            )
-            add_circumstances(cause, role=self._name, method=method, log=self._log)
+            return ray.get(ref)
         except RayTaskError as error:
             cause = original_error(error)
             add_circumstances(cause, role=self._name, method=method)
@@ -69,8 +74,18 @@ class RayServiceHandle:
             cause = death(error, self._name, None, method, self._log, "")
         raise cause
 
+    def _stalled(self, method: str, timeout_s: float) -> StalledError:
+        error = StalledError(
+            f"{self._name}.{method} has not answered for {timeout_s:g} s (trainer.stall_timeout_s). "
+            "Raise the limit if the work simply takes longer"
+        )
+        add_circumstances(error, role=self._name, method=method, log=self._log)
+        if told := save_driver_stacks(self._log, str(error)):
+            error.add_note(told)
+        return error
+
     def stop(self) -> None:
-        if ray.is_initialized():
+        if cluster_answers():
             ray.kill(self._actor)
 
 
@@ -85,7 +100,13 @@ def start_ray_service(
     """See `start_service`."""
     name = recipe.cls.__name__
     log = None if log_dir is None else str(Path(log_dir).resolve() / f"{name}.log")
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_env(env)}, "max_concurrency": max_concurrency}
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "runtime_env": {"env_vars": worker_env(env)},
+        "max_concurrency": max_concurrency,
+        # beside the driver: a machine that leaves does not take it along, and it sees the driver's files
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    }
     actor: Any = ray.remote(ServiceProcess).options(**options).remote(recipe, log)
     handle = RayServiceHandle(actor, name, log, stall_timeout_s)
     handle.wait(actor.start.remote(), "its constructor")

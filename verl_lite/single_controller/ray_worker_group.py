@@ -12,30 +12,36 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
 from verl_lite.errors import add_circumstances, circumstances
 from verl_lite.protocol import tensor_dict
-from verl_lite.single_controller.ray_cluster import worker_env
-from verl_lite.single_controller.ray_errors import death, is_consequence, original_error
+from verl_lite.single_controller.node_watch import silence_of
+from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, worker_env
+from verl_lite.single_controller.ray_errors import death, is_consequence, machine_lost, original_error
+from verl_lite.single_controller.ray_joined import Machine, machines
 from verl_lite.single_controller.ray_resource_pool import RayResourcePool
 from verl_lite.single_controller.resource_pool import ResourcePool
 from verl_lite.single_controller.slot_memory import SlotMemory
+from verl_lite.single_controller.stacks import save_driver_stacks, stacks_if_it_stalls
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
-from verl_lite.single_controller.worker_group import ClassWithInitArgs, StalledError, WorkerDiedError
+from verl_lite.single_controller.worker_group import (
+    ClassWithInitArgs,
+    ClusterLostError,
+    StalledError,
+    WorkerDiedError,
+)
 
 _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 0.5
 _GRACE_S = 2.0  # after an error: time for the other ranks to come back, or to tell the real cause
-_STACKS_AT = 0.9  # of the stall timeout: before the driver ends the process
 _CAUSE_PATIENCE_S = 15.0  # the same while all that is known are consequences of something else
 
 
@@ -71,6 +77,9 @@ class SlotProcess:
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
         }
+        interface = interface_of(ray.util.get_node_ip_address())
+        if slot.world_size > slot.local_world_size and interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the host's name, often 127.0.1.1
         with Portable():
             for role, recipe in roles.items():
                 construct(slot, role, recipe.cls, recipe.args, recipe.kwargs)
@@ -112,6 +121,8 @@ class RayTransport:
         self._pool = pool if isinstance(pool, RayResourcePool) else own
         self._actors: list[Any] = []
         self._memory = SlotMemory()
+        self._machines: dict[int, Machine] = {}  # by rank, in a joined cluster
+        self._joined = joined_cluster()
         name = "+".join(roles)
         folder = None if log_dir is None else Path(log_dir).resolve()
         self._logs = [None if folder is None else str(folder / f"{name}-{r}.log") for r in range(self.world_size)]
@@ -133,12 +144,21 @@ class RayTransport:
         for rank, (pid, node_id) in enumerate(processes):
             if node_id == ray.get_runtime_context().get_node_id():
                 self._memory.watch(rank, pid)
+        self._locate([node_id for _, node_id in processes])
         shared = ray.put(roles)
         handles = []
         for rank, (node, place) in enumerate(pool.seats):
             slot = Slot(rank, pool.world_size, place, pool.process_on_nodes[node], backend="ray", store=store)
             handles.append(_Handle(self._actors[rank].construct.remote(slot, shared), rank, name, where))
         self.wait(handles, fatal=True)
+
+    def _locate(self, node_ids: list[str]) -> None:
+        """Notes on which machine each rank is, and watches those."""
+        if self._joined is None:
+            return
+        known = {machine.node_id: machine for machine in machines()}
+        self._machines = {rank: known[node_id] for rank, node_id in enumerate(node_ids) if node_id in known}
+        self._joined.follow(list(self._machines.values()))
 
     def share(self, value: Any) -> Any:
         return ray.put(value)
@@ -162,6 +182,7 @@ class RayTransport:
             for handle in (by_ref[ref] for ref in (*ready, *pending)):
                 self._memory.look(handle.rank, f"{handle.role}.{handle.method}")
             errors = self._fetch(ready, by_ref, values)
+            errors += self._unreachable([by_ref[ref] for ref in pending])
             if errors:
                 raise self._first(errors, pending, by_ref, values, fatal)
             if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
@@ -201,6 +222,12 @@ class RayTransport:
                 break
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0.1)
             errors += self._fetch(ready, by_ref, values)
+        if all(is_consequence(error) for error in errors):
+            errors += [
+                self._machine_lost(by_ref[ref], machine, reason)
+                for ref in pending
+                if (machine := self._machines.get(by_ref[ref].rank)) and (reason := silence_of(machine.address))
+            ]
         first = min(errors, key=is_consequence)  # min keeps the earliest of equals
         died = any(isinstance(error, WorkerDiedError) for error in errors)
         if pending or died or fatal:
@@ -210,9 +237,33 @@ class RayTransport:
             self._end(f"{type(first).__name__}: {first}")
         return first
 
+    def _unreachable(self, pending: list[_Handle]) -> list[Exception]:
+        """Errors for the ranks whose machine does not answer any more. Raises ClusterLostError."""
+        if self._joined is None:
+            return []
+        try:
+            self._joined.require_head()
+        except ClusterLostError as error:
+            self._ended = str(error)
+            raise
+        lost = self._joined.watch.lost()
+        return [
+            self._machine_lost(handle, machine, lost[machine.name])
+            for handle in pending
+            if (machine := self._machines.get(handle.rank)) is not None and machine.name in lost
+        ]
+
+    def _machine_lost(self, handle: _Handle, machine: Machine, reason: str) -> WorkerDiedError:
+        log = self._logs[handle.rank]
+        return machine_lost(reason, machine.name, handle.role, handle.rank, handle.method, log)
+
     def _died(self, handle: _Handle, error: RayError) -> WorkerDiedError:
         log, memory = self._logs[handle.rank], self._memory.describe(handle.rank)
-        died = death(error, handle.role, handle.rank, handle.method, log, memory)
+        machine = self._machines.get(handle.rank)
+        if machine is not None and (reason := silence_of(machine.address)):
+            return self._machine_lost(handle, machine, reason)
+        node = None if machine is None else machine.name
+        died = death(error, handle.role, handle.rank, handle.method, log, memory, node)
         if self._ended is not None:
             died.add_note(f"the workers had been ended: {self._ended}")
         return died
@@ -226,7 +277,11 @@ class RayTransport:
             f"{self._stall_timeout_s:g} s (trainer.stall_timeout_s). The stacks of their threads are at the end of "
             f"their logs, such as {self._logs[first.rank]}. Raise the limit if the work simply takes longer"
         )
-        add_circumstances(error, role=first.role, rank=first.rank, method=first.method, log=self._logs[first.rank])
+        log, machine = self._logs[first.rank], self._machines.get(first.rank)
+        node = None if machine is None else machine.name
+        add_circumstances(error, role=first.role, rank=first.rank, node=node, method=first.method, log=log)
+        if told := save_driver_stacks(log, str(error)):
+            error.add_note(told)
         self._end("stalled")
         return error
 
@@ -236,7 +291,7 @@ class RayTransport:
 
     def _end(self, reason: str) -> None:
         self._ended = reason
-        if ray.is_initialized():
+        if cluster_answers():
             for actor in self._actors:
                 ray.kill(actor)
             self._pool.release()
@@ -260,20 +315,10 @@ class Portable:
             raise portable from error
 
 
-@contextmanager
-def stacks_if_it_stalls(timeout_s: float | None) -> Iterator[None]:
-    """Writes the stacks of all threads to standard error when the block takes nearly that long; it goes on then.
-
-    The interpreter's own watchdog thread does it, so that it works while native code holds the interpreter's lock.
-    """
-    if timeout_s is None:
-        yield
-        return
-    faulthandler.dump_traceback_later(_STACKS_AT * timeout_s)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address; None if none is listed with it."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)
 
 
 def redirect_output(log_file: str) -> None:

@@ -16,7 +16,7 @@ from tests.verl_lite.single_controller.workers import Calculator, Collective
 from verl_lite.errors import circumstances
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, WorkerDiedError, create_worker_groups
 from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
-from verl_lite.single_controller.worker_group import StalledError
+from verl_lite.single_controller.worker_group import NoRoomError, StalledError
 
 pytestmark = pytest.mark.slow
 
@@ -97,12 +97,15 @@ def test_a_rank_that_never_answers_ends_the_wait_with_its_stack_in_its_log(tmp_p
     assert circumstances(told.value).rank == 1
     log = (tmp_path / "c+d-1.log").read_text()
     assert "Timeout (0:00:02.7" in log and "in hang" in log
+    assert f"the driver's own stacks are in {tmp_path / 'driver.log'}" in told.value.__notes__
+    driver = (tmp_path / "driver.log").read_text()
+    assert "c.hang: ranks [1] of 2" in driver and "test_a_rank_that_never_answers" in driver
     with pytest.raises(WorkerDiedError, match="the workers were ended: stalled"):
         groups["d"].process()
 
 
 def test_more_workers_than_room(ray_cluster: None) -> None:
-    with pytest.raises(RuntimeError, match="3 workers need 3 CPU, the cluster has 2: lower trainer.n_gpus_per_node"):
+    with pytest.raises(NoRoomError, match="3 workers need 3 CPU, the cluster has 2: lower trainer.n_gpus_per_node"):
         create_worker_groups("ray", ResourcePool([3]), {"c": ClassWithInitArgs(Calculator)})
 
 
