@@ -39,17 +39,11 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     slots: devices of the whole run. total_steps: training steps, where the size of the data is known.
     """
     first = _episode_rows(config) if is_agentic(config) else _prompt_rows(config, slots)
-    on_policy, trainer = is_on_policy(config), config.trainer
+    trainer = config.trainer
     engines = max(1, slots // config.rollout.tensor_model_parallel_size)
     return [
         *first,
-        PlanRow(
-            "strictly on-policy",
-            "yes" if on_policy else "no",
-            "one optimizer step per batch"
-            if on_policy
-            else "later optimizer steps learn from samples of older weights",
-        ),
+        _on_policy_row(config),
         *_score_rows(config),
         PlanRow("passes before the update", *_passes(config)),
         PlanRow(
@@ -124,6 +118,18 @@ def _overlap(config: PPOConfig) -> str:
     ratio = config.agentic.async_generation_ratio
     name = f"agentic.async_generation_ratio={ratio}"
     return f"{name}: episodes of a later step run while this one is trained on" if ratio else name
+
+
+def _on_policy_row(config: PPOConfig) -> PlanRow:
+    """Whether all that is learnt from was sampled with the weights that learn, and if not, why."""
+    name, correction = "strictly on-policy", config.algorithm.rollout_correction
+    if is_agentic(config) and config.agentic.async_generation_ratio:
+        corrected = correction.rollout_is is not None or correction.bypass_mode
+        how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
+        return PlanRow(name, "no", f"samples are of earlier weights, {how}")
+    if is_on_policy(config):
+        return PlanRow(name, "yes", "one optimizer step per batch")
+    return PlanRow(name, "no", "later optimizer steps learn from samples of older weights")
 
 
 def _adapter_rows(config: PPOConfig) -> list[PlanRow]:

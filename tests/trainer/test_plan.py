@@ -138,3 +138,6 @@ def test_the_plan_of_episodes_counts_them_and_not_prompts() -> None:
     assert rows["groups at one time"].options == "6 of lake + 2 of guess"
     assert rows["optimizer steps per training step"].value == "1 x rows / 8"
     assert rows["strictly on-policy"].value == "no" and "prompts per training step" not in rows
+    config.actor.ppo_mini_batch_size, agentic.async_generation_ratio = -1, 1
+    ahead = next(row for row in launch_rows(config, slots=2) if row.what == "strictly on-policy")
+    assert ahead.value == "no" and "rollout_is=token" in ahead.options
