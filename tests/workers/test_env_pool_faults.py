@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,50 @@ def test_a_call_that_takes_all_memory_is_ended(make_pool: MakePool) -> None:
     found = replies(pool, 1)["a"]
     assert "max_memory_mb=200" in found.error and not found.is_timeout
     assert step(pool, b="up")["b"].observation == "seed 1: up"
+
+
+HARMS = ("raise", "exit", "segfault", "kill", "nan", "fork", "leave", "sleep|1000", "freeze")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whatever_happens_each_call_has_one_reply_and_the_innocent_go_on(make_pool: MakePool, seed: int) -> None:
+    draw, pool = random.Random(seed), make_pool(2, timeout_s=4.0, threads=8)
+    said: dict[Hashable, list[str]] = {}
+    asked: dict[Hashable, str] = {}
+    harms = list(HARMS) + ["kill", "exit", "segfault"]
+    draw.shuffle(harms)
+    until = time.monotonic() + 240
+    fresh = 0
+    while (harms or asked) and time.monotonic() < until:
+        while len(said) < 10:
+            key, fresh = f"env{fresh}", fresh + 1
+            pool.reset(key, "obey", 5)
+            said[key], asked[key] = [], ""
+        for key in [key for key in said if key not in asked and draw.random() < 0.5]:
+            chance = draw.random()
+            if harms and chance < 0.05:
+                asked[key] = harms.pop()
+            elif harms or chance < 0.5:
+                asked[key] = draw.choice(["up", "down", "sleep|0.02", "sleep|0.1"])
+            else:
+                continue
+            pool.step(key, asked[key])
+        if draw.random() < 0.02:
+            gone_key = draw.choice(sorted(said))
+            pool.discard(gone_key)
+            said.pop(gone_key)
+            asked.pop(gone_key, None)
+        for reply in pool.poll(0.05):
+            action = asked.pop(reply.key)
+            if action in HARMS and action != "fork":
+                assert reply.error is not None, action
+                assert reply.is_timeout is (action in ("sleep|1000", "freeze")), (action, reply.error)
+                del said[reply.key]
+                continue
+            assert reply.error is None, (action, reply.error)
+            said[reply.key] += [action] if action else []
+            assert reply.observation == f"seed 5: {' '.join(said[reply.key])}"
+    assert not harms and not asked
 
 
 OWNER = """
