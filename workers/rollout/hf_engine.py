@@ -3,7 +3,8 @@
 The model's own forward runs over a static KV cache of slots (`slot_cache.py`). A step samples one token for every
 running sequence; sequences that end leave the batch at once (the last slot moves into the gap), waiting ones enter as
 soon as it pays. A prompt is encoded up to its last token, once for all its samples; the last token is the input of the
-first decode step.
+first decode step. Slots that no running sequence needs keep finished ones: a prompt that begins with one of them (the
+next turn of a conversation) is encoded from there on.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from workers.rollout.base import (
     parameter_names,
     register_rollout_engine,
 )
+from workers.rollout.kept_slots import KeptSlots
 from workers.rollout.sampling import sample
 from workers.rollout.slot_cache import SLOT_ATTENTION, SlotCache, kv_shape
 
@@ -103,6 +105,7 @@ class HFEngine:
         self._cache: SlotCache | None = SlotCache(
             self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
         )
+        self._kept = KeptSlots(slots)
         # last token, its position, seed, top_k / temperature, top_p
         self._integers = torch.zeros(4, slots, dtype=torch.long, device=device)
         self._floats = torch.zeros(2, slots, device=device)
@@ -150,7 +153,7 @@ class HFEngine:
     def _decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One forward of the running sequences, all (n,). Returns logits (n, V)."""
         assert self._cache is not None
-        mask = self._cache.begin_decode(positions, int(positions.max()) + 1)
+        mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
         return self._model(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
@@ -173,17 +176,21 @@ class HFEngine:
         return [completion for _, completion in ended]
 
     def _remove(self, slots: list[int]) -> None:
-        """Frees slots; the last running sequence moves into each gap, so that the running ones stay the first n."""
+        """Frees slots; the last running sequence moves into each gap, so that the running ones stay the first n. What
+        is removed is kept in the slot that it left.
+        """
         assert self._cache is not None
         for slot in sorted(slots, reverse=True):
-            self._ids.discard(self._running[slot].request.request_id)
+            gone = self._running[slot]
+            self._ids.discard(gone.request.request_id)
             last = len(self._running) - 1
             row = self._running.pop()
             if slot != last:
                 self._running[slot] = row
-                self._cache.move(slot, last, row.length - 1)
+                self._cache.swap(slot, last, max(row.length, gone.length) - 1)
                 self._integers[:, slot] = self._integers[:, last]
                 self._floats[:, slot] = self._floats[:, last]
+            self._kept.keep(last, gone.encoded())
 
     def _admit(self) -> None:
         """Moves waiting sequences into free slots, when enough are free to be worth a prefill."""
@@ -192,7 +199,9 @@ class HFEngine:
         if not self._waiting or (self._running and free < worthwhile):
             return
         first = len(self._running)
-        rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        begun = self._claim_kept(fresh, first)
+        rows = [row for row, _ in begun] + fresh
         self._running += rows
         slots = slice(first, first + len(rows))
         sampling = [row.request.sampling for row in rows]
@@ -205,7 +214,55 @@ class HFEngine:
             ]
         )
         self._floats[:, slots] = torch.tensor([[one.temperature for one in sampling], [one.top_p for one in sampling]])
-        self._prefill(rows, first)
+        self._extend(begun, first)
+        self._prefill(fresh, first + len(begun))
+
+    def _claim_kept(self, rows: list[_Sequence], first: int) -> list[tuple[_Sequence, int]]:
+        """Takes out of `rows` those that begin with a kept sequence, and brings that into the slots from `first` on.
+
+        Returns them with the number of tokens that their slot holds. The slots of the other rows, which come behind
+        theirs, hold nothing afterwards.
+        """
+        assert self._cache is not None
+        begun: list[tuple[_Sequence, int]] = []
+        end = first + len(rows)
+        for row in tuple(rows) if len(self._kept) else ():
+            slot = self._kept.longest_prefix(row.encoded())
+            if slot is None:
+                continue
+            target, length = first + len(begun), self._kept.length(slot)
+            displaced = self._kept.claim(slot, target)
+            if displaced is not None:
+                self._cache.swap(target, slot, max(displaced, length))
+            elif slot != target:
+                self._cache.move(target, slot, length)
+            rows.remove(row)
+            begun.append((row, length))
+        for move in self._kept.vacate(first + len(begun), end):
+            self._cache.move(*move)
+        return begun
+
+    def _extend(self, rows: list[tuple[_Sequence, int]], first: int) -> None:
+        """Encodes all but the last token of sequences whose slots, from `first` on, hold their first tokens already."""
+        assert self._cache is not None
+        parts = [(row.encoded()[held:], held, slot) for slot, (row, held) in enumerate(rows, start=first)]
+        parts = sorted((part for part in parts if part[0]), key=lambda part: len(part[0]))
+        for few in _pack([len(ids) for ids, _, _ in parts], self._config.max_num_batched_tokens):
+            batch = parts[few.start : few.stop]
+            ids, starts, slots = _padded([part[0] for part in batch]), *zip(*[part[1:] for part in batch], strict=True)
+            # padding may reach beyond the slot's end; its last position is written anew before it is read
+            positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
+            positions.clamp_(max=self._max_model_len - 1)
+            length = int(positions.max()) + 1
+            positions = positions.to(self._device)
+            mask = self._cache.begin_decode(positions, length, torch.tensor(slots, device=self._device))
+            self._model.base_model(
+                input_ids=ids.to(self._device),
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
         """Encodes all but the last token of `rows`, which own the slots from `first` on; equal ones once."""
@@ -214,16 +271,17 @@ class HFEngine:
         for slot, row in enumerate(rows, start=first):
             slots_of.setdefault(row.encoded(), []).append(slot)
         slots_of.pop((), None)
-        for prompts in _pack(sorted(slots_of, key=len), self._config.max_num_batched_tokens):
-            width = len(prompts[-1])
-            ids = torch.tensor([(*prompt, *[0] * (width - len(prompt))) for prompt in prompts], device=self._device)
+        ordered = sorted(slots_of, key=len)
+        for few in _pack([len(prompt) for prompt in ordered], self._config.max_num_batched_tokens):
+            prompts = ordered[few.start : few.stop]
+            ids = _padded(prompts).to(self._device)
             slots = torch.tensor([slot for prompt in prompts for slot in slots_of[prompt]], device=self._device)
             copies = torch.tensor([len(slots_of[prompt]) for prompt in prompts])
             sources = torch.arange(len(prompts)).repeat_interleave(copies).to(self._device)
             self._cache.begin_prefill(slots, sources)
             self._model.base_model(
                 input_ids=ids,
-                position_ids=torch.arange(width, device=self._device).expand(len(prompts), -1),
+                position_ids=torch.arange(ids.shape[1], device=self._device).expand(len(prompts), -1),
                 past_key_values=self._cache,
                 use_cache=True,
             )
@@ -259,6 +317,7 @@ class HFEngine:
         # running sequences go back to the head of the queue with what they have: their keys and values are old
         self._waiting.extendleft(reversed(self._running))
         self._running.clear()
+        self._kept.clear()
         if self._cache is not None:
             self._cache.clear()
 
@@ -301,16 +360,23 @@ class HFEngine:
         del self._model
 
 
-def _pack(prompts: list[tuple[int, ...]], token_budget: int) -> Iterator[list[tuple[int, ...]]]:
-    """Batches of neighbours of a list sorted by length, each padded to its longest within the budget (or one alone)."""
-    batch: list[tuple[int, ...]] = []
-    for prompt in prompts:
-        if batch and len(prompt) * (len(batch) + 1) > token_budget:
-            yield batch
-            batch = []
-        batch.append(prompt)
-    if batch:
-        yield batch
+def _pack(lengths: list[int], token_budget: int) -> Iterator[range]:
+    """Neighbours in a list of ascending lengths that make a batch, padded to the longest within the budget (or one
+    alone).
+    """
+    start = 0
+    for place, length in enumerate(lengths):
+        if place > start and length * (place - start + 1) > token_budget:
+            yield range(start, place)
+            start = place
+    if lengths:
+        yield range(start, len(lengths))
+
+
+def _padded(rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """(B, longest) token ids, zeros on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([(*row, *[0] * (width - len(row))) for row in rows])
 
 
 def _check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:

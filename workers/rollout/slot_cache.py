@@ -2,7 +2,8 @@
 
 Each running sequence owns a slot; the first n slots are the batch of a decode step. Nothing is concatenated while
 decoding: a step writes one key and one value per sequence at that sequence's own position, and attends to a view of the
-cache. A prompt is encoded once for all its samples: prefill copies its keys and values to each of their slots.
+cache; so do several tokens that continue a sequence. A prompt is encoded once for all its samples: prefill copies its
+keys and values to each of their slots.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class SlotCache(Cache):
         self._arange = torch.arange(max_length, device=device)
         self._dirty_slots = self._dirty_length = 0
         self._prefill: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._rows = self._length = 0
+        self._rows: torch.Tensor | slice = slice(0, 0)
+        self._length = 0
         self._index = torch.empty(0, dtype=torch.long)
 
     def begin_prefill(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
@@ -44,17 +46,20 @@ class SlotCache(Cache):
         self._prefill = (slots, sources)
         self._dirty_slots = max(self._dirty_slots, int(slots.max()) + 1)
 
-    def begin_decode(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """The next forward adds one token to each of the first slots, at `positions` (n,), all below `length`.
+    def begin_decode(self, positions: torch.Tensor, length: int, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """The next forward adds tokens to n slots (the first ones, if not said), at `positions` (n, T), all below
+        `length`.
 
-        Returns the additive attention mask (n, 1, 1, length).
+        Returns the additive attention mask (n, 1, T, length): a token sees its slot up to its own position.
         """
-        rows = len(positions)
+        rows: torch.Tensor | slice = slice(0, len(positions)) if slots is None else slots
+        last = rows.stop if isinstance(rows, slice) else int(rows.max()) + 1
         self._prefill, self._rows, self._length = None, rows, length
-        self._dirty_slots, self._dirty_length = max(self._dirty_slots, rows), max(self._dirty_length, length)
-        self._index = (self._slot_offsets[:rows, None] + self._head_offsets + positions[:, None]).flatten()
-        mask = torch.zeros(rows, length, device=positions.device, dtype=self._storage.dtype)
-        return mask.masked_fill_(self._arange[:length] > positions[:, None], -torch.inf)[:, None, None]
+        self._dirty_slots, self._dirty_length = max(self._dirty_slots, last), max(self._dirty_length, length)
+        heads = self._slot_offsets[rows, None] + self._head_offsets
+        self._index = (heads[:, :, None] + positions[:, None]).flatten()
+        mask = torch.zeros(*positions.shape, length, device=positions.device, dtype=self._storage.dtype)
+        return mask.masked_fill_(self._arange[:length] > positions[..., None], -torch.inf)[:, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -71,11 +76,20 @@ class SlotCache(Cache):
         head_dim = key_states.shape[3]
         self._flat[0, layer_idx].index_copy_(0, self._index, key_states.reshape(-1, head_dim))
         self._flat[1, layer_idx].index_copy_(0, self._index, value_states.reshape(-1, head_dim))
-        return keys[: self._rows, :, : self._length], values[: self._rows, :, : self._length]
+        return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
     def move(self, destination: int, source: int, length: int) -> None:
         """Copies the first `length` positions of a slot to another."""
         self._storage[:, :, destination, :, :length] = self._storage[:, :, source, :, :length]
+        self._dirty_slots = max(self._dirty_slots, destination + 1)
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchanges the first `length` positions of two slots."""
+        kept = self._storage[:, :, one, :, :length].clone()
+        self.move(one, other, length)
+        self._storage[:, :, other, :, :length] = kept
+        self._dirty_slots = max(self._dirty_slots, one + 1, other + 1)
+        self._dirty_length = max(self._dirty_length, length)
 
     def clear(self) -> None:
         """Zeroes what was written. Masked positions are multiplied by 0, so a NaN left there would spread."""

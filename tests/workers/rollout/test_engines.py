@@ -188,6 +188,26 @@ def test_running_requests_go_on_with_new_weights(engine: RolloutEngine, models: 
     torch.testing.assert_close(given[changed_at:], new[changed_at:], atol=1e-4, rtol=0)
 
 
+def test_a_prompt_that_continues_a_finished_request(engine: RolloutEngine, models: Any) -> None:
+    """What is kept of the first turns must be theirs, and forgotten with the weights that it was computed with."""
+    conversations = [prompt(3 + 5 * row, seed=row) for row in range(12)]
+    for turn in range(4):
+        model = models[turn == 3]
+        if turn == 3:
+            load(engine, model, 2)
+        requests = [
+            Request(f"{row}-{turn}", ids, SamplingParams(max_tokens=4 + row % 3, seed=100 * turn + row))
+            for row, ids in enumerate(conversations)
+        ]
+        done = run(engine, requests)
+        for row, request in enumerate(requests):
+            result = done[request.request_id]
+            expected = plain_log_probs(model, request.prompt_ids, result.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-4, rtol=0)
+            joined = prompt(1 + 7 * row % 11, seed=50 + turn) if row % 4 else ()
+            conversations[row] = (*request.prompt_ids, *result.token_ids, *joined)
+
+
 def test_tokens_depend_on_the_seed_alone(engine: RolloutEngine, both: Any, models: Any) -> None:
     requests = mixed_requests(50, temperature=1.0, max_tokens=20)
     together = run(engine, requests)
