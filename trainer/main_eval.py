@@ -1,9 +1,9 @@
 """`python -m trainer.main_eval RUN [key=value ...]`: validates a checkpoint or a Hugging Face folder, and prints the
 table.
 
-RUN is a run folder (its newest checkpoint), a global_step_N folder, or a model folder (then name the data:
-data.val_files=...). The settings are those the run was saved with; key=value replaces them, for example
-rollout.val_kwargs.n=8. The result is a run folder of its own under RUN/eval.
+RUN is a run folder (its newest checkpoint), a global_step_N folder, or a model folder (then name what to validate on:
+data.val_files=..., or environments by --config FILE or recipe=NAME). The settings are those the run was saved with;
+key=value replaces them, for example rollout.val_kwargs.n=8. The result is a run folder of its own under RUN/eval.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ def eval_arguments(target: Path, overrides: list[str]) -> list[str]:
     elif (target / "config.json").exists():
         folder = f"trainer.default_local_dir=runs/eval/{target.name}-{stamp}"
         files = [item.split("=", 1)[1] for item in overrides if item.startswith("data.val_files=")]
-        if not files:
-            raise UserError(f"{target} is a model folder: name the data to validate on, data.val_files=PATH")
-        return [f"model.path={target}", f"data.train_files={files[0]}", folder, *only_validate, *overrides]
+        if not files and not any(item.startswith(("agentic.", "--config", "recipe=")) for item in overrides):
+            raise UserError(
+                f"{target} is a model folder: name what to validate on, data.val_files=PATH, or the environments: "
+                "--config FILE or recipe=NAME"
+            )
+        train = [f"data.train_files={files[0]}"] if files else []
+        return [f"model.path={target}", *train, folder, *only_validate, *overrides]
     else:
         raise UserError(
             f"{target}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)"

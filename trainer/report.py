@@ -21,14 +21,16 @@ _TEXT_SHOWN = 300
 _MEAN = re.compile(r"val-(?P<rank>core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
 
 
-def final_report(result: FitResult, run_dir: Path, picture: Path | None) -> RenderableType:
-    """Everything to show when a run has ended, for `Console.print`."""
+def final_report(
+    result: FitResult, run_dir: Path, picture: Path | None, more: str = "rollout.val_kwargs.n=8"
+) -> RenderableType:
+    """Everything to show when a run has ended, for `Console.print`. more: the option of a larger validation."""
     parts: list[RenderableType] = [Text()]
     if result.after or result.before:
         parts += [validation_table(result.before, result.after), Text()]
     if result.samples:
         parts += [samples_table(result.samples), Text()]
-    return Group(*parts, *_places(result, run_dir, picture))
+    return Group(*parts, *_places(result, run_dir, picture, more))
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def printable(text: str, limit: int = _TEXT_SHOWN) -> Text:
     return Text(shown if len(shown) <= limit else f"{shown[:limit]} ... ({len(shown)} characters)")
 
 
-def _places(result: FitResult, run_dir: Path, picture: Path | None) -> list[Text]:
+def _places(result: FitResult, run_dir: Path, picture: Path | None, more: str) -> list[Text]:
     places = [("run folder", run_dir), ("metrics", run_dir / "metrics.jsonl"), ("picture", picture)]
     places += [("tensorboard", run_dir / "tensorboard"), ("checkpoint", result.checkpoint)]
     lines = [Text("Where things are", style="bold")]
@@ -127,7 +129,7 @@ def _places(result: FitResult, run_dir: Path, picture: Path | None) -> list[Text
         lines += [
             Text(),
             Text("What to do next", style="bold"),
-            Text(f"  evaluate     python -m trainer.main_eval {run_dir} rollout.val_kwargs.n=8", no_wrap=True),
+            Text(f"  evaluate     python -m trainer.main_eval {run_dir} {more}", no_wrap=True),
             Text(f"  export       python -m trainer.export {run_dir} --to {run_dir / 'hf'}", no_wrap=True),
         ]
     return lines

@@ -30,6 +30,7 @@ from trainer.steps import count_steps
 from trainer.stopping import stopping_on_signal
 from trainer.tracking import Tracking
 from trainer.wish import claimed_devices
+from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import LoadedConfig, help_config, load_config, print_config, save_config, validate
 from verl_lite.device import device_type, visible_devices
@@ -116,7 +117,10 @@ def train(
         capsule_on_failure(trainer),
     ):
         result = trainer.fit()
-    console.print(final_report(result, run_dir, draw_curve(run_dir)))
+    more = "rollout.val_kwargs.n=8"
+    if is_agentic(config) and config.agentic.val_batch_size > 0:
+        more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
+    console.print(final_report(result, run_dir, draw_curve(run_dir), more))
     if result.stopped:
         console.print(how_to_continue(argv, run_dir))
         return INTERRUPTED

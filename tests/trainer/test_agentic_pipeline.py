@@ -21,6 +21,7 @@ from tests.trainer.test_fit import Parts
 from trainer.agentic_metrics import EpisodeTable, compute_data_metrics, validation_metrics
 from trainer.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards
 from trainer.episode_log import episodes_of, readable
+from trainer.main_eval import eval_arguments
 from trainer.picture import draw_curve
 from trainer.report import validation_line
 from trainer.rollout_scheduler import RolloutScheduler
@@ -362,3 +363,12 @@ def test_the_curve_of_a_run_of_episodes_can_be_drawn(tmp_path: Path) -> None:
     rows = [{"step": step, "data": metrics} for step, metrics in agent.logged]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert draw_curve(tmp_path) is not None
+
+
+def test_a_model_folder_is_evaluated_in_environments_that_a_file_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = eval_arguments(tmp_path, ["--config", "lake.yaml"])
+    assert {"--config", "lake.yaml", f"model.path={tmp_path}", "trainer.val_only=true"} <= set(arguments)
+    assert not any(argument.startswith("data.") for argument in arguments)
+    with pytest.raises(UserError, match="data.val_files=PATH, or the environments"):
+        eval_arguments(tmp_path, ["trainer.device=cpu"])
