@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic_build import episode_parts, try_environments
+from trainer.context import check_context, check_vocabulary
 from trainer.data import PromptDataset
 from trainer.environment import worker_environment
 from trainer.needs import needs_critic, needs_reference, needs_reference_model, needs_reward_function
@@ -73,13 +74,16 @@ def load_data(config: PPOConfig) -> RunData:
     if is_agentic(config):
         try_environments(config)
         return RunData(tokenizer, None, None)
+    check_context(config)
     has_function, files = needs_reward_function(config), config.data
     train = PromptDataset(files.train_files, tokenizer, files, split="train", needs_ground_truth=has_function)
     val = None
     if files.val_files:
         val = PromptDataset(files.val_files, tokenizer, files, split="val", needs_ground_truth=has_function)
+    datasets = [data for data in (train, val) if data is not None]
+    check_vocabulary(config, datasets)
     if has_function:
-        try_rewards(config, [data for data in (train, val) if data is not None])
+        try_rewards(config, datasets)
     return RunData(tokenizer, train, val, reward_inputs(config, tokenizer) if config.reward_model.enable else None)
 
 

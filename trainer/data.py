@@ -127,6 +127,10 @@ class PromptDataset:
             digest.update(self._tokens[place].tobytes() + b"|")
         return digest.hexdigest()
 
+    def largest_token(self) -> int:
+        """The largest token id of all prompts."""
+        return max(int(tokens.max()) for tokens in self._tokens)
+
     def _prompts(self, rows: int) -> list[list[dict[str, str]]]:
         prompts: list[list[dict[str, str]]] = []
         for file in self._files:

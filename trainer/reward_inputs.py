@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.policy.loading import load_model_config
+from workers.policy.loading import load_model_config, longest_context
 from workers.policy.sequence_score import check_sequence_classifier
 
 # From a batch to a batch with the token columns that the model reads, and for each row why it has no score, or None.
@@ -174,8 +174,3 @@ def longest_row(config: PPOConfig, model: PretrainedConfig) -> Limit | None:
         key = "actor.ppo_max_token_len_per_gpu" if own is None else "reward_model.forward_max_token_len_per_gpu"
         limits.append(Limit(own or actor.ppo_max_token_len_per_gpu, key))
     return min(limits, key=lambda limit: limit.tokens, default=None)
-
-
-def longest_context(model: PretrainedConfig) -> int | None:
-    """Tokens that a model reads at most, by its config; None where that does not say."""
-    return getattr(model.get_text_config(), "max_position_embeddings", None)

@@ -10,6 +10,7 @@ from trainer.needs import needs_critic, needs_reference_model
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
 from verl_lite.device_claim import Wish, claimed_gpus, tell_of_busy_host
+from verl_lite.errors import UserError
 from workers.critic import critic_network
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
@@ -52,12 +53,26 @@ def wish_of(config: PPOConfig, slots: int, run_dir: Path) -> Wish:
     )
 
 
+@contextmanager
+def told_of(section: str) -> Iterator[None]:
+    """What is wrong with `model.` inside is said of that of a section."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{section}{error}") from error
+
+
 def host_bytes(config: PPOConfig, slots: int, with_vllm: bool) -> int:
     """Memory that a run on a CPU takes at least, about: its processes and models, without activations."""
     policy = count_parameters(config.model)
     learns = count_trained(config.model)  # all of it, or an adapter beside it
-    critic = count_parameters(critic_network(config)) if needs_critic(config) else 0
-    reward_model = count_parameters(config.reward_model.model) if config.reward_model.enable else 0
+    critic = reward_model = 0
+    if needs_critic(config):
+        with told_of("critic." if config.critic.model.path is not None else ""):
+            critic = count_parameters(critic_network(config))
+    if config.reward_model.enable:
+        with told_of("reward_model."):
+            reward_model = count_parameters(config.reward_model.model)
     processes = _DRIVER_BYTES + _RAY_BYTES + slots * _WORKER_BYTES
     if with_vllm:
         processes += slots * (_VLLM_BYTES + config.rollout.kv_cache_memory_mb * MIB)

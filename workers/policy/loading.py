@@ -20,6 +20,7 @@ from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import count_trained_parameters
+from workers.policy.guarded import told_as
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -71,18 +72,30 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
     exist."""
     if model.path is None:
         raise UserError("model.path=null: expected a Hugging Face folder or the name of a cached model")
-    try:
+    remedy = (
+        "expected a folder with config.json and weights in Hugging Face format, or the name of a model in the local "
+        "hub cache"
+    )
+    with told_as(f"model.path={model.path!r} cannot be read", remedy):
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except OSError as error:
-        raise UserError(
-            f"model.path={model.path!r}: expected a folder with config.json and weights in Hugging Face format, "
-            "or the name of a model in the local hub cache"
-        ) from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
-        setattr(config, name, value)
+        entry = f"model.override_config.{name}={value!r} is not accepted"
+        with told_as(entry, f"a {config.model_type} config has {getattr(config, name)!r} there"):
+            setattr(config, name, value)
     return config
+
+
+def longest_context(model: PretrainedConfig) -> int | None:
+    """Tokens that a model reads at most, by its config; None where that does not say."""
+    return getattr(model.get_text_config(), "max_position_embeddings", None)
+
+
+def shown(model: NetworkConfig) -> str:
+    """What the user said of the network: its path, and the entries that were replaced."""
+    replaced = f" with model.override_config={dict(model.override_config)}" if model.override_config else ""
+    return f"model.path={model.path!r}{replaced}"
 
 
 def count_parameters(model: NetworkConfig) -> int:
@@ -97,8 +110,10 @@ def count_trained(model: NetworkConfig) -> int:
 
 
 def _without_memory(model: NetworkConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_model_config(model), trust_remote_code=model.trust_remote_code)
+    config = load_model_config(model)
+    remedy = "its config.json has to describe a causal language model; mend it, or the entries of model.override_config"
+    with told_as(f"{shown(model)} cannot be built", remedy), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
 
 
 def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
@@ -132,15 +147,17 @@ def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrai
     verbosity = get_verbosity()
     if new_head:  # transformers reports at length which weights are new; here that is known and intended
         set_verbosity_error()
+    remedy = "its weights have to be whole, and to fit its config.json and model.override_config"
     try:
-        network, report = auto_class.from_pretrained(
-            str(spec.model.path),
-            config=spec.config,
-            dtype=spec.dtype,
-            attn_implementation=spec.attention,
-            trust_remote_code=spec.model.trust_remote_code,
-            output_loading_info=True,
-        )
+        with told_as(f"{shown(spec.model)}: the weights cannot be loaded", remedy):
+            network, report = auto_class.from_pretrained(
+                str(spec.model.path),
+                config=spec.config,
+                dtype=spec.dtype,
+                attn_implementation=spec.attention,
+                trust_remote_code=spec.model.trust_remote_code,
+                output_loading_info=True,
+            )
     finally:
         set_verbosity(verbosity)
     backbone = f"{network.base_model_prefix}."

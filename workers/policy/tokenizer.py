@@ -7,18 +7,23 @@ import functools
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from verl_lite.config import ModelConfig
+from verl_lite.errors import UserError
+from workers.policy.guarded import told_as
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer_path` or `model.path`; pads with the end-of-text token where it has no pad
-    token.
+    token. UserError for a tokenizer that cannot be read or has neither.
     """
     path = model.tokenizer_path or model.path
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    key = "model.path" if model.tokenizer_path is None else "model.tokenizer_path"
+    remedy = "expected a folder with tokenizer_config.json and tokenizer.json as Hugging Face writes them"
+    with told_as(f"{key}={path!r}: its tokenizer cannot be read", remedy):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
-            raise ValueError(
-                f"model.tokenizer_path={path!r}: the tokenizer has neither a pad nor an end-of-text token; "
+            raise UserError(
+                f"{key}={path!r}: the tokenizer has neither a pad nor an end-of-text token; "
                 "set pad_token or eos_token in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token

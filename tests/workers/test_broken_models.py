@@ -1,0 +1,102 @@
+"""Model folders that are broken, and entries that fit no model: each is told as the user's, with key and cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import tiny_qwen2
+from verl_lite.config import ModelConfig
+from verl_lite.errors import UserError
+from workers.policy.guarded import told_as
+from workers.policy.loading import NetworkSpec, build_network, count_parameters, load_model_config
+from workers.policy.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny_qwen2(tmp_path_factory.mktemp("good") / "model"))
+
+
+@pytest.fixture
+def spoilt(good: Path, tmp_path: Path) -> Callable[[str, bytes | None], ModelConfig]:
+    """A copy of the good folder in which one file has another content, or is missing."""
+
+    def spoil(name: str, content: bytes | None) -> ModelConfig:
+        shutil.copytree(good, tmp_path / "model")
+        (tmp_path / "model" / name).unlink()
+        if content is not None:
+            (tmp_path / "model" / name).write_bytes(content)
+        return ModelConfig(path=str(tmp_path / "model"))
+
+    return spoil
+
+
+def load(model: ModelConfig) -> None:
+    spec = NetworkSpec(model, load_model_config(model), torch.float32, "sdpa", with_weights=True)
+    build_network(AutoModelForCausalLM, spec)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("hidden_size", -1),
+        ("hidden_size", 0),
+        ("hidden_size", "a"),
+        ("num_hidden_layers", 3),
+        ("num_attention_heads", 0),
+        ("tie_word_embeddings", "maybe"),
+        ("hidden_act", "nope"),
+        ("rope_scaling", {"rope_type": "x"}),
+        ("layer_types", ["x"]),
+        ("torch_dtype", "int8"),
+    ],
+)
+def test_entries_with_which_no_model_can_be_built_are_named(good: Path, entry: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"model.override_config.*{entry}"):
+        count_parameters(ModelConfig(path=str(good), override_config={entry: value}))
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"model_type": "nope"}'])
+def test_a_config_that_describes_no_known_model_is_named(spoilt: Callable, content: bytes) -> None:
+    with pytest.raises(UserError, match="model.path=.*cannot be read.*expected a folder with config.json"):
+        count_parameters(spoilt("config.json", content))
+
+
+def test_code_that_comes_with_a_model_is_not_run_unasked(spoilt: Callable) -> None:
+    content = json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}).encode()
+    with pytest.raises(UserError, match="model.path=.*trust_remote_code"):
+        count_parameters(spoilt("config.json", content))
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer_config.json", b"{"), ("tokenizer_config.json", b"[]")])
+def test_a_broken_tokenizer_is_named_by_the_key_that_gave_it(spoilt: Callable, name: str, content: bytes) -> None:
+    broken = spoilt(name, content)
+    with pytest.raises(UserError, match="model.path=.*tokenizer cannot be read"):
+        load_tokenizer(broken)
+    with pytest.raises(UserError, match="model.tokenizer_path=.*tokenizer cannot be read"):
+        load_tokenizer(ModelConfig(path="elsewhere", tokenizer_path=broken.path))
+
+
+@pytest.mark.parametrize("content", [None, b"junk" * 10])
+def test_weights_that_are_missing_or_broken_are_named(spoilt: Callable, content: bytes | None) -> None:
+    with pytest.raises(UserError, match="model.path=.*the weights cannot be loaded"):
+        load(spoilt("model.safetensors", content))
+
+
+def test_weights_of_another_size_are_named(good: Path) -> None:
+    with pytest.raises(UserError, match="model.override_config=.*vocab_size.*the weights cannot be loaded"):
+        load(ModelConfig(path=str(good), override_config={"vocab_size": 100}))
+
+
+def test_want_of_memory_is_not_the_users() -> None:
+    for error in (MemoryError, torch.OutOfMemoryError):
+        with pytest.raises(error), told_as("x", "y"):
+            raise error
