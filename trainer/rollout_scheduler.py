@@ -311,8 +311,9 @@ class RolloutScheduler:
         result = DataProto.concat(parts).select_idxs(np.array(order, dtype=np.int64)) if order else DataProto()
         kept = sum(place.report is not None and place.report.is_dropped for place in batch.places)
         metrics = combine(part.metrics for part in batch.parts)
-        if slowest := metrics.get("rollout/slowest_rank_seconds"):
-            metrics["rollout/idle_frac"] = Metric.last(1 - metrics["rollout/mean_rank_seconds"].value / slowest.value)
+        slowest, mean = (metrics.get(f"rollout/{name}_rank_seconds") for name in ("slowest", "mean"))
+        if slowest is not None and mean is not None and slowest.value > 0:
+            metrics["rollout/idle_frac"] = Metric.last(1 - mean.value / slowest.value)
         result.meta_info["metrics"] = metrics | {
             "scheduler/group_filter_count": Metric.last(batch.num_dropped),
             "scheduler/groups_kept_though_dropped": Metric.last(kept),

@@ -77,11 +77,12 @@ class GroupRun:
         """Starts these groups: their environments are reset. Raises ValueError for a key that is not finished yet."""
         if key in self._keys:
             raise ValueError(f"groups {key!r} were begun already, and are not finished")
-        places = [_Place(plan, sampling, group_filter) for plan in plans]
+        places, started = [_Place(plan, sampling, group_filter) for plan in plans], time.perf_counter()
         self._keys[key] = places
         for place in places:
             self._begin_group(place)
         self.advance()
+        self._active_s += time.perf_counter() - started
 
     def finish(self, key: str) -> GroupResults:
         """Goes on until all groups of this key have ended, and gives them; one finishes what was begun."""
