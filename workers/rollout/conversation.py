@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.errors import UserError
@@ -28,6 +29,8 @@ _ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
 _PROBE = "verlliteprobe"
 _ODD_CONTENT = f" \t\n\"<a>&'{{}}\\/ <tool_response> {_PROBE} \n "
 _ENCODINGS_KEPT = 1024
+# a template refuses by raise_exception (a TemplateError), or fails over a field or method that a message does not have
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class ChatJoins:
@@ -132,7 +135,7 @@ class ChatJoins:
         """Whether a message of the role tool may follow an answer; templates refuse in many ways."""
         try:
             return _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
-        except Exception:  # raised by the template, by its own raise_exception among others: the role is not for it
+        except _TEMPLATE_ERRORS:
             return False
 
     def _check_joins(self, system: bool) -> None:
@@ -163,7 +166,7 @@ class ChatJoins:
     def _rendered_or_refused(self, messages: list[Message], system: bool) -> str:
         try:
             return self._render(messages)
-        except Exception as error:  # jinja2's errors and whatever a template calls
+        except _TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
             remedy = (
                 "if it is the system message that it does not take, put its text into agent_template and leave "
