@@ -156,6 +156,7 @@ def test_weights_do_not_change_under_episodes(model: str, tmp_path: Path) -> Non
         subject.role.update_weights(1)
 
 
+@pytest.mark.slow
 def test_environments_are_processes_that_end_with_the_worker(model: str, tmp_path: Path) -> None:
     """And a reply that came in time is not late because nobody looked: training took longer than timeout_s."""
     config = settings(model, ratio=1, workers=1)
