@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.envs.grid import GridEnv
 
-SINGLE_SHARE = 0.5
 _STEPS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
 
 Chat = list[dict[str, str]]
@@ -34,7 +33,7 @@ def write_demonstrations(
     number: int,
     random_share: float,
 ) -> None:
-    """Writes `number` pieces of conversations, of the templates' worlds in turn, as a parquet file of chat messages.
+    """Writes the pieces of `number` conversations, of the templates' worlds in turn, as parquet of chat messages.
 
     player: gives the player of a world. random_share: of its moves; some of them are right by chance.
     """
@@ -44,22 +43,19 @@ def write_demonstrations(
         assert isinstance(env, GridEnv)
         worlds.append((template, env, clumsy(env, player(env), rng, random_share)))
     chats = (play(*worlds[place % len(worlds)], rng.randrange(2**31)) for place in range(number))
-    rows = [{"messages": piece(chat, rng)} for chat in chats]
+    rows = [{"messages": piece} for chat in chats for piece in pieces(chat, rng)]
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), file)
 
 
-def piece(chat: Chat, rng: random.Random) -> Chat:
-    """Every other time one turn of it, else its last turns, two or more.
+def pieces(chat: Chat, rng: random.Random) -> list[Chat]:
+    """Each of its turns alone, and its last turns, two or more.
 
-    From single turns the model learns to read the grid, ten times as fast as from whole conversations; from the others,
-    that the last grid is the one that counts.
+    From single turns the model learns to read the grid, much faster than from conversations; from the others, that the
+    last grid is the one that counts.
     """
-    turns = len(chat) // 2
-    if rng.random() < SINGLE_SHARE:
-        turn = rng.randrange(turns)
-        return chat[2 * turn : 2 * turn + 2]
-    return chat[-2 * rng.randint(2, 10) :]
+    turns = [chat[start : start + 2] for start in range(0, len(chat), 2)]
+    return [*turns, chat[-2 * rng.randint(2, 10) :]]
 
 
 def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float) -> Player:

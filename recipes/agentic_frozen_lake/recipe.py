@@ -36,7 +36,7 @@ def overrides() -> dict[str, object]:
         "agentic.rollout_batch_size": 128,
         "agentic.train_env_manager.tags": ["lake_4x4", "lake_random"],
         "agentic.train_env_manager.num_env_groups": 16,
-        "agentic.train_env_manager.num_groups_partition": [4, 12],
+        "agentic.train_env_manager.num_groups_partition": [2, 14],
         "agentic.train_env_manager.group_size": 8,
         "agentic.train_env_manager.format_penalty": -0.1,
         "agentic.val_env_manager.tags": ["lake_4x4", "lake_unseen"],
@@ -60,7 +60,7 @@ def small_model(model: Path) -> dict[str, object]:
         "rollout.val_kwargs.greedy_too": True,
         "actor.ppo_mini_batch_size": -1,
         "actor.calculate_entropy": True,
-        "actor.optim.lr": 5e-4,
+        "actor.optim.lr": 3e-4,
         "actor.optim.lr_warmup_steps": 5,
         "actor.optim.betas": [0.9, 0.95],
         # one FSDP group: on a model this small a collective for each layer costs more than it saves

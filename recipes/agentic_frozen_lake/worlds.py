@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 NAME = "agentic_frozen_lake"
 MODEL_SEED = DATA_SEED = 1
 LAYERS, HIDDEN = 4, 64
-DEMONSTRATIONS, RANDOM_SHARE = 4_800, 0.5
-WARM_START_STEPS, WARM_START_ROWS = 150, 64
+DEMONSTRATIONS, RANDOM_SHARE = 3_000, 0.3
+WARM_START_STEPS, WARM_START_ROWS = 260, 192
 
 MAX_STEPS = 10
 PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 24, 4, 256
@@ -29,8 +29,8 @@ _LAKE = {
 
 CUSTOM_ENVS: dict[str, dict[str, Any]] = {
     "lake_4x4": _LAKE | {"env_config": _GRID_ONLY | {"map_name": "4x4"}},
-    "lake_random": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.8, "split": "train"}},
-    "lake_unseen": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.8, "split": "test"}},
+    "lake_random": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.7, "split": "train"}},
+    "lake_unseen": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.7, "split": "test"}},
 }
 """lake_unseen: random maps, none of which is played in the warm start or in training."""
 

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 NAME = "agentic_sokoban"
 MODEL_SEED = DATA_SEED = 1
 LAYERS, HIDDEN = 4, 64
-DEMONSTRATIONS, RANDOM_SHARE = 4_800, 0.6
-WARM_START_STEPS, WARM_START_ROWS = 150, 64
+DEMONSTRATIONS, RANDOM_SHARE = 3_000, 0.3
+WARM_START_STEPS, WARM_START_ROWS = 120, 192
 
 MAX_STEPS = 10
-PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 48, 4, 464
-"""A turn is <answer>, a move, </answer> and the end; a 6x6 room with its two marks has 43 tokens."""
+PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 40, 4, 384
+"""A turn is <answer>, a move, </answer> and the end; a 5x6 room with its two marks has 36 tokens."""
 
 _ROOM = {
     "env_instruction": "",
     "feedback": False,
-    "dim_room": [6, 6],
+    "dim_room": [5, 6],
     "num_boxes": 1,
-    "min_depth": 3,
+    "min_depth": 2,
     "search_depth": 8,
 }
 _SOKOBAN = {
