@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from trainer.agentic_pipeline import AgenticPipeline, EpisodeRewards, training_sampling, validation_sampling
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.roles import AgentRole
@@ -16,6 +18,7 @@ from verl_lite.agentic_config import is_agentic, validates
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from workers.env_pool import EnvPool
+from workers.rollout.conversation import ChatJoins
 
 
 def trainer_for(config: PPOConfig) -> type[RayPPOTrainer]:
@@ -23,11 +26,14 @@ def trainer_for(config: PPOConfig) -> type[RayPPOTrainer]:
     return AgenticPipeline if is_agentic(config) else RayPPOTrainer
 
 
-def try_environments(config: PPOConfig) -> None:
-    """Makes, resets and steps every environment that is used. Raises UserError naming tag, key and remedy."""
-    agentic = config.agentic
+def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes, resets and steps every environment that is used, and tries the chat template on two turns. Raises
+    UserError naming tag, key and remedy."""
+    agentic, templates = config.agentic, env_templates(config.agentic.custom_envs)
+    has_system = any(template.agent_system_template for template in templates.values())
+    ChatJoins(tokenizer, config.data.apply_chat_template_kwargs, system=has_system)
     used = dict.fromkeys([*agentic.train_env_manager.tags, *agentic.val_env_manager.tags])
-    pool = EnvPool(agentic.env_pool, env_templates(agentic.custom_envs), modules=env_modules())
+    pool = EnvPool(agentic.env_pool, templates, modules=env_modules())
     try:
         pool.dry_run(list(used))
     finally:

@@ -72,7 +72,7 @@ def load_data(config: PPOConfig) -> RunData:
     tries their environments."""
     tokenizer = load_tokenizer(config.model)
     if is_agentic(config):
-        try_environments(config)
+        try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
     has_function, files = needs_reward_function(config), config.data

@@ -17,15 +17,17 @@ from trainer.environment import prepare_driver
 USAGE = "usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]"
 
 
-def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str]) -> list[str]:
-    """The command line of the run that is the replay."""
+def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str], acts: bool = False) -> list[str]:
+    """The command line of the run that is the replay. acts: whether its samples are episodes of environments."""
+    # in this process too: what scores, or what is acted in
+    within = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s", "~agentic.env_pool.max_memory_mb"]
     arguments = [
         "--config", str(folder / "config.yaml"), "trainer.backend=inline", "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1", f"trainer.default_local_dir={folder / 'replay'}", "trainer.logger=[console]",
         "trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_freq=0", "trainer.resume_mode=disable",
         "trainer.max_best_ckpt_to_keep=0", "trainer.max_actor_ckpt_to_keep=null", "trainer.async_save=false",
         "~trainer.resume_from_path", "~trainer.resume_allow", "~trainer.best_ckpt_metric",
-        "reward.num_workers=0", "rollout.tensor_model_parallel_size=1",
+        "rollout.tensor_model_parallel_size=1", *(within if acts else ["reward.num_workers=0"]),
     ]  # fmt: skip
     if checkpoint is not None and Path(checkpoint).is_dir():
         arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
@@ -37,12 +39,14 @@ def replay(folder: Path, overrides: list[str]) -> int:
     from trainer.agentic_build import trainer_for
     from trainer.capsule import read_capsule
     from trainer.run import recipe_overrides, run_ppo
+    from verl_lite.agentic_config import is_agentic
     from verl_lite.config_loader import load_config
     from verl_lite.protocol import DataProto
 
     failed = read_capsule(folder)
-    arguments = replay_arguments(folder, failed.checkpoint, overrides)
-    trainer = trainer_for(load_config(arguments, recipe_loader=recipe_overrides).config)
+    config = load_config(["--config", str(folder / "config.yaml")], recipe_loader=recipe_overrides).config
+    arguments = replay_arguments(folder, failed.checkpoint, overrides, acts=is_agentic(config))
+    trainer = trainer_for(config)
 
     class Replay(trainer):  # type: ignore[misc, valid-type]
         def resume(self) -> None:

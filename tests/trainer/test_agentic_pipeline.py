@@ -17,7 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainer.test_fit import Parts
+from trainer.agentic_build import try_environments
 from trainer.agentic_metrics import EpisodeTable, compute_data_metrics, validation_metrics
 from trainer.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards
 from trainer.episode_log import episodes_of, readable
@@ -237,7 +239,7 @@ def test_failed_episodes_have_no_weight_and_too_many_stop_the_run(tmp_path: Path
     assert "the cliff gave way" in agent.shown[0]
     assert json.loads((tmp_path / "env_failures.jsonl").read_text())["failed"] == 1
     broken = Agent(fails=lambda spec: True)
-    with pytest.raises(EnvironmentFailure, match="4 of 4 episodes failed; .*max_error_rate=0.1 allows 2(.*\n?)+cliff"):
+    with pytest.raises(EnvironmentFailure, match=r"(?s)4 of 4 episodes failed; .*max_error_rate=0.1 allows 2.*cliff"):
         make(tmp_path, broken).fit()
 
 
@@ -372,3 +374,25 @@ def test_a_model_folder_is_evaluated_in_environments_that_a_file_names(tmp_path:
     assert not any(argument.startswith("data.") for argument in arguments)
     with pytest.raises(UserError, match="data.val_files=PATH, or the environments"):
         eval_arguments(tmp_path, ["trainer.device=cpu"])
+
+
+def test_environments_and_template_are_tried_before_anything_heavy(tmp_path: Path) -> None:
+    config = PPOConfig()
+    config.agentic.custom_envs = {"guess": {"env_type": "guess_number"}}
+    config.agentic.train_env_manager.tags, config.agentic.env_pool.num_workers = ["guess"], 0
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        try_environments(config, tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    try_environments(config, tokenizer)
+    config.agentic.custom_envs["guess"]["env_type"] = f"{__name__}:Broken"
+    with pytest.raises(UserError, match=r"(?s)guess.*this world is broken"):
+        try_environments(config, tokenizer)
+
+
+class Broken:
+    def reset(self, seed: int) -> Any:
+        raise RuntimeError("this world is broken")
+
+    def step(self, action: str) -> Any: ...
