@@ -60,7 +60,7 @@ def small_model(model: Path) -> dict[str, object]:
         "rollout.val_kwargs.greedy_too": True,
         "actor.ppo_mini_batch_size": -1,
         "actor.calculate_entropy": True,
-        "actor.optim.lr": 3e-4,
+        "actor.optim.lr": 5e-4,
         "actor.optim.lr_warmup_steps": 5,
         "actor.optim.betas": [0.9, 0.95],
         # one FSDP group: on a model this small a collective for each layer costs more than it saves
