@@ -90,9 +90,9 @@ def test_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], 
     runs.finish("killed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={killed}/global_step_2")
     ends = [folder / "global_step_4" for folder in (whole, killed)]
     models = [models_of(end, parts) for end in ends]
-    assert len(models[0]) > 20 and differences(*models) == []
+    assert len(models[0]) > 20 and differences(models[0], models[1]) == []
     states = [driver_state(end) for end in ends]
-    assert differences(*states) == []
+    assert differences(states[0], states[1]) == []
     assert_same_history(whole, killed)
     assert differences(models_of(whole / "global_step_1", parts), models[0]), "training changes nothing"
     written = read_metrics(whole / "metrics.jsonl")
@@ -128,7 +128,8 @@ def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(tmp_path: Path) -> 
     assert process.exitcode == 130, log.read_text()[-4000:]
     assert 1 <= int((stopped / MARKER).read_text()) < 5
     runs.finish("stopped", "trainer.resume_mode=auto")
-    assert differences(*(models_of(folder / "global_step_5", ACTOR) for folder in (whole, stopped))) == []
+    left, right = (models_of(folder / "global_step_5", ACTOR) for folder in (whole, stopped))
+    assert differences(left, right) == []
     assert_same_history(whole, stopped)
 
 
@@ -167,7 +168,7 @@ def test_a_step_that_fails_is_run_again_from_its_capsule(
     folder = run_dir / "crash" / "step_2"
     capsule = read_capsule(folder)
     assert capsule.phase == "update_actor" and capsule.batch is not None and "env_metrics" in capsule.batch
-    import wrong_loss  # type: ignore[import-not-found]
+    import wrong_loss
 
     wrong_loss.STEP[0] = 1
     with pytest.raises(ArithmeticError, match="step 2"):
