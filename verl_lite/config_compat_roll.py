@@ -76,6 +76,13 @@ _OF_AGENTS = (
 )
 """Keys that stand below `agentic.` here, with all that is below them."""
 
+_OF_ENV_MANAGERS: dict[str, Rule] = {
+    "max_env_num_per_worker": NoEffect("agentic.env_pool.num_workers processes share the environments"),
+    "llm_proxy.proxy_type": Only(("policy",), "the policy acts", "only the policy acts here"),
+    "llm_proxy": NoEffect("the policy acts"),
+    "world_size": NoEffect("agentic.env_pool.num_workers processes share the environments"),
+}
+
 ROLL_RULES: dict[str, Rule] = {
     **{name: Renamed(target) for name, target in _TOP.items()},
     **{name: Renamed(f"agentic.{name}") for name in _OF_AGENTS},
@@ -101,12 +108,7 @@ ROLL_RULES: dict[str, Rule] = {
     **{
         f"{manager}.{name}": rule
         for manager in ("train_env_manager", "val_env_manager")
-        for name, rule in {
-            "max_env_num_per_worker": NoEffect("agentic.env_pool.num_workers processes share the environments"),
-            "llm_proxy.proxy_type": Only(("policy",), "the policy acts", "only the policy acts here"),
-            "llm_proxy": NoEffect("the policy acts"),
-            "world_size": NoEffect("agentic.env_pool.num_workers processes share the environments"),
-        }.items()
+        for name, rule in _OF_ENV_MANAGERS.items()
     },
     "env_monitor": NoEffect("agentic.env_pool.timeout_s ends what hangs"),
     "partial_gpu_mode": _ONE_ENGINE,

@@ -139,7 +139,12 @@ def main(socket_fd: int, page_fd: int, slots: int, parent_pid: int) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     channel, page = ChildEnd(socket_fd), ProgressPage(page_fd, slots)
     pid = os.getpid()
-    os.register_at_fork(after_in_child=lambda: (channel.leave(), die_with_parent(pid)))
+
+    def leave_forked_child() -> None:
+        channel.leave()
+        die_with_parent(pid)
+
+    os.register_at_fork(after_in_child=leave_forked_child)
     _name_who_exits(page, pid)
     first = channel.receive()
     if first is None:

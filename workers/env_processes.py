@@ -236,7 +236,8 @@ class EnvProcesses:
                 self._take_given_up(process, message)
 
     def _take_reply(self, reply: EnvReply) -> None:
-        record = self._records.get(reply.key)  # type: ignore[arg-type]
+        assert isinstance(reply.key, int)  # inside a process an environment's key is its number
+        record = self._records.get(reply.key)
         if record is None or record.sent is None:
             return
         env, sent, record.sent = record.begin.env, record.sent, None
