@@ -24,7 +24,7 @@ from recipes.agentic_frozen_lake.worlds import (
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-RL_STEPS = 100
+RL_STEPS = 60
 
 
 def overrides() -> dict[str, object]:
