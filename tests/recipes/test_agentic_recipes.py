@@ -141,7 +141,9 @@ def test_the_settings_are_sound_and_the_validation_is_on_unseen_worlds(recipe: s
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_documented_variant_is_accepted(recipe: str) -> None:
     readme = (Path(importlib.import_module(f"recipes.{recipe}").__file__ or "").parent / "README.md").read_text()
-    commands = [line.strip() for line in readme.replace("\\\n", " ").splitlines() if f"recipe={recipe}" in line]
+    commands = [
+        line.strip() for line in readme.replace("\\\n", " ").splitlines() if f"main_ppo recipe={recipe}" in line
+    ]
     assert commands
     for command in commands:
         words = [word for word in command.split("#")[0].split() if "=" in word or word.startswith("--") or "/" in word]
