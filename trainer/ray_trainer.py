@@ -132,7 +132,7 @@ class RayPPOTrainer:
                 with self.timed("testing"):
                     result.after = self.validate(result)
             self.log_step(batch, result.after if "testing" in self.timing else {})
-            if self.must_save:
+            if self.must_save():
                 self.save()  # last, so that a resumed run finds the whole history of the steps before it
         result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
         return result
@@ -286,11 +286,10 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 
-    @property
     def must_save(self) -> bool:
         """Whether this step ends with a checkpoint: it is due, one failed for want of room, or the run is stopped."""
-        frequency = self.config.trainer.save_freq
-        return self.steps.due(frequency) or self.saver.is_overdue or (self.steps.stopping and frequency != 0)
+        frequency, is_stopped = self.config.trainer.save_freq, self.steps.must_stop()
+        return self.steps.due(frequency) or self.saver.is_overdue or (is_stopped and frequency != 0)
 
     def save(self) -> None:
         """Writes a checkpoint of this step, and logs how long it kept the training."""

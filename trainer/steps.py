@@ -30,13 +30,16 @@ class TrainingSteps:
     another until the number of steps is reached.
     """
 
+    stop_asked = False
+    stopping = False
+    """Whether the step that runs now is the last one although there were more."""
+
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config = config
         self.loader: Any = build_train_loader(data, config)
         self.total = count_steps(config, len(data))
         self.global_step = 0
         self.epoch = 0
-        self.stopping = False
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total:
@@ -56,8 +59,15 @@ class TrainingSteps:
         self.loader, self.global_step, self.epoch, self.total = [prompts], step - 1, epoch, step
 
     def stop(self) -> None:
-        """The step that runs now is the last one; the others are for a resumed run."""
-        self.stopping = True
+        """Asks the run to end after the step that runs now; the others are for a resumed run. At any instant, even
+        from a signal's handler: see `must_stop`."""
+        self.stop_asked = True
+
+    def must_stop(self) -> bool:
+        """Whether the run was asked to end after this step. Decided here, once a step, before its checkpoint: asked to
+        between that and the end of the step, the run goes on to the next one, so that it never ends without one."""
+        self.stopping = self.stop_asked
+        return self.stopping
 
     @property
     def past_critic_warmup(self) -> bool:
@@ -93,7 +103,6 @@ class EpisodeSteps(TrainingSteps):
         self.total = count_steps(config, None)
         self.global_step = 0
         self.epoch = 0
-        self.stopping = False
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total and not self.stopping:

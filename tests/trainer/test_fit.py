@@ -133,7 +133,6 @@ class FakeSteps(TrainingSteps):
 
     def __init__(self, config: PPOConfig, total: int = 3) -> None:
         self.config, self.total, self.global_step, self.epoch = config, total, 0, 0
-        self.stopping = False
         self.loader = [prompts()] * total  # type: ignore[assignment]
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,6 +348,20 @@ def test_a_run_that_is_stopped_ends_after_the_step_with_a_checkpoint(tmp_path: P
         tmp_path, Parts(), trainer__val_before_train=False, trainer__resume_mode="auto", trainer__save_freq=-1
     )
     assert not second.fit().stopped and second.steps.global_step == 3
+
+
+def test_a_stop_that_comes_when_the_checkpoint_is_decided_is_for_the_next_step(tmp_path: Path) -> None:
+    run = make(tmp_path, Parts(), trainer__val_before_train=False, trainer__save_freq=-1, trainer__test_freq=0)
+    must_save = run.must_save
+
+    def stop_after_asking() -> bool:
+        answer = must_save()
+        run.steps.stop()
+        return answer
+
+    run.must_save = stop_after_asking  # type: ignore[method-assign]
+    result = run.fit()
+    assert result.stopped and result.checkpoint == tmp_path / "global_step_2"
 
 
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
