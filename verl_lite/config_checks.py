@@ -93,6 +93,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.critic_warmup": 0,
     "trainer.log_val_generations": 0,
     "ray_kwargs.ray_init.num_cpus": 1,
+    "ray_kwargs.ray_init.wait_for_nodes_s": 0,
     "ray_kwargs.ray_init.object_store_memory_mb": 80,
 }
 """Smallest value of a key; null passes where the key may be null."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_lite import agentic_checks
 from verl_lite.config import PPOConfig
 from verl_lite.config_checks import (
     ALL_OR_AT_LEAST_ONE,
@@ -565,8 +566,15 @@ def test_every_number_has_a_range_or_a_reason_to_have_none() -> None:
         "model.lora_alpha",
         "reward.function_weight",  # negative weights turn a score into a penalty; judged by reward_checks
         "reward_model.weight",
+        "agentic.episode_reward_weight",  # either sign has a meaning
+        "agentic.step_reward_weight",
+        "agentic.train_env_manager.format_penalty",
+        "agentic.val_env_manager.format_penalty",
+        "agentic.env_pool.timeout_s",  # judged by agentic_checks, beside its tables
+        "agentic.val_env_manager.max_replaced_groups",  # without effect: validation drops no groups
     }
     ranged = {*AT_LEAST, *POSITIVE, *AT_MOST_ONE, *ALL_OR_AT_LEAST_ONE}
+    ranged |= {*agentic_checks.AT_LEAST, *agentic_checks.AT_MOST_ONE, *agentic_checks.ALL_OR_AT_LEAST_ONE}
     numbers = {name for name, key in KEYS.items() if key.kind in ("int", "float")}
     assert numbers - ranged - free == set()
     assert ranged <= numbers
