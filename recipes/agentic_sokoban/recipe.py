@@ -16,7 +16,7 @@ from recipes.agentic_sokoban.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, NAM
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-RL_STEPS = 100
+RL_STEPS = 60
 
 
 def overrides() -> dict[str, object]:
