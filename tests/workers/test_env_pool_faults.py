@@ -56,7 +56,7 @@ def test_an_environment_process_imports_no_torch(make_pool: MakePool) -> None:
     pool = make_pool()
     pid = begin(pool, "a")["a"].info["pid"]
     assert pid != os.getpid()
-    assert not [file.path for file in psutil.Process(pid).memory_maps() if "torch" in file.path]
+    assert not [file.path for file in psutil.Process(pid).memory_maps() if "libtorch" in file.path]
 
 
 @pytest.mark.parametrize(
