@@ -38,6 +38,9 @@ def run_command(command: Callable[[], int]) -> int:
             number = received[0] if received else signal.SIGINT
             print(f"\nStopped by {number.name}; nothing of the run is left running.", file=sys.stderr)
             return 128 + number
+        except Exception:
+            sys.excepthook = print_failure  # again: Ray's import put its own there, which asks a head that may be gone
+            raise
 
 
 @contextmanager

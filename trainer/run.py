@@ -38,7 +38,7 @@ from verl_lite.device_lease import Holder, LeaseTaken, leased_file
 from verl_lite.errors import UserError
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller.guard import guarded
-from verl_lite.single_controller.worker_group import NoRoomError, StalledError, WorkerDiedError
+from verl_lite.single_controller.worker_group import ClusterLostError, NoRoomError, StalledError, WorkerDiedError
 
 MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
@@ -65,7 +65,7 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -
                 stack.enter_context(guarded())
                 return train(loaded, slots, argv, trainer_class or trainer_for(config), stack)
         except (WorkerDiedError, StalledError) as error:
-            if not retries_left:
+            if not retries_left or isinstance(error, ClusterLostError):  # which cannot be joined anew by this process
                 raise
             lost = error
             print(failure_text(error), file=sys.stderr)

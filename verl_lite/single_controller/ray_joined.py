@@ -6,8 +6,8 @@ itself would for many minutes.
 
 from __future__ import annotations
 
+import atexit
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from verl_lite.single_controller.worker_group import ClusterLostError, NoRoomErr
 
 HEAD = "the head"
 _FIRST_ANSWER_S = 10.0
-_LEAVE_S = 5.0
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -116,11 +115,11 @@ def machines() -> list[Machine]:
 
 
 def leave(cluster: JoinedCluster) -> None:
-    """Leave the cluster. Ray waits for a head that is gone, so it has some seconds for it."""
+    """Leave the cluster. One whose head is gone cannot be left: Ray would wait for the head for a minute, with the
+    interpreter's lock held, and then end the process without a word. The process stays connected to nothing, and must
+    end itself."""
     cluster.watch.close()
-    if not cluster.is_headless:
+    if cluster.is_headless:
+        atexit.unregister(ray.shutdown)
+    else:
         ray.shutdown()
-        return
-    leaving = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
-    leaving.start()
-    leaving.join(_LEAVE_S)
