@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 
 from trainer.stopping import leave_terminal
 from verl_lite.errors import UserError, circumstances
+from verl_lite.single_controller.worker_group import ClusterLostError
 
 WRONG_INPUT = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,9 +39,11 @@ def run_command(command: Callable[[], int]) -> int:
             number = received[0] if received else signal.SIGINT
             print(f"\nStopped by {number.name}; nothing of the run is left running.", file=sys.stderr)
             return 128 + number
-        except Exception:
-            sys.excepthook = print_failure  # again: Ray's import put its own there, which asks a head that may be gone
-            raise
+        except ClusterLostError as error:
+            print_failure(type(error), error, error.__traceback__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # Ray's part of this process cannot end in good order without a head; the guard cleans up
 
 
 @contextmanager
