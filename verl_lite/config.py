@@ -1,4 +1,5 @@
-"""Every option of verl_lite, as typed dataclasses: the only place where a default lives.
+"""Every option of verl_lite, as typed dataclasses: the only place where a default lives (those of data, reward and
+agents are in the files `data_config.py`, `reward_config.py` and `agentic_config.py` beside this one).
 
 Names are verl's. A key on the command line is the path through these classes (`actor.optim.lr=1e-6`); verl's prefix
 `actor_rollout_ref.` is accepted and stripped by `config_loader`. Each field carries its sentence of documentation
@@ -13,25 +14,8 @@ from typing import Any
 
 from verl_lite.agentic_config import AgenticConfig
 from verl_lite.config_fields import opt, section
-
-
-@dataclass
-class DataConfig:
-    train_files: list[str] = opt([], "parquet, json or jsonl files of training prompts; one path or a list")
-    val_files: list[str] = opt([], "the same for validation; may be empty, then nothing is validated")
-    prompt_key: str = opt("prompt", "column that holds the chat messages")
-    train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)")
-    val_batch_size: int | None = opt(None, "prompts per validation call; null = the whole set at once")
-    max_prompt_length: int = opt(512, "tokens; see `truncation` for longer prompts")
-    max_response_length: int = opt(512, "tokens generated at most per sample")
-    truncation: str = opt("error", "what to do with a longer prompt: error | left | right | middle")
-    filter_overlong_prompts: bool = opt(False, "drop longer prompts at start, and say how many")
-    filter_overlong_prompts_workers: int = opt(1, "processes that measure prompt lengths")
-    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
-    val_max_samples: int = opt(-1, "use at most this many validation rows; -1 = all")
-    shuffle: bool = opt(True, "shuffle the training rows each epoch")
-    seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed")
-    apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
+from verl_lite.data_config import DataConfig
+from verl_lite.reward_config import RewardConfig
 
 
 @dataclass
@@ -265,6 +249,17 @@ class PFPPOConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO): prompts whose answers are all as good as each other are replaced by other prompts."""
+
+    enable: bool = opt(False, "drop groups of equal outcome and sample more prompts in their place")
+    metric: str | None = opt(
+        None, "what has to differ: acc, score, or an entry of the reward's dict; null = acc, where there is one"
+    )
+    max_num_gen_batches: int = opt(10, "generation batches of one step at most; then the run stops with a sentence")
+
+
+@dataclass
 class AlgorithmConfig:
     adv_estimator: str = opt("grpo", "registered advantage estimator, or pkg.module:function")
     gamma: float = opt(1.0, "discount")
@@ -280,6 +275,7 @@ class AlgorithmConfig:
     whiten_rewards: bool = opt(False, "whiten rewards over the batch's tokens before the estimator")
     whiten_advantages: bool = opt(False, "whiten advantages over the batch's tokens after the estimator")
     advantage_clip: float | None = opt(None, "advantages are clipped to +- this, last")
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
     use_pf_ppo: bool = opt(False, "gae: draw the batch anew with weights by score (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "these weights")
     rollout_correction: RolloutCorrectionConfig = section(
@@ -288,49 +284,6 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference model from the rewards")
     kl_penalty: str = opt("kl", "its estimator: k1 (= kl) | abs | k2 | k3")
     kl_ctrl: KLControlConfig = section(KLControlConfig, "its coefficient")
-
-
-@dataclass
-class CustomRewardConfig:
-    path: str | None = opt(None, "Python file, or pkg://module, that defines the reward function")
-    name: str = opt(
-        "compute_score", "its name: f(data_source, solution_str, ground_truth, extra_info) -> number or dict"
-    )
-    style: str = opt(
-        "sample",
-        "sample = called as above (async def: many calls at once) | batch = with lists: f(data_sources, "
-        "solution_strs, ground_truths, extra_infos) -> list | trl = TRL's f(prompts, completions, **columns) -> list",
-    )
-
-
-@dataclass
-class RemoteRewardConfig:
-    """A server that scores."""
-
-    url: str | None = opt(None, 'each sample is posted there as JSON; it answers a number or {"score": ..., ...}')
-    max_retries: int = opt(3, "times that a request is repeated after a lost connection or the status 429 or 5xx")
-    api_key_env: str | None = opt(None, "environment variable with a key, sent as `Authorization: Bearer KEY`")
-
-
-@dataclass
-class RewardConfig:
-    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, "your own reward")
-    remote: RemoteRewardConfig = section(RemoteRewardConfig, "a reward over HTTP")
-    function_weight: float = opt(1.0, "weight of the function's score; 0 = reward_model alone, no function is called")
-    reward_kwargs: dict[str, Any] = opt({}, "extra keyword arguments of the reward function")
-    num_workers: int = opt(1, "reward processes; 0 = in the driver (a debugger can stop there, no deadline holds)")
-    batch_size: int = opt(64, "samples in one call at most, for styles batch and trl")
-    max_concurrent: int = opt(64, "calls of an async function or a server that are under way at one time, in all")
-    max_rpm: float | None = opt(None, "calls begun per minute at most, in all processes together; null = no limit")
-    timeout_s: float = opt(
-        30.0, "a call that takes longer has failed; where it does not let itself be cancelled, its process is killed"
-    )
-    max_memory_mb: int | None = opt(
-        None, "a reward process that holds more memory is replaced between two samples, MiB; null = never"
-    )
-    max_error_rate: float = opt(
-        0.1, "the run stops when more than this share of a step's rewards failed (of 20, in smaller steps)"
-    )
 
 
 @dataclass
@@ -366,6 +319,7 @@ class TrainerConfig:
     resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide the result")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after")
     val_before_train: bool = opt(True, "validate before the first step")
+    val_time_budget_s: float | None = opt(None, "a validation asks no more prompts after this many seconds; null = all")
     val_only: bool = opt(False, "validate and stop")
     critic_warmup: int = opt(0, "steps in which only the critic learns")
     balance_batch: bool = opt(True, "give each rank the same amount of work by sequence length")

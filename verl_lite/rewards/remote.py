@@ -16,8 +16,8 @@ from typing import Any
 
 import aiohttp
 
-from verl_lite.config import RemoteRewardConfig
 from verl_lite.errors import UserError
+from verl_lite.reward_config import RemoteRewardConfig
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 60.0

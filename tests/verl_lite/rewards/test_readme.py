@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import verl_lite.rewards
-from verl_lite.config import CustomRewardConfig, PPOConfig, RemoteRewardConfig, RewardConfig
+from verl_lite.config import PPOConfig
 from verl_lite.config_keys import schema_of
+from verl_lite.reward_config import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verl_lite.rewards import (
     REWARDS,
     AsyncScorer,
