@@ -16,7 +16,7 @@ if [ -f .venv/.installed ] && [ "$(cat .venv/.installed)" = "$stamp" ]; then exi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/python -m uv --version >/dev/null 2>&1 || .venv/bin/python -m pip install -qq uv
-options=(--quiet --python .venv/bin/python --constraints ".install/constraints-$world.txt")
+options=(--quiet --compile-bytecode --python .venv/bin/python --constraints ".install/constraints-$world.txt")
 if [ "$world" = cpu ]; then
     options+=(--overrides .install/overrides.txt)
     # torch's CPU build: from the folder or index that pip is set up with, or else from PyTorch's own index
