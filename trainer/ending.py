@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from trainer.stopping import leave_terminal
-from verl_lite.errors import UserError, circumstances
-from verl_lite.single_controller.worker_group import ClusterLostError
+from verl_lite.errors import ClusterLostError, UserError, circumstances
 
 WRONG_INPUT = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

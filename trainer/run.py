@@ -35,10 +35,9 @@ from verl_lite.config import PPOConfig
 from verl_lite.config_loader import LoadedConfig, help_config, load_config, print_config, save_config, validate
 from verl_lite.device import device_type, visible_devices
 from verl_lite.device_lease import Holder, LeaseTaken, leased_file
-from verl_lite.errors import UserError
+from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller.guard import guarded
-from verl_lite.single_controller.worker_group import ClusterLostError, NoRoomError, StalledError, WorkerDiedError
 
 MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it

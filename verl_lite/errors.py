@@ -17,6 +17,24 @@ class UserError(ValueError):
     """Wrong input. The message names the key or file, the value found, what was expected and what to change."""
 
 
+class WorkerDiedError(RuntimeError):
+    """A worker's process ended. The message names role, rank and method, and what is known of the cause."""
+
+
+class ClusterLostError(WorkerDiedError):
+    """The Ray cluster that the run had joined is gone as a whole."""
+
+
+class NoRoomError(UserError):
+    """The cluster is not there, or has fewer machines, devices or cores than the run asks for; the message
+    says how many."""
+
+
+class StalledError(RuntimeError):
+    """Workers did not answer for longer than they may. The message names role, method and ranks; their stacks are in
+    their logs."""
+
+
 @dataclass
 class Circumstances:
     """Where an exception was raised, as far as is known. What is set first stays: the innermost knows best.

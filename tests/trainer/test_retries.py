@@ -9,7 +9,7 @@ import pytest
 
 from trainer import run
 from trainer.ending import failure_text
-from verl_lite.single_controller.worker_group import NoRoomError, StalledError, WorkerDiedError
+from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError
 
 ARGV = ["trainer.device=cpu", "model.path=m", "data.train_files=d.jsonl", "trainer.default_local_dir=/runs/x"]
 Tries = Callable[..., list[str]]

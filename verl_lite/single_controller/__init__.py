@@ -4,6 +4,7 @@
 workers, in Ray actors or in this process. Importing it needs no Ray.
 """
 
+from verl_lite.errors import WorkerDiedError
 from verl_lite.single_controller.decorator import (
     Dispatch,
     Execute,
@@ -18,7 +19,6 @@ from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import (
     ClassWithInitArgs,
     ServiceHandle,
-    WorkerDiedError,
     WorkerFuture,
     WorkerGroup,
     create_worker_groups,

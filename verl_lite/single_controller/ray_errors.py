@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
-from verl_lite.errors import add_circumstances
-from verl_lite.single_controller.worker_group import WorkerDiedError
+from verl_lite.errors import WorkerDiedError, add_circumstances
 
 _LAST_LOG_LINES = 40  # room for the stack of a crash in native code
 _DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out

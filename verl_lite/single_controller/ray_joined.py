@@ -14,9 +14,8 @@ from typing import Any
 
 import ray
 
-from verl_lite.errors import UserError
+from verl_lite.errors import ClusterLostError, NoRoomError, UserError
 from verl_lite.single_controller.node_watch import Address, NodeWatch, answers_within, silence_of
-from verl_lite.single_controller.worker_group import ClusterLostError, NoRoomError
 
 HEAD = "the head"
 _FIRST_ANSWER_S = 10.0

@@ -13,10 +13,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_lite.errors import NoRoomError
 from verl_lite.single_controller.ray_cluster import joined_cluster
 from verl_lite.single_controller.ray_joined import JoinedCluster, Machine, machines
 from verl_lite.single_controller.resource_pool import ResourcePool
-from verl_lite.single_controller.worker_group import NoRoomError
 
 _PRIVATE_PATIENCE_S = 60.0
 _SILENT_PATIENCE_S = 3.0  # as long as that nobody wonders

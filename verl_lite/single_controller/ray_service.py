@@ -10,13 +10,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_lite.errors import add_circumstances
+from verl_lite.errors import StalledError, add_circumstances
 from verl_lite.single_controller.local_worker_group import LocalService
 from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, worker_env
 from verl_lite.single_controller.ray_errors import death, original_error
 from verl_lite.single_controller.ray_worker_group import Portable, redirect_output
 from verl_lite.single_controller.stacks import save_driver_stacks
-from verl_lite.single_controller.worker_group import ClassWithInitArgs, StalledError
+from verl_lite.single_controller.worker_group import ClassWithInitArgs
 
 _LOOK_EVERY_S = 1.0
 

@@ -21,7 +21,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
-from verl_lite.errors import add_circumstances, circumstances
+from verl_lite.errors import ClusterLostError, StalledError, WorkerDiedError, add_circumstances, circumstances
 from verl_lite.protocol import tensor_dict
 from verl_lite.single_controller.node_watch import silence_of
 from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, worker_env
@@ -32,12 +32,7 @@ from verl_lite.single_controller.resource_pool import ResourcePool
 from verl_lite.single_controller.slot_memory import SlotMemory
 from verl_lite.single_controller.stacks import save_driver_stacks, stacks_if_it_stalls
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
-from verl_lite.single_controller.worker_group import (
-    ClassWithInitArgs,
-    ClusterLostError,
-    StalledError,
-    WorkerDiedError,
-)
+from verl_lite.single_controller.worker_group import ClassWithInitArgs
 
 _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 0.5

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from verl_lite import wire
-from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, DataProtoFuture
 from verl_lite.single_controller.decorator import (
     REGISTRATION,
@@ -29,24 +28,6 @@ from verl_lite.single_controller.decorator import (
 from verl_lite.single_controller.resource_pool import ResourcePool
 
 BACKENDS = ("ray", "inline")
-
-
-class WorkerDiedError(RuntimeError):
-    """A worker's process ended. The message names role, rank and method, and what is known of the cause."""
-
-
-class ClusterLostError(WorkerDiedError):
-    """The Ray cluster that the run had joined is gone as a whole."""
-
-
-class NoRoomError(UserError):
-    """The cluster is not there, or has fewer machines, devices or cores than the run asks for; the message
-    says how many."""
-
-
-class StalledError(RuntimeError):
-    """Workers did not answer for longer than they may. The message names role, method and ranks; their stacks are in
-    their logs."""
 
 
 class ClassWithInitArgs:

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.verl_lite.single_controller.workers import Calculator, Collective
-from verl_lite.errors import circumstances
+from verl_lite.errors import NoRoomError, StalledError, circumstances
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, WorkerDiedError, create_worker_groups
 from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
-from verl_lite.single_controller.worker_group import NoRoomError, StalledError
 
 pytestmark = pytest.mark.slow
 

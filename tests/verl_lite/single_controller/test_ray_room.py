@@ -6,11 +6,10 @@ import socket
 
 import pytest
 
-from verl_lite.errors import UserError
+from verl_lite.errors import NoRoomError, UserError
 from verl_lite.single_controller.ray_joined import Machine, require_answer
 from verl_lite.single_controller.ray_resource_pool import RayResourcePool
 from verl_lite.single_controller.ray_worker_group import interface_of
-from verl_lite.single_controller.worker_group import NoRoomError
 
 HEAD = Machine("h", "10.0.0.1 (login)", ("10.0.0.1", 1), {"memory": 1.0})
 ONE = Machine("a", "10.0.0.2 (gpu-a)", ("10.0.0.2", 1), {"CPU": 8.0, "GPU": 4.0})
