@@ -20,7 +20,11 @@ from trainer.agentic_advantage import shape_scores, token_estimator
 from trainer.baselines import take_greedy_baselines
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data import PromptDataset
+from trainer.dynamic_sampling import ANSWERS, DynamicSampling
+from trainer.group_metrics import group_shares
+from trainer.kept_answers import KeptAnswers
 from trainer.needs import needs_greedy_baseline
+from trainer.overlong import punish_overlong
 from trainer.resume import flat_config
 from trainer.rewards import Scorer, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
@@ -29,11 +33,12 @@ from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
+from trainer.validation import TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
 from trainer.validation_metrics import validation_metrics
-from verl_lite.config import PPOConfig, ValKwargs
+from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.errors import during
-from verl_lite.metrics import Metric, values
+from verl_lite.metrics import Metric, combine, values
 from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import get_random_state, set_random_state
@@ -59,7 +64,8 @@ class FitResult:
 class RayPPOTrainer:
     """Holds the parts of a run, which `trainer.build` makes from the configuration.
 
-    ref is None where no KL term asks for it, critic where the estimator needs no values.
+    ref is None where no KL term asks for it, critic where the estimator needs no values, dynamic_sampling where every
+    group counts (algorithm.filter_groups).
     """
 
     def __init__(
@@ -77,16 +83,19 @@ class RayPPOTrainer:
         samples: SampleWriter,
         saver: Saver,
         run_dir: Path,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.config = config
         self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
         self.tracking, self.samples, self.saver, self.run_dir = tracking, samples, saver, run_dir
+        self.dynamic_sampling = dynamic_sampling
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # of scores, by data_source
         self.needs_old_log_prob = actor.needs_old_log_prob
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
+        self.validating = TimeShare()
         self.result = FitResult()
 
     # ---------------------------------------------------------------------------------------------- the algorithm
@@ -140,7 +149,24 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------------------------------------- the stages
 
     def collect(self, prompts: DataProto) -> DataProto:
-        """Adds what the policy samples for the step."""
+        """Adds what the policy samples for the step; with dynamic sampling scored groups, until enough are kept."""
+        if self.dynamic_sampling is None:
+            return self.answer(prompts)
+        batch, metrics = self.dynamic_sampling.collect(prompts, self.answer_and_judge)
+        self.metrics |= metrics
+        return batch
+
+    def answer_and_judge(self, prompts: DataProto) -> DataProto:
+        """One generation batch with its rewards; its metrics are added to those of the batches before it."""
+        before, self.metrics = self.metrics, {}
+        batch = self.answer(prompts)
+        with self.timed("reward", within="gen"):
+            batch = self.judge(batch)
+        self.metrics = combine([before, self.metrics])
+        return batch
+
+    def answer(self, prompts: DataProto) -> DataProto:
+        """Adds what the policy samples for these prompts."""
         batch = self.sample(prompts)
         self.metrics |= batch.meta_info.pop("metrics")
         if self.config.algorithm.rollout_correction.bypass_mode:  # the policy that sampled is the one of the ratio
@@ -148,7 +174,8 @@ class RayPPOTrainer:
         return batch
 
     def sample(self, prompts: DataProto) -> DataProto:
-        """Samples rollout.n answers for each prompt, and a greedy one where its score is the baseline (ReMax)."""
+        """Samples rollout.n answers for each prompt, or as many as its column answers_per_prompt says, and a greedy one
+        where its score is the baseline (ReMax)."""
         rollout = self.config.rollout
         sampling = SamplingParams(
             temperature=rollout.temperature,
@@ -158,34 +185,50 @@ class RayPPOTrainer:
             ignore_eos=rollout.ignore_eos,
         )
         greedy = needs_greedy_baseline(self.config)
-        return self.generate(prompts, sampling, rollout.n, "train", self.steps.global_step, greedy_too=greedy)
+        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else rollout.n
+        return self.generate(prompts, sampling, n, "train", self.steps.global_step, greedy_too=greedy)
 
     def generate(
-        self, prompts: DataProto, sampling: SamplingParams, n: int, purpose: str, step: int, greedy_too: bool = False
+        self,
+        prompts: DataProto,
+        sampling: SamplingParams,
+        n: int | np.ndarray,
+        purpose: str,
+        step: int,
+        greedy_too: bool = False,
     ) -> DataProto:
-        """Answers `n` times each prompt; rows of one prompt stand together. Adds sample and sample_id.
+        """Answers each prompt `n` times, or n[i] times the i-th; rows of one prompt stand together. Adds sample and
+        sample_id.
 
-        greedy_too: after the `n` of each prompt stands one more answer, greedy, and is_greedy says which they are.
+        greedy_too: after the answers to each prompt stands one more, greedy, and is_greedy says which they are.
         """
-        rows = prompts.repeat(n + greedy_too, interleave=True)
-        sample = np.tile(np.arange(n + greedy_too), len(prompts))
+        counts = np.broadcast_to(n, len(prompts))
+        rows = prompts.sample_level_repeat(counts + greedy_too)
+        sample = np.concatenate([np.arange(count + greedy_too) for count in counts])
         uids = rows.non_tensor_batch["uid"]
         names = [f"{purpose}/{self.steps.global_step}/{uid}/{k}" for uid, k in zip(uids, sample, strict=True)]
         rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
-        rows.non_tensor_batch |= {"is_greedy": sample == n} if greedy_too else {}
+        rows.non_tensor_batch |= {"is_greedy": sample == counts.repeat(counts + 1)} if greedy_too else {}
         rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
-        return rows.select(batch_keys=[], meta_info_keys=[]) | self.actor.generate(rows)
+        kept = [name for name in (ANSWERS,) if name in rows]
+        return rows.select(batch_keys=kept, meta_info_keys=[]) | self.actor.generate(rows)
 
     def model_update(self) -> Metrics:
         """Gives the rollout engines the trained weights; samples drawn from now on carry the step as their version."""
         return self.actor.update_weights(version=self.steps.global_step)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Adds the rewards, most of which were computed while others still generated."""
+        """Adds the rewards, most of which were computed while others still generated; with dynamic sampling they are
+        there."""
+        return self.judge(batch) if self.dynamic_sampling is None else batch
+
+    def judge(self, batch: DataProto) -> DataProto:
+        """Waits for the rewards of the batch, and takes off the penalty of long answers."""
         scores = self.rewards.score(batch)
         self.metrics |= scores.meta_info.pop("metrics")
-        batch, metrics = take_greedy_baselines(mask_failed(batch | scores))
-        self.metrics |= metrics
+        batch, penalties = punish_overlong(mask_failed(batch | scores), self.config)
+        batch, baselines = take_greedy_baselines(batch)
+        self.metrics |= penalties | baselines | group_shares(batch, self.config.algorithm.filter_groups.metric)
         return batch
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
@@ -240,6 +283,7 @@ class RayPPOTrainer:
             return batch
         options, seed = self.config.algorithm.pf_ppo, [self.config.trainer.seed, self.steps.global_step]
         chosen = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
+        chosen.batch.pop(ANSWERS, None)  # the rows that are drawn are not whole groups
         distinct = len(set(chosen.non_tensor_batch["sample_id"]))
         self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(distinct, len(batch))
         return chosen
@@ -252,37 +296,49 @@ class RayPPOTrainer:
         return bool(self.val_data)
 
     def validate(self, result: FitResult) -> dict[str, float]:
-        """Answers and scores the whole validation set with its own sampling. Keeps samples to show in `result`."""
-        kwargs = self.config.rollout.val_kwargs
-        metrics: dict[str, float] = {}
-        for name, sampled in (("", True), ("greedy/", False)):
-            if name and not kwargs.greedy_too:
-                continue
-            batch = self.answer_validation_set(kwargs, greedy=not sampled or not kwargs.do_sample)
-            metrics |= validation_metrics(batch, prefix=name)
-            rows = samples_of(batch, self.tokenizer, self.steps.global_step)
-            self.samples.write_validation(rows, self.steps.global_step)
-            if not name:
-                result.samples = rows[: self.config.trainer.log_val_generations]
-                self.tracking.log_samples(result.samples, step=self.steps.global_step)
-        return metrics
-
-    def answer_validation_set(self, kwargs: ValKwargs, greedy: bool) -> DataProto:
-        """Generates and scores every validation prompt. The numbers do not depend on data.val_batch_size."""
+        """Answers and scores the validation set with its own sampling, as much of it as trainer.val_time_budget_s has
+        time for. Keeps samples to show in `result`."""
         assert self.val_data is not None
-        sampling = SamplingParams(
-            temperature=0.0 if greedy else kwargs.temperature,
-            top_p=kwargs.top_p,
-            top_k=kwargs.top_k,
-            max_tokens=self.config.data.max_response_length,
+        with self.validating.spent():
+            answered = self.answer_validation_set()
+        metrics: dict[str, float] = {}
+        for way, rows in answered.items():
+            metrics |= validation_metrics(rows, way.prefix)
+            if self.config.trainer.val_time_budget_s is not None:
+                metrics |= share_scored(rows, len(self.val_data), way.prefix)
+            self.samples.write_validation(rows, self.steps.global_step)
+        result.samples = next(iter(answered.values()))[: self.config.trainer.log_val_generations]
+        self.tracking.log_samples(result.samples, step=self.steps.global_step)
+        return metrics | self.validating.metrics(self.steps.global_step)
+
+    def answer_validation_set(self) -> dict[Way, list[Sample]]:
+        """Generates and scores the validation prompts. The numbers do not depend on data.val_batch_size."""
+        assert self.val_data is not None
+        kept = self.kept_answers()
+        engines = self.actor.world_size // self.config.rollout.tensor_model_parallel_size
+        return answer_in_chunks(
+            self.val_data,
+            ways_of(self.config),
+            chunks_of(self.config, len(self.val_data), engines, are_kept=kept is not None),
+            self.answer,
+            self.score_answers,
+            kept,
+            self.tracking.show,
         )
-        parts = [
-            self.generate(prompts, sampling, 1 if greedy else kwargs.n, f"val{greedy:d}", step=0)
-            for prompts in self.val_data.batches(self.config.data.val_batch_size)
-        ]
-        answers = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
-        # not batch by batch: one in which every reward failed has no columns of what rewards return besides the score
-        return answers | self.rewards.score(answers).select(meta_info_keys=[])
+
+    def kept_answers(self) -> KeptAnswers[Sample] | None:
+        """Where the validation's answers are kept, so that it can be continued; a run that trains validates anew."""
+        return None
+
+    def answer(self, prompts: DataProto, way: Way) -> DataProto:
+        """Answers each prompt of the validation way.n times."""
+        answers = self.generate(prompts, way.sampling, way.n, way.purpose, step=0)
+        return answers.select(meta_info_keys=[])
+
+    def score_answers(self, answers: DataProto) -> list[Sample]:
+        """Waits for the scores of answers."""
+        scored = answers | self.rewards.score(answers).select(meta_info_keys=[])
+        return samples_of(scored, self.tokenizer, self.steps.global_step)
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 
@@ -321,11 +377,16 @@ class RayPPOTrainer:
             set_random_state(state["random"])
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Adds the block's seconds to timing_s/<name>; what is raised inside says that it was in this phase."""
+    def timed(self, name: str, within: str | None = None) -> Iterator[None]:
+        """Adds the block's seconds to timing_s/<name>; what is raised inside says that it was in this phase.
+
+        within: the phase around the block, which has not ended yet; these seconds are not its own.
+        """
         with Timer(name=name, logger=None) as timer, during(name, self.steps.global_step):
             yield
         self.timing[name] = self.timing.get(name, 0.0) + timer.last
+        if within is not None:
+            self.timing[within] = self.timing.get(within, 0.0) - timer.last
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers and its samples to files."""

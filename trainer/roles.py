@@ -53,6 +53,18 @@ class MicroBatching:
         return cls(None, micro_batch_size or actor.ppo_micro_batch_size_per_gpu)
 
 
+def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
+    """How many rows so many prompts have: `n` each, or, where the column answers_per_prompt says otherwise, one number
+    for each so many prompts of the batch, in order; rows of one prompt stand together there."""
+    if "answers_per_prompt" not in batch:
+        return prompts * n
+    counts, sizes, row = batch.batch["answers_per_prompt"].tolist(), [], 0
+    while row < len(counts):
+        sizes.append(counts[row])
+        row += counts[row]
+    return [sum(sizes[start : start + prompts]) for start in range(0, len(sizes), prompts)]
+
+
 class ModelRole:
     """What roles with a model share: a worker group, and batches planned for its ranks."""
 
@@ -87,7 +99,7 @@ class ModelRole:
             world_size=self.group.world_size,
             mini_batch_size=None
             if mini_batch_size is None or mini_batch_size == -1
-            else mini_batch_size * self.config.rollout.n,
+            else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n),
             max_token_len=cut.max_token_len,
             micro_batch_size=cut.micro_batch_size,
             epochs=epochs,

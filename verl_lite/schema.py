@@ -29,6 +29,7 @@ _PROMPTS = "trainer/data.py"
 _DRIVER = "trainer/ray_trainer.py"
 _ROLLOUT = "workers/rollout/single_turn.py"
 _REWARD = "trainer/rewards.py"
+_OVERLONG = "trainer/overlong.py"
 _ACTOR = "workers/actor_rollout.py"
 _ADVANTAGE = "trainer/advantage.py"
 _BASELINE = "trainer/baselines.py"
@@ -45,6 +46,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("index", ("B",), "int64", "the prompt's row number in the dataset", _PROMPTS),
     Column("prompts", ("B", "P"), "int64", "token ids of the prompt, left-padded", _PROMPTS),
     Column("prompt_mask", ("B", "P"), "int64", "1 on the prompt's own tokens", _PROMPTS),
+    Column("answers_per_prompt", ("B",), "int64", "answers that the row's prompt gets; absent = rollout.n", _PROMPTS),
     Column("sample", ("B",), "int64", "which of the answers to its prompt a row is, from 0", _DRIVER),
     Column("sample_id", ("B",), "object", "a name for the row that no other row of the run has", _DRIVER),
     Column("is_greedy", ("B",), "bool", "greedy answers, whose scores are baselines; absent = none", _DRIVER),
@@ -57,6 +59,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("policy_version", ("B",), "int64", "the weight update after which the answer was sampled", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "stop, length or abort", _ROLLOUT),
     Column("token_level_scores", ("B", "R"), "float32", "the reward, on the last token of the answer", _REWARD),
+    Column("outcomes", ("B",), "float32", "the score before the penalty of long answers; absent = the same", _OVERLONG),
     Column("rm_scores", ("B",), "float32", "the reward model's score, before its weight", "workers/reward_model.py"),
     Column("reward_failed", ("B",), "object", "True where the reward function gave no number", _REWARD),
     Column("reward_timed_out", ("B",), "object", "True where that was because it took too long", _REWARD),

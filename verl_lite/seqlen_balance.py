@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,7 +105,7 @@ def plan_batch(
     lengths: ArrayLike,
     *,
     world_size: int,
-    mini_batch_size: int | None,
+    mini_batch_size: int | Sequence[int] | None,
     max_token_len: int | None = None,
     micro_batch_size: int | None = None,
     epochs: int = 1,
@@ -115,12 +116,14 @@ def plan_batch(
     """Plans `epochs` passes over a batch.
 
     lengths: (B,) tokens of each row, prompt and response; num_tokens: (B,) those that the loss counts.
-    mini_batch_size: sequences per optimizer step, over all ranks; None = all. The last one may be smaller.
+    mini_batch_size: sequences per optimizer step, over all ranks; None = all. The last one may be smaller. Or the
+        sequences of each step, which are all of them together.
     max_token_len, micro_batch_size: bounds of a micro-batch on one rank, in tokens and in sequences; None = no bound.
     shuffle_seed: draws the mini-batches of each epoch at random; None = rows in order, the same in each epoch.
     balance: give ranks rows of equal total cost L + L^2 / ATTENTION_PARITY_LENGTH within a mini-batch; else rows in
         order. With a shuffle and several epochs, rows stay where the first puts them; later ones are balanced by luck.
-    Raises ValueError for an empty batch, a bound below 1, or a row longer than max_token_len.
+    Raises ValueError for an empty batch, a bound below 1, a row longer than max_token_len, or steps that are not the
+    batch.
     """
     sizes, tokens = np.asarray(lengths, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
     _check(sizes, tokens, world_size, mini_batch_size, max_token_len, micro_batch_size, epochs)
@@ -199,10 +202,13 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
 # ------------------------------------------------------------------------------------------------ mini-batches, ranks
 
 
-def _draw_mini_batches(num_rows: int, size: int | None, epochs: int, seed: int | None) -> Ints:
+def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: int, seed: int | None) -> Ints:
     """(B, epochs): the optimizer step of each row."""
     steps = np.empty((num_rows, epochs), dtype=np.int64)
-    by_position = np.arange(num_rows) // (size or num_rows)
+    if isinstance(size, Sequence):
+        by_position = np.repeat(np.arange(len(size)), size)
+    else:
+        by_position = np.arange(num_rows) // (size or num_rows)
     for epoch in range(epochs):
         order = slice(None) if seed is None else np.random.default_rng([seed, epoch]).permutation(num_rows)
         steps[order, epoch] = by_position
@@ -364,7 +370,7 @@ def _check(
     lengths: Ints,
     num_tokens: Ints,
     world_size: int,
-    mini_batch_size: int | None,
+    mini_batch_size: int | Sequence[int] | None,
     max_token_len: int | None,
     micro_batch_size: int | None,
     epochs: int,
@@ -373,9 +379,14 @@ def _check(
         raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must both be (B,).")
     if len(lengths) == 0:
         raise ValueError("plan_batch: the batch has no rows; there is nothing to plan.")
-    bounds = {
+    if isinstance(mini_batch_size, Sequence) and sum(mini_batch_size) != len(lengths):
+        raise ValueError(
+            f"plan_batch: mini_batch_size={mini_batch_size} are {sum(mini_batch_size)} sequences; "
+            f"the batch has {len(lengths)}."
+        )
+    bounds: dict[str, int | None] = {
         "world_size": world_size,
-        "mini_batch_size": mini_batch_size,
+        "mini_batch_size": min(mini_batch_size) if isinstance(mini_batch_size, Sequence) else mini_batch_size,
         "max_token_len": max_token_len,
         "micro_batch_size": micro_batch_size,
         "epochs": epochs,

@@ -1,0 +1,276 @@
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): only groups from which something can be learnt fill a batch.
+
+A group is the answers to one prompt. Where all are as good as each other, their advantages are 0; with
+`algorithm.filter_groups` such groups are dropped and further prompts are answered, with the same weights, until
+data.train_batch_size groups are kept. What this costs, and how it goes with epochs and checkpoints, stands in
+DYNAMIC_SAMPLING.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.data import PromptDataset
+from trainer.group_metrics import Groups, groups_of
+from trainer.steps import TrainingSteps
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.group_outcomes import KINDS
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+
+ANSWERS = "answers_per_prompt"
+SPARE_DEVIATIONS = 2.0
+"""How many standard deviations of luck a further generation batch allows for; see `refill_size`."""
+
+
+class NothingToLearn(UserError):
+    """The budget of a step is used up, or all prompts were asked, and too few groups were kept."""
+
+
+class PromptStream(TrainingSteps):
+    """Training steps of which each may ask for more prompts than it began with.
+
+    A step begins with data.train_batch_size prompts, also where an epoch ends within them. Prompts that were drawn and
+    not asked wait for the next step, and are saved with it; so each prompt is asked once an epoch, in the loader's
+    order. No step asks a prompt twice.
+    """
+
+    def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
+        super().__init__(config, data)
+        self._rows = len(data)
+        self._waiting: DataProto | None = None
+        self._batches: Iterator[DataProto] | None = None
+        self._asked: set[str] = set()
+        self._again: DataProto | None = None
+
+    def __iter__(self) -> Iterator[DataProto]:
+        while self.global_step < self.total:
+            self.global_step += 1
+            self._asked = set()
+            yield self._first()
+            if self.stopping or self.is_last:
+                return
+
+    def more(self, number: int) -> DataProto | None:
+        """So many prompts that this step has not asked; fewer where the data has no more, None where it has none."""
+        taken: list[DataProto] = []
+        waiting: list[DataProto] = []
+        missing, idle = number, 0
+        while missing and len(self._asked) < self._rows and idle <= len(self.loader):
+            batch = self._next_batch()
+            chosen = self._choose(batch.non_tensor_batch["uid"], missing)
+            missing, idle = missing - int(chosen.sum()), 0 if chosen.any() else idle + 1
+            taken += [batch.select_idxs(chosen)] if chosen.any() else []
+            waiting += [batch.select_idxs(~chosen)] if not chosen.all() else []
+        if waiting:
+            self._waiting = joined(waiting, self.config)
+        return joined(taken, self.config) if taken else None
+
+    def _choose(self, uids: np.ndarray, number: int) -> np.ndarray:
+        """(B,) bool: the first `number` prompts that this step has not asked; from now on it has."""
+        chosen = np.zeros(len(uids), dtype=bool)
+        for place, uid in enumerate(uids):
+            if number and uid not in self._asked:
+                self._asked.add(uid)
+                chosen[place], number = True, number - 1
+        return chosen
+
+    def only(self, step: int, epoch: int, prompts: DataProto) -> None:
+        """Leaves one step to do, which begins with these prompts and goes on with those that followed them."""
+        if "position" in prompts.meta_info:
+            self.load_state_dict(prompts.meta_info["position"])
+        self._again, self.global_step, self.epoch, self.total = prompts, step - 1, epoch, step
+
+    def state_dict(self) -> dict[str, Any]:
+        waiting = self._waiting
+        columns = (
+            None if waiting is None else {"tensors": dict(waiting.batch.items()), "others": waiting.non_tensor_batch}
+        )
+        return super().state_dict() | {"waiting": columns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        columns, self._batches = state["waiting"], None
+        self._waiting = None if columns is None else DataProto.from_dict(columns["tensors"], columns["others"])
+
+    def _first(self) -> DataProto:
+        """The prompts that a step begins with. meta_info position: where the data stands after them, for a replay."""
+        if self._again is not None:
+            self._asked = set(self._again.non_tensor_batch["uid"])
+            return self._again
+        prompts = self.more(self.config.data.train_batch_size)
+        assert prompts is not None  # a dataset has rows
+        prompts.meta_info["position"] = self.state_dict()
+        return prompts
+
+    def _next_batch(self) -> DataProto:
+        """What waits, or the loader's next batch; an epoch follows the other."""
+        if self._waiting is not None:
+            batch, self._waiting = self._waiting, None
+            return batch
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        for batch in self._batches:
+            return batch
+        self.epoch, self._batches = self.epoch + 1, iter(self.loader)
+        return next(self._batches)
+
+
+@dataclass
+class Tally:
+    """What became of the groups that one step asked for. by_source: counts of each kind, by data_source."""
+
+    by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    batches: int = 0
+    tokens: int = 0
+    kept_tokens: int = 0
+    evicted_samples: int = 0
+    surplus_samples: int = 0
+
+    def add(self, batch: DataProto, groups: Groups) -> None:
+        """Takes in a generation batch."""
+        sources: list[str] = [""] * len(groups)
+        for row, group in enumerate(groups.of_row.tolist()):
+            sources[group] = batch.non_tensor_batch["data_source"][row]
+        for kind in KINDS:
+            for source, is_so in zip(sources, getattr(groups.kinds, kind).tolist(), strict=True):
+                self.by_source.setdefault(source, dict.fromkeys(KINDS, 0))[kind] += int(is_so)
+        self.batches += 1
+        self.tokens += answer_tokens(batch)
+        self.evicted_samples += int((~groups.kinds.kept[groups.of_row]).sum())
+
+    def number(self, kind: str) -> int:
+        """Groups of a kind, over all sources."""
+        return sum(counts[kind] for counts in self.by_source.values())
+
+    @property
+    def asked(self) -> int:
+        """Groups of all kinds."""
+        return sum(self.number(kind) for kind in KINDS)
+
+    def metrics(self) -> dict[str, Metric]:
+        """groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/*, in rows."""
+        return {
+            "groups/generated": Metric.last(self.asked),
+            "groups/gen_batches": Metric.last(self.batches),
+            "groups/wasted_tokens_frac": Metric.mean(self.tokens - self.kept_tokens, self.tokens),
+            "training/filter_groups/evicted_samples": Metric.last(self.evicted_samples),
+            "training/filter_groups/discarded_surplus_samples": Metric.last(self.surplus_samples),
+        }
+
+    def __str__(self) -> str:
+        def text(counts: dict[str, int]) -> str:
+            shown = [f"{counts[kind]} {_WORDS[kind]}" for kind in KINDS if counts[kind]]
+            return f"{sum(counts.values())} asked: {', '.join(shown)}"
+
+        return "\n".join(f"  {source}: {text(counts)}" for source, counts in sorted(self.by_source.items()))
+
+
+_WORDS = {
+    "kept": "kept",
+    "all_right": "all right",
+    "all_wrong": "all wrong",
+    "unjudged": "with fewer than two answers that have an outcome",
+}
+
+
+class DynamicSampling:
+    """Fills the batch of a step with groups whose outcomes differ.
+
+    steps: gives the prompts. The groups that are kept stand in the order in which they were asked; those of the last
+    generation batch that are too many are dropped, because in the next step their answers would be of old weights.
+    """
+
+    def __init__(self, config: PPOConfig, steps: PromptStream) -> None:
+        self.config, self.steps = config, steps
+
+    def collect(
+        self, prompts: DataProto, answer: Callable[[DataProto], DataProto]
+    ) -> tuple[DataProto, dict[str, Metric]]:
+        """A batch of data.train_batch_size groups, and groups/* metrics; see `Tally.metrics`.
+
+        prompts: what the step begins with. answer: samples and scores a generation batch of prompts.
+        Raises NothingToLearn after algorithm.filter_groups.max_num_gen_batches of them.
+        """
+        options, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        tally, parts, missing = Tally(), [], wanted
+        while True:
+            batch = answer(prompts)
+            groups = groups_of(batch, options.metric)
+            tally.add(batch, groups)
+            kept = self._keep(batch, groups, missing, tally)
+            parts += [kept] if len(kept) else []
+            missing = wanted - tally.number("kept")
+            if missing <= 0:
+                return joined(parts, self.config), tally.metrics()
+            if tally.batches == options.max_num_gen_batches:
+                raise NothingToLearn(self._why(tally, "its budget of generation batches is used up", wanted))
+            size = refill_size(missing, tally.number("kept"), tally.asked, wanted)
+            more = self.steps.more(size)
+            if more is None:
+                raise NothingToLearn(self._why(tally, "all training prompts were asked", wanted))
+            prompts = more
+
+    def _keep(self, batch: DataProto, groups: Groups, missing: int, tally: Tally) -> DataProto:
+        """The rows of the first `missing` groups whose outcomes differ."""
+        kept = groups.kinds.kept
+        chosen = (kept & (kept.cumsum(0) <= missing))[groups.of_row]
+        rows = batch.select_idxs(chosen)
+        tally.surplus_samples += int((kept[groups.of_row] & ~chosen).sum())
+        tally.kept_tokens += answer_tokens(rows)
+        return rows
+
+    def _why(self, tally: Tally, end: str, wanted: int) -> str:
+        options, step = self.config.algorithm.filter_groups, self.steps.global_step
+        right, wrong = tally.number("all_right"), tally.number("all_wrong")
+        harder = "harder" if right > wrong else "easier"
+        return (
+            f"Step {step}: {end}, and {tally.number('kept')} of the {wanted} groups that data.train_batch_size asks "
+            f"for have answers of different outcome, after {tally.batches} generation batches "
+            f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:\n{tally}\n"
+            f"The outcome is algorithm.filter_groups.metric={options.metric or 'null (acc, else the score)'}. Give "
+            f"{harder} data, or more of it; more answers to a prompt (rollout.n={self.config.rollout.n}), which differ "
+            "more often; a metric of more values; a smaller data.train_batch_size; or a larger "
+            "algorithm.filter_groups.max_num_gen_batches. trainer.resume_mode=auto continues from the last checkpoint"
+        )
+
+
+def refill_size(missing: int, kept: int, asked: int, most: int) -> int:
+    """Prompts of the next generation batch, so that very likely enough groups of it are kept.
+
+    missing: groups still to be kept. kept, asked: groups of this step so far. With the share p = kept / asked, n
+    prompts give n p groups on average, with a standard deviation of sqrt(n p (1 - p)): n is the mean that is needed,
+    and two deviations more. At most `most`, which is also the answer while nothing was kept.
+    """
+    if not kept:
+        return most
+    share = kept / asked
+    return min(most, math.ceil((missing + SPARE_DEVIATIONS * math.sqrt(missing * (1 - share))) / share))
+
+
+def answer_tokens(batch: DataProto) -> int:
+    """Tokens of all answers, those without a score too."""
+    width = batch.batch["responses"].shape[1]
+    return int(batch.batch["attention_mask"][:, -width:].sum())
+
+
+def joined(parts: Sequence[DataProto], config: PPOConfig) -> DataProto:
+    """Batches one after another, where some may lack columns: `reward/<name>`, if every reward failed, and
+    answers_per_prompt, if it is rollout.n in all rows."""
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    has_number = any(ANSWERS in part for part in parts)
+    complete = []
+    for part in parts:
+        part = part.select(meta_info_keys=[])
+        part.non_tensor_batch = {name: part.non_tensor_batch.get(name, np.full(len(part), None)) for name in names}
+        if has_number and ANSWERS not in part:
+            part.batch[ANSWERS] = torch.full((len(part),), config.rollout.n)
+        complete.append(part)
+    return DataProto.concat(complete)

@@ -1,0 +1,77 @@
+"""How good the answers of a scored batch are, as dynamic sampling and its metrics look at it: without any shaping.
+
+The outcome of an answer is what the reward function calls `acc`, or its score before the penalty for its length; or
+what `algorithm.filter_groups.metric` names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl_lite.advantages import outcome_scores
+from verl_lite.group_outcomes import KINDS, GroupKinds, group_kinds
+from verl_lite.masked import group_ids
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+
+SCORE, ACCURACY = "score", "acc"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a batch. of_row: (B,) the number of each row's group, by first appearance; kinds: of each group."""
+
+    of_row: torch.Tensor
+    kinds: GroupKinds
+
+    def __len__(self) -> int:
+        return len(self.kinds.kept)
+
+
+def groups_of(batch: DataProto, metric: str | None) -> Groups:
+    """The groups of a scored batch, rows that share a uid, and whether their outcomes differ.
+
+    Reads uid, response_mask, token_level_scores, outcomes where there, and `reward/<metric>`. metric: `score`, an
+    entry of the reward function's dict, or None = `acc` in rows that have one, else the score. An answer does not count
+    if its response_mask is empty (its reward failed, or it has no token) or if it has no such entry.
+    """
+    values, counted = outcomes_of(batch, metric)
+    of_row, number = group_ids(batch.non_tensor_batch["uid"], values.device)
+    return Groups(of_row, group_kinds(values, counted, of_row, number))
+
+
+def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B,) outcomes in fp64, and (B,) bool which answers have one; see `groups_of`."""
+    mask = batch.batch["response_mask"]
+    if "outcomes" in batch:
+        scores = batch.batch["outcomes"]
+    else:
+        scores = outcome_scores(batch.batch["token_level_scores"], mask)
+    answered, name = (mask != 0).any(1), f"reward/{ACCURACY if metric is None else metric}"
+    if metric == SCORE or (metric is None and name not in batch):
+        return scores.double(), answered
+    column = batch.non_tensor_batch[name] if name in batch else np.full(len(batch), None)
+    values = torch.tensor([float(x) if is_number(x) else np.nan for x in column], dtype=torch.float64)
+    if metric is None:
+        values = torch.where(values.isnan(), scores.double(), values)
+    return values, answered & ~values.isnan()
+
+
+def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
+    """groups/{kept,all_right,all_wrong,unjudged}: shares of the batch's groups, which sum to 1; see `GroupKinds`.
+
+    Nothing for rows that are steps of episodes, whose groups are the scheduler's part.
+    """
+    if "traj_id" in batch or not len(batch):
+        return {}
+    groups = groups_of(batch, metric)
+    counts = groups.kinds.count()
+    return {f"groups/{kind}": Metric.mean(counts[kind], len(groups)) for kind in KINDS}
+
+
+def is_number(value: object) -> bool:
+    """Whether something that a reward function returned can be compared as a number."""
+    return isinstance(value, bool | int | float | np.number | np.bool_)
