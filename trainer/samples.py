@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.protocol import DataProto
 
+PREDICTION = "pred"  # the entry of a reward's result that maj@n counts votes over
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt, its answer, and what the answer was worth. `score` is null where the reward failed."""
+    """One prompt, its answer, and what the answer was worth. `score` is null where the reward failed, because it was
+    late if `timed_out`. `sample` counts the answers to one prompt."""
 
     step: int
     uid: str
@@ -27,11 +31,16 @@ class Sample:
     finish_reason: str
     policy_version: int
     extra: dict[str, float | str]
+    sample: int = 0
+    timed_out: bool = False
 
 
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
-    """The rows of a scored batch as samples."""
+    """The rows of a scored batch as samples; rows that only fill up the batch are none."""
     columns, tensors = batch.non_tensor_batch, batch.batch
+    filler = tensors["is_padding"].tolist() if "is_padding" in tensors.keys() else [False] * len(batch)
+    number = columns.get("sample", np.zeros(len(batch), dtype=np.int64))
+    late = columns.get("reward_timed_out", np.zeros(len(batch), dtype=bool))
     # the scores say how long a failed sample was: its response_mask may already be empty
     lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1)
     scores = tensors["token_level_scores"].sum(1)
@@ -48,14 +57,18 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
             response_length=int(lengths[row]),
             finish_reason=columns["finish_reason"][row],
             policy_version=int(tensors["policy_version"][row]),
-            extra={name: _plain(values[row]) for name, values in extras.items() if values[row] is not None},
+            extra={name: _plain(name, values[row]) for name, values in extras.items() if values[row] is not None},
+            sample=int(number[row]),
+            timed_out=bool(late[row]),
         )
         for row in range(len(batch))
+        if not filler[row]
     ]
 
 
-def _plain(value: object) -> float | str:
-    return float(value) if isinstance(value, int | float | np.number) else str(value)
+def _plain(name: str, value: object) -> float | str:
+    is_number = isinstance(value, int | float | np.number | np.bool_) and name != PREDICTION
+    return float(cast(float, value)) if is_number else str(value)
 
 
 class SampleWriter:

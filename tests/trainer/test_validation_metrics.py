@@ -7,10 +7,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
+from trainer.samples import Sample
 from trainer.validation_metrics import best_of, majority_of, process_validation_metrics, validation_metrics
-from verl_lite.protocol import DataProto
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -41,13 +40,16 @@ def test_names_and_means_by_hand():
     )
     metrics = results["s"]["acc"]
     assert set(results["s"]) == {"acc"}
-    assert set(metrics) == {"mean@3", "std@3"} | {
+    assert set(metrics) == {"mean@3", "std@3", "mean@3/ci95", "best@3/ci95"} | {
         f"{kind}@{n}/{part}" for kind in ("best", "worst") for n in (2, 3) for part in ("mean", "std")
-    }
+    } | {f"pass@{k}{part}" for k in (1, 2, 3) for part in ("", "/ci95")}
     assert metrics["mean@3"] == pytest.approx((1 / 3 + 1) / 2)
     assert metrics["std@3"] == pytest.approx((np.std([1, 0, 0]) + 0) / 2)
     assert metrics["best@2/mean"] == pytest.approx((5 / 9 + 1) / 2)
     assert metrics["worst@3/mean"] == pytest.approx((1 / 27 + 1) / 2)
+    assert [metrics[f"pass@{k}"] for k in (1, 2, 3)] == pytest.approx([(1 / 3 + 1) / 2, (2 / 3 + 1) / 2, 1.0])
+    # two prompts, 1/3 and 1: the mean's standard error is their distance over 2, and t with one degree is 12.706
+    assert metrics["mean@3/ci95"] == pytest.approx(12.706 / 3, rel=1e-4)
 
 
 def test_missing_values_are_left_out_and_names_keep_the_number_of_answers():
@@ -59,13 +61,16 @@ def test_missing_values_are_left_out_and_names_keep_the_number_of_answers():
     assert "mean@3" not in results["s"]["acc"]
 
 
-def scored(rows: list[dict]) -> DataProto:
-    scores = torch.zeros(len(rows), 3)
-    scores[:, 1] = torch.tensor([row["score"] for row in rows])
-    columns = {name: [row[name] for row in rows] for name in ("uid", "data_source", "reward_failed")}
-    columns |= {f"reward/{name}": [row.get(name) for row in rows] for name in ("acc", "pred")}
-    tensors = {"token_level_scores": scores, "is_padding": torch.tensor([row.get("filler", False) for row in rows])}
-    return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+def scored(rows: list[dict]) -> list[Sample]:
+    return [
+        Sample(
+            step=0, uid=row["uid"], data_source=row["data_source"], input="", output="", gts="",
+            score=None if row["reward_failed"] else row["score"], response_length=1, finish_reason="stop",
+            policy_version=0, extra={name: row[name] for name in ("acc", "pred") if name in row},
+            timed_out=row.get("late", False),
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 def rows(prompts: int = 6, answers: int = 4) -> list[dict]:
@@ -91,22 +96,55 @@ def test_sections_and_prefix():
     for name in ("acc/best@2/mean", "acc/worst@4/mean", "acc/std@4", "reward/mean@4", "reward/best@4/mean"):
         assert f"val-aux/source/1/{name}" in metrics
     prefixed = validation_metrics(scored(rows()), prefix="greedy/")
-    assert all(name.startswith(("val-aux/source/0/greedy/", "val-aux/source/1/greedy/")) for name in prefixed)
+    starts = tuple(f"val-aux/{source}/greedy/" for source in ("source/0", "source/1", "mean_of_sources"))
+    assert all(name.startswith(starts) for name in prefixed)
     assert prefixed["val-aux/source/0/greedy/acc/mean@4"] == metrics["val-core/source/0/acc/mean@4"]
 
 
 def test_reward_is_the_core_where_there_is_no_acc():
     one = {"uid": "a", "data_source": "s", "score": 0.5, "reward_failed": False}
     metrics = validation_metrics(scored([one]))
-    assert metrics == {"val-core/s/reward/mean@1": 0.5, "val-aux/s/reward/error_rate": 0.0}
+    rates = {"val-aux/s/reward/error_rate": 0.0, "val-aux/s/reward/timeout_rate": 0.0}
+    assert metrics == {"val-core/s/reward/mean@1": 0.5} | rates
 
 
-def test_failed_rewards_and_fillers_are_not_zeros():
+def test_failed_rewards_are_not_zeros():
     one = {"uid": "a", "data_source": "s", "score": 1.0, "acc": 1.0, "reward_failed": False}
-    failed, filler = one | {"score": 0.0, "acc": 0.0, "reward_failed": True}, one | {"score": -5.0, "filler": True}
-    metrics = validation_metrics(scored([one, failed, filler]))
-    assert metrics["val-core/s/acc/mean@2"] == 1.0 and metrics["val-aux/s/reward/mean@2"] == 1.0
-    assert metrics["val-aux/s/reward/error_rate"] == 0.5
+    failed = one | {"score": 0.0, "acc": 0.0, "reward_failed": True}
+    metrics = validation_metrics(scored([one, failed, one, failed | {"late": True}]))
+    assert metrics["val-core/s/acc/mean@4"] == 1.0 and metrics["val-aux/s/reward/mean@4"] == 1.0
+    assert metrics["val-aux/s/reward/error_rate"] == 0.5 and metrics["val-aux/s/reward/timeout_rate"] == 0.25
+    assert metrics["val-aux/s/acc/pass@2"] == 1.0
+    assert "val-aux/s/acc/pass@4" not in metrics, "two answers are left to the only prompt"
+
+
+def test_pass_at_k_is_only_of_outcomes_and_never_core():
+    given = rows(prompts=6, answers=5)
+    metrics = validation_metrics(scored(given))
+    names = [name for name in metrics if "pass@" in name]
+    assert {name.split("/")[0] for name in names} == {"val-aux"}
+    assert {name.split("/")[-1] for name in names} - {"ci95"} == {"pass@1", "pass@2", "pass@4", "pass@5"}
+    assert all("/acc/" in name for name in names), "the score of these rows is no outcome"
+    acc = [x["acc"] for x in given if x["data_source"] == "source/0" and not x["reward_failed"]]
+    assert 0 < sum(acc) < len(acc)
+    by_uid = {}
+    for row in given:
+        if row["data_source"] == "source/0" and not row["reward_failed"]:
+            by_uid.setdefault(row["uid"], []).append(row["acc"])
+    drawn = [[any(pair) for pair in itertools.combinations(acc, 2)] for acc in by_uid.values()]
+    assert metrics["val-aux/source/0/acc/pass@2"] == pytest.approx(np.mean([np.mean(pairs) for pairs in drawn]))
+
+
+def test_the_mean_of_sources_counts_each_source_alike():
+    one = {"uid": "a", "data_source": "s", "score": 1.0, "acc": 1.0, "reward_failed": False}
+    given = [one, one | {"uid": "b", "acc": 0.0}, one | {"uid": "c", "data_source": "t"}]
+    metrics = validation_metrics(scored(given))
+    assert metrics["val-aux/mean_of_sources/acc/mean@1"] == 0.75 and "val-aux/t/acc/mean@1/ci95" not in metrics
+    assert "val-aux/mean_of_sources/acc/mean@1/ci95" not in metrics, "the one prompt of t shows no spread"
+    both = validation_metrics(scored([*given, one | {"uid": "d", "data_source": "t", "acc": 0.0}]), prefix="greedy/")
+    width = both["val-aux/s/greedy/acc/mean@1/ci95"]
+    assert both["val-aux/mean_of_sources/greedy/acc/mean@1/ci95"] == pytest.approx(width / 2**0.5)
+    assert not any("mean_of_sources" in name for name in validation_metrics(scored([one])))
 
 
 def test_the_order_of_rows_does_not_matter():
