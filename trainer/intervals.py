@@ -2,8 +2,8 @@
 
 Pure functions of numbers. A prompt is the unit that is drawn: answers to one prompt resemble each other, so an interval
 over answers would be too narrow. Each prompt gives one value (its mean over answers, its pass@k ...), and the interval
-is that of the mean of these values (Miller, Adding Error Bars to Evals, 2024, section 2.2: clustered errors with prompts
-as clusters, which for equal numbers of answers is this).
+is that of the mean of these values (Miller, Adding Error Bars to Evals, 2024: errors clustered by prompt, which for
+equal numbers of answers is this).
 """
 
 from __future__ import annotations

@@ -320,8 +320,8 @@ class RayPPOTrainer:
             self.val_data,
             ways_of(self.config),
             chunks_of(self.config, len(self.val_data), engines, are_kept=kept is not None),
-            self.answer,
-            self.score_answers,
+            self.answer_for_validation,
+            self.score_for_validation,
             kept,
             self.tracking.show,
         )
@@ -330,12 +330,12 @@ class RayPPOTrainer:
         """Where the validation's answers are kept, so that it can be continued; a run that trains validates anew."""
         return None
 
-    def answer(self, prompts: DataProto, way: Way) -> DataProto:
+    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
         """Answers each prompt of the validation way.n times."""
         answers = self.generate(prompts, way.sampling, way.n, way.purpose, step=0)
         return answers.select(meta_info_keys=[])
 
-    def score_answers(self, answers: DataProto) -> list[Sample]:
+    def score_for_validation(self, answers: DataProto) -> list[Sample]:
         """Waits for the scores of answers."""
         scored = answers | self.rewards.score(answers).select(meta_info_keys=[])
         return samples_of(scored, self.tokenizer, self.steps.global_step)
