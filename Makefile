@@ -1,6 +1,8 @@
 # The two commands of the README, and their parts. Everything is installed into .venv.
 PYTHON ?= python3
 RUN = OMP_NUM_THREADS=1 .venv/bin/python
+TESTS_AT_ONCE ?= 2
+PYTEST = $(RUN) -m pytest -q -n $(TESTS_AT_ONCE) --dist worksteal
 
 .PHONY: demo test fast slow lint install clean
 
@@ -9,13 +11,13 @@ demo: ## install, then the main job: a small language model learns by reinforcem
 	$(RUN) -m trainer.main_ppo
 
 test: lint ## install, then lint, types, fast and slow tests
-	$(RUN) -m pytest -q -m "not gpu" --durations=15
+	$(PYTEST) -m "not gpu" --durations=15
 
 fast: install
-	$(RUN) -m pytest -q -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 slow: install
-	$(RUN) -m pytest -q -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 lint: install
 	.venv/bin/ruff check .

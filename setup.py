@@ -45,7 +45,15 @@ setup(
         "gpu": ["vllm>=0.26", "ray>=2.55", "nvidia-ml-py>=12"],
         "flash-attn": ["flash-attn>=2.7"],
         "wandb": ["wandb>=0.18"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "wandb>=0.18"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.14",
+            "wandb>=0.18",
+        ],
         "bench": ["trl==1.16.0"],
     },
 )
