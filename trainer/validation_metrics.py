@@ -99,7 +99,8 @@ def process_validation_metrics(
     counted over; other entries that are not numbers are ignored.
     For N > 1: mean@N, std@N, and for n = 2, 4, 8 ... below N, and N: {best,worst,maj}@n/{mean,std}. For N = 1: mean@1.
     For variables that are 0 or 1 everywhere in a source, with N > 1: pass@k for k = 1, 2, 4 ... below N, and N; a
-    prompt with fewer than k values is not in it. Half widths of 95% intervals: mean@N/ci95, {best,maj}@N/ci95, pass@k/ci95.
+    prompt with fewer than k values is not in it. Half widths of 95% intervals: mean@N/ci95, {best,maj}@N/ci95 and
+    pass@k/ci95.
     N counts all answers of a prompt, also those that have no value.
     """
     groups = _rows_by_prompt(data_sources, sample_uids)

@@ -106,6 +106,9 @@ class Parts:
     def write_validation(self, samples: list[Any], step: int) -> None:
         pass
 
+    def show(self, text: str) -> None:
+        pass
+
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
         return "text"
 
@@ -163,13 +166,23 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
         critic=value_model,
         rewards=Rewards(fake, config.reward, tmp_path),
         steps=FakeSteps(config),
-        val_data=SimpleNamespace(batches=lambda size: [prompts(2)]),  # type: ignore[arg-type]
+        val_data=FakePrompts(),  # type: ignore[arg-type]
         tokenizer=fake,
         tracking=fake,
         samples=fake,
         saver=Saver(tmp_path, config.trainer, learners, 0, parts.calls.append),
         run_dir=tmp_path,
     )
+
+
+class FakePrompts:
+    """Two prompts to validate on."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitems__(self, positions: Sequence[int]) -> DataProto:
+        return prompts(2)[list(positions)]
 
 
 class FakeCritic:
@@ -404,7 +417,7 @@ def test_greedy_validation_beside_the_sampled_one(tmp_path: Path) -> None:
         tmp_path, parts, rollout__val_kwargs__do_sample=True, rollout__val_kwargs__temperature=1.0,
         rollout__val_kwargs__greedy_too=True,
     ).fit()  # fmt: skip
-    assert parts.calls[1:6] == ["generate val0", "reward", "log_samples", "generate val1", "reward"]
+    assert parts.calls[1:6] == ["generate val0", "generate val1", "reward", "reward", "log_samples"]
     assert result.before["val-core/task/acc/mean@1"] == 0.5
     assert result.after["val-aux/task/greedy/acc/mean@1"] == 0.5
 
