@@ -32,6 +32,7 @@ setup(
         "codetiming>=1.4",
         "aiohttp>=3.9",
         "math-verify>=0.8",
+        "jsonschema>=4.18",
         "reasoning-gym>=0.1.20",
         "gymnasium>=1.0",
         "rich>=13",

@@ -18,14 +18,13 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
-from verl_lite.rewards import RewardItem, RewardResult
+from verl_lite.rewards import RewardItem, RewardResult, Style
 from workers.child_process import ChildProcess
 from workers.reward_process import (
     NO_SAMPLE,
     PROGRESS,
     Message,
     ProcessOptions,
-    Style,
     Ticket,
     write_progress,
 )

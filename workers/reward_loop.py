@@ -16,7 +16,8 @@ from collections.abc import Coroutine, Generator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_lite.rewards import AsyncScorer, RewardItem, RewardResult
+from verl_lite.rewards import RewardItem, RewardResult
+from verl_lite.rewards.load import AwaitingScorer
 from workers.child_inside import end_if_forked
 from workers.reward_process import NO_SAMPLE, Report, Ticket, write_progress
 
@@ -26,7 +27,7 @@ _sample: contextvars.ContextVar[Ticket] = contextvars.ContextVar("sample", defau
 """The ticket of the sample in whose task the code runs; tasks that it starts inherit it."""
 
 
-def serve_concurrently(connection: Connection, progress: mmap.mmap, scorer: AsyncScorer, timeout_s: float) -> None:
+def serve_concurrently(connection: Connection, progress: mmap.mmap, scorer: AwaitingScorer, timeout_s: float) -> None:
     """Scores whatever comes, at once, until the pool closes its end."""
     asyncio.run(_Loop(connection, progress, scorer, timeout_s).serve())
 
@@ -34,7 +35,7 @@ def serve_concurrently(connection: Connection, progress: mmap.mmap, scorer: Asyn
 class _Loop:
     """The samples under way, and what they share."""
 
-    def __init__(self, connection: Connection, progress: mmap.mmap, scorer: AsyncScorer, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, progress: mmap.mmap, scorer: AwaitingScorer, timeout_s: float) -> None:
         self._connection, self._progress = connection, progress
         self._scorer, self._timeout_s = scorer, timeout_s
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only

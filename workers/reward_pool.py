@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.rewards import BatchScorer, RewardItem, RewardResult, Scorer, find_reward
+from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward
 from workers.reward_process import ProcessOptions, load
 from workers.reward_supervisor import Supervisor
 
@@ -61,7 +61,7 @@ class RewardPool:
         if self._supervisor is not None:
             self._supervisor.queue(items)
         elif self._scorer is not None:
-            size = self._config.batch_size if isinstance(self._scorer, BatchScorer) else 1
+            size = self._config.batch_size if self._scorer.style == "batch" else 1
             for start in range(0, len(items), size):
                 batch = items[start : start + size]
                 results = self._scorer.score_all(batch)
@@ -79,7 +79,7 @@ class RewardPool:
         dataset, each of which must have a reward function. Raises RewardError with the traceback and the row, or
         UserError for an unknown source. The score itself is not judged: a bare ground truth need not be an answer.
         """
-        if self._config.custom_reward_function.path is None and self._config.remote.url is None:
+        if asks_by_source(self._config):
             load(self._config, self._modules)
             for data_source in data_sources:
                 find_reward(data_source)

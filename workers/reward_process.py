@@ -15,10 +15,10 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Literal
 
 from verl_lite.config import RewardConfig
-from verl_lite.rewards import AsyncScorer, BatchScorer, PlainScorer, RewardItem, RewardResult, Scorer, load_scorer
+from verl_lite.rewards import RewardItem, RewardResult, Scorer, Style, load_scorer
+from verl_lite.rewards.load import ListScorer, SampleScorer
 from workers.child_inside import end_if_forked, redirect_prints, settle_in
 
 PROGRESS = struct.Struct("dq")
@@ -29,7 +29,6 @@ NO_SAMPLE = -1
 
 _FLUSH_S = 0.05
 
-Style = Literal["sample", "async", "batch"]
 Ticket = int
 """The number under which the pool sent a sample."""
 
@@ -84,16 +83,16 @@ def main(connection_fd: int, progress_fd: int, parent_pid: int) -> None:
     except Exception:  # the user's module may raise anything; the pool reports it
         connection.send(NotLoaded(traceback.format_exc()))
         return
-    if isinstance(scorer, AsyncScorer):
+    if scorer.style == "async":
         from workers.reward_loop import serve_concurrently
 
-        connection.send(Loaded("async"))
+        connection.send(Loaded(scorer.style))
         serve_concurrently(connection, progress, scorer, options.config.timeout_s)
-    elif isinstance(scorer, BatchScorer):
-        connection.send(Loaded("batch"))
+    elif scorer.style == "batch":
+        connection.send(Loaded(scorer.style))
         _serve_lists(connection, progress, scorer)
     else:
-        connection.send(Loaded("sample"))
+        connection.send(Loaded(scorer.style))
         _serve_one_by_one(connection, progress, scorer)
 
 
@@ -104,7 +103,7 @@ def load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:
     return load_scorer(config)
 
 
-def _serve_one_by_one(connection: Connection, progress: mmap.mmap, scorer: PlainScorer) -> None:
+def _serve_one_by_one(connection: Connection, progress: mmap.mmap, scorer: SampleScorer) -> None:
     pid = os.getpid()
     while batch := _receive(connection):
         results: list[tuple[Ticket, RewardResult | None]] = []
@@ -120,7 +119,7 @@ def _serve_one_by_one(connection: Connection, progress: mmap.mmap, scorer: Plain
         connection.send(Report(results))
 
 
-def _serve_lists(connection: Connection, progress: mmap.mmap, scorer: BatchScorer) -> None:
+def _serve_lists(connection: Connection, progress: mmap.mmap, scorer: ListScorer) -> None:
     pid = os.getpid()
     while batch := _receive(connection):
         tickets = [ticket for ticket, _ in batch]

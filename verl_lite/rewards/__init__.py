@@ -5,18 +5,32 @@ one; `load_scorer` gives the reward of a run as the configuration names it. Noth
 that reward processes start in a fraction of a second. How to write a reward: README.md beside this file.
 """
 
-from verl_lite.rewards import exact_match, gsm8k, math, reasoning_gym
+from verl_lite.rewards import (
+    exact_answer,
+    exact_match,
+    format,
+    gsm8k,
+    json_schema,
+    math,
+    math_dapo,
+    multiple_choice,
+    reasoning_gym,
+    regex,
+)
 from verl_lite.rewards.custom import load_reward_function
 from verl_lite.rewards.dispatch import (
     REWARDS,
     RewardFunction,
     default_compute_score,
+    find_named_reward,
     find_reward,
     register_reward,
     reward_modules,
 )
+from verl_lite.rewards.load import Scorer, asks_by_source, load_scorer
 from verl_lite.rewards.result import RewardItem, RewardResult, read_score
-from verl_lite.rewards.scorers import AsyncScorer, BatchScorer, PlainScorer, Scorer, load_scorer
+from verl_lite.rewards.rubric import Rubric
+from verl_lite.rewards.scorers import AsyncScorer, BatchScorer, PlainScorer, Style
 
 __all__ = [
     "REWARDS",
@@ -26,16 +40,26 @@ __all__ = [
     "RewardFunction",
     "RewardItem",
     "RewardResult",
+    "Rubric",
     "Scorer",
+    "Style",
+    "asks_by_source",
     "default_compute_score",
+    "exact_answer",
     "exact_match",
+    "find_named_reward",
     "find_reward",
+    "format",
     "gsm8k",
+    "json_schema",
     "load_reward_function",
     "load_scorer",
     "math",
+    "math_dapo",
+    "multiple_choice",
     "read_score",
     "reasoning_gym",
+    "regex",
     "register_reward",
     "reward_modules",
 ]

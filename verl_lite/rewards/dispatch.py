@@ -23,6 +23,10 @@ are awaited, many at once."""
 
 REWARDS: Registry[RewardFunction] = Registry("reward for data_source")
 
+NAMED = "rule/"
+"""Beginning of the names under which rewards are registered to be named by `reward.functions.PART.reward`. They are
+data sources like any other, too."""
+
 
 def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: the function scores rows whose data_source matches one of `patterns`.
@@ -43,11 +47,9 @@ def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction
 @functools.cache
 def find_reward(data_source: str) -> RewardFunction:
     """The function that scores `data_source`. Raises UserError if there is none, listing what is known."""
-    if data_source in REWARDS:
-        return REWARDS[data_source]
-    matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
-    if matching:
-        return REWARDS[max(matching, key=len)]
+    function = _matching(data_source)
+    if function is not None:
+        return function
     nearest = difflib.get_close_matches(data_source, REWARDS, n=1, cutoff=0.6)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise UserError(
@@ -55,6 +57,25 @@ def find_reward(data_source: str) -> RewardFunction:
         "Set reward.custom_reward_function.path=FILE.py (and .name=FUNCTION) to use your own, decorate one with "
         '@register_reward("' + data_source + '") from verl_lite.rewards, or correct the data_source column of the data.'
     )
+
+
+def find_named_reward(name: str) -> RewardFunction:
+    """The function registered as rule/NAME, or that scores the data source NAME. Raises UserError if there is none,
+    listing what is known."""
+    function = REWARDS.get(NAMED + name) or _matching(name)
+    if function is not None:
+        return function
+    known = sorted(full.removeprefix(NAMED) for full in REWARDS)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise UserError(f"no reward has this name.{hint} Known: {', '.join(dict.fromkeys(known))}")
+
+
+def _matching(data_source: str) -> RewardFunction | None:
+    if data_source in REWARDS:
+        return REWARDS[data_source]
+    matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
+    return REWARDS[max(matching, key=len)] if matching else None
 
 
 def default_compute_score(

@@ -7,7 +7,7 @@ from typing import Any
 from verl_lite.rewards.dispatch import register_reward
 
 
-@register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*")
+@register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*", "rule/exact_match")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:

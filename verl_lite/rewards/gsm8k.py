@@ -19,7 +19,7 @@ def extract_answer(solution_str: str) -> str | None:
     return _clean(found[-1]) if found else None
 
 
-@register_reward("openai/gsm8k")
+@register_reward("openai/gsm8k", "rule/gsm8k")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:

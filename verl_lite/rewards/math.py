@@ -3,6 +3,9 @@ r"""Competition mathematics: the answer is compared with the ground truth as a m
 The last `\boxed{...}` counts where there is one, else the final answer that math-verify finds. math-verify's own time
 limits are off: they use signals, which do not work outside a main thread, and a reward process is killed from outside
 when its time is over (`reward.timeout_s`).
+
+verl scores `numina_*` by prime_math and MATH by comparing strings; here all of them are compared as mathematics.
+`math`, `math_dapo` and `aime*` are math_dapo's, as in verl.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import logging
 from typing import Any
 
 from verl_lite.rewards.dispatch import register_reward
+from verl_lite.rewards.marks import last_boxed
 
 
 @register_reward(
@@ -19,7 +23,8 @@ from verl_lite.rewards.dispatch import register_reward
     "DigitalLearningGmbH/MATH-lighteval",
     "HuggingFaceH4/MATH-500",
     "math*",
-    "aime*",
+    "numina_*",
+    "rule/math_verify",
 )
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
@@ -30,7 +35,7 @@ def compute_score(
     """
     parse, verify = _math_verify()
     gold = _parse_ground_truth(str(ground_truth))
-    answer = parse(_last_boxed(solution_str) or solution_str, parsing_timeout=None)
+    answer = parse(last_boxed(solution_str) or solution_str, parsing_timeout=None)
     right = bool(answer) and verify(gold, answer, timeout_seconds=None)
     return {"score": float(right), "pred": str(answer[-1]) if answer else ""}
 
@@ -43,19 +48,6 @@ def _parse_ground_truth(ground_truth: str) -> list[Any]:
     if not gold:
         raise ValueError(f"ground_truth={ground_truth!r} cannot be read as a mathematical expression by math-verify")
     return gold
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""The last complete `\boxed{...}` of a text, braces matched; None if there is none."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for place in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[start : place + 1]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
 
 
 @functools.cache

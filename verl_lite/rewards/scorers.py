@@ -1,7 +1,7 @@
 """How the reward function of a run is called: with one sample, with many samples at once, or with lists of them.
 
-`load_scorer` makes one of three scorers from the configuration. Each is the guarded door to untrusted code: whatever
-the function raises or returns becomes the outcome of the sample.
+Each of the three scorers is the guarded door to untrusted code: whatever the function raises or returns becomes the
+outcome of the sample. `verl_lite.rewards.load` makes them from the configuration.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from verl_lite.config import RewardConfig
-from verl_lite.rewards.custom import load_reward_function
-from verl_lite.rewards.dispatch import REWARDS, RewardFunction, default_compute_score, names_prompt
+from verl_lite.rewards.dispatch import RewardFunction
 from verl_lite.rewards.result import RewardItem, RewardResult, read_score, short
+
+Style = Literal["sample", "async", "batch"]
+"""How a scorer takes samples: one after the other, many at once, or as a list."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class PlainScorer:
 
     function: RewardFunction
     with_prompt: bool = False
+    style: ClassVar[Literal["sample"]] = "sample"
 
     def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample; a coroutine that the function returns is run to its end."""
@@ -45,6 +47,7 @@ class AsyncScorer:
 
     function: RewardFunction
     with_prompt: bool = False
+    style: ClassVar[Literal["async"]] = "async"
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample. A function among async ones that is not async itself is simply called."""
@@ -67,6 +70,7 @@ class BatchScorer:
 
     function: RewardFunction
     arguments: Callable[[Sequence[RewardItem]], dict[str, Any]]
+    style: ClassVar[Literal["batch"]] = "batch"
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in one call. A bad entry fails its own sample only.
@@ -93,26 +97,7 @@ class BatchScorer:
             return [result for item in items for result in self.score_all([item])]
 
 
-Scorer = PlainScorer | AsyncScorer | BatchScorer
-
-
-def load_scorer(config: RewardConfig) -> Scorer:
-    """The reward of a run: a server if reward.remote.url names one, the user's own function if
-    reward.custom_reward_function names one, else the registered functions by data_source.
-
-    reward.reward_kwargs are added to every call; they win over the call's own arguments.
-    """
-    custom, kwargs = config.custom_reward_function, dict(config.reward_kwargs)
-    if config.remote.url is not None:
-        from verl_lite.rewards.remote import RemoteReward  # slow to import, and seldom needed
-
-        return AsyncScorer(_with_kwargs(RemoteReward(config.remote), kwargs), with_prompt=True)
-    function = load_reward_function(custom.path, custom.name) if custom.path else default_compute_score
-    call = _with_kwargs(function, kwargs)
-    if custom.style != "sample":
-        return BatchScorer(call, {"batch": lists_of_verl, "trl": lists_of_trl}[custom.style])
-    is_async = _is_async(function) or (custom.path is None and any(map(_is_async, REWARDS.values())))
-    return (AsyncScorer if is_async else PlainScorer)(call, names_prompt(function))
+FunctionScorer = PlainScorer | AsyncScorer | BatchScorer
 
 
 def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, Any]:
@@ -149,14 +134,6 @@ def _arguments(item: RewardItem, with_prompt: bool) -> dict[str, Any]:
         "extra_info": item.extra_info,
     }
     return arguments | {"prompt": item.prompt} if with_prompt else arguments
-
-
-def _with_kwargs(function: RewardFunction, kwargs: dict[str, Any]) -> RewardFunction:
-    return (lambda **call: function(**{**call, **kwargs})) if kwargs else function
-
-
-def _is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _read(returned: Any) -> RewardResult:

@@ -60,7 +60,7 @@ def test_gsm8k_answer_is_cleaned() -> None:
         ("The final answer is $12$.", "12", 1.0),
     ],
 )
-@pytest.mark.parametrize("source", ["lighteval/MATH", "HuggingFaceH4/MATH-500", "math_dapo", "aime2024"])
+@pytest.mark.parametrize("source", ["lighteval/MATH", "HuggingFaceH4/MATH-500", "math_500", "numina_cn_k12"])
 def test_math(source: str, answer: str, truth: str, expected: float) -> None:
     result = score(source, answer, truth)
     assert isinstance(result, dict) and result["score"] == expected and isinstance(result["pred"], str)

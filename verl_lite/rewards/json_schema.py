@@ -1,0 +1,123 @@
+"""Whether an answer is JSON of the wanted shape, by JSON Schema (https://json-schema.org, the jsonschema library).
+
+The JSON is the whole answer, or else the last fenced block of it (``` or ```json). NaN and Infinity, which JSON does
+not have, and values nested deeper than 100 levels are wrong answers. References in a schema lead to places inside it;
+nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_lite.rewards.dispatch import register_reward
+
+DEEPEST = 100
+
+_SHOWN_CHARACTERS = 200
+
+
+@register_reward("rule/json_schema")
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    schema: Mapping[str, Any] | str | None = None,
+    fenced: bool = True,
+) -> dict[str, float | str]:
+    """score and acc: 1.0 if the answer is valid, else 0.0; parses: 1.0 if it is JSON at all; problem: what is wrong,
+    "" if nothing is.
+
+    schema: a mapping, JSON text, or the path of a .json file; without it the row's ground truth, a mapping or JSON
+    text, is the schema. fenced: whether a fenced block with text around it is an answer.
+    Raises ValueError for what is no schema, and what jsonschema raises for a reference that leads nowhere.
+    """
+    validator = _validator(_schema_text(ground_truth if schema is None else schema))
+    try:
+        value = parse_json(solution_str, fenced)
+    except ValueError as error:
+        return {"score": 0.0, "acc": 0.0, "parses": 0.0, "problem": str(error)[:_SHOWN_CHARACTERS]}
+    problem = next((error.message for error in validator.iter_errors(value)), "")
+    valid = float(not problem)
+    return {"score": valid, "acc": valid, "parses": 1.0, "problem": problem[:_SHOWN_CHARACTERS]}
+
+
+def parse_json(text: str, fenced: bool = True) -> Any:
+    """The JSON value that an answer is or contains. Raises ValueError if there is none."""
+    try:
+        return _parsed(text)
+    except ValueError:
+        block = last_fenced(text) if fenced else None
+        if block is None:
+            raise
+    return _parsed(block)
+
+
+def last_fenced(text: str) -> str | None:
+    """What stands in the last fenced block, ``` or ```json, that is closed; None if there is none."""
+    found: str | None = None
+    block: list[str] | None = None
+    for line in text.splitlines():
+        mark = line.strip().lower()
+        if block is None:
+            block = [] if mark in ("```", "```json") else None
+        elif mark == "```":
+            found, block = "\n".join(block), None
+        else:
+            block.append(line)
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
+    layer = [value]
+    for _ in range(DEEPEST):
+        layer = [inner for each in layer for inner in _inside(each)]
+    if layer:
+        raise ValueError(f"nested deeper than {DEEPEST} levels")
+    return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, Mapping):
+        return json.dumps(schema, sort_keys=True)
+    if isinstance(schema, str) and schema.strip().endswith(".json"):
+        return Path(schema).expanduser().read_text(encoding="utf-8")
+    if isinstance(schema, str):
+        return schema
+    raise ValueError(f"the schema is {schema!r:.200}; a mapping, JSON text or the path of a .json file is expected")
+
+
+@functools.lru_cache(maxsize=4096)
+def _validator(text: str) -> Any:
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the schema is no JSON ({error}): {text:.200}") from error
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"the schema is {schema!r:.200}; an object is expected")
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"the schema is none: {error.message}") from error
+    return kind(schema, registry=Registry())
