@@ -78,11 +78,11 @@ def find_letter(text: str, letters: str = LETTERS) -> str | None:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         return None
-    letter = _letter_at(lines[-1], letters)
-    if letter is not None:
-        return letter
-    inside = set(re.findall(rf"\(([{letters}])\)", lines[-1]))
-    return inside.pop() if len(inside) == 1 else None
+    inside = set(re.findall(rf"\b([{letters}])\)", lines[-1]))
+    if len(inside) > 1:  # a list of the choices
+        return None
+    in_parentheses = re.search(rf"\(([{letters}])\)", lines[-1])
+    return _letter_at(lines[-1], letters) or (in_parentheses and in_parentheses[1])
 
 
 def _letter_at(text: str, letters: str) -> str | None:

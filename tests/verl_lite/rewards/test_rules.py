@@ -1,0 +1,370 @@
+r"""The rules that answers are marked by without a model, against answers marked by hand."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_lite.rewards import REWARDS, default_compute_score, find_named_reward, format, json_schema, regex
+from verl_lite.rewards.marks import last_boxed, last_tagged
+from verl_lite.rewards.math_dapo import normalize
+from verl_lite.rewards.multiple_choice import find_letter, right_letter
+
+
+def mark(rule: str, answer: str, truth: Any = "", extra_info: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    return default_compute_score(f"rule/{rule}", answer, truth, extra_info, **kwargs)
+
+
+def test_each_rule_is_found_by_its_short_and_its_full_name() -> None:
+    for name in ("multiple_choice", "format", "regex", "json_schema", "math_dapo", "math_verify", "exact_answer"):
+        assert find_named_reward(name) is find_named_reward(f"rule/{name}") is REWARDS[f"rule/{name}"]
+    assert find_named_reward("openai/gsm8k") is find_named_reward("gsm8k")
+    assert find_named_reward("reasoning_gym/chain_sum") is REWARDS["reasoning_gym/*"]
+
+
+# ----------------------------------------------------------------------------------------------------- final answers
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{3}", r"\boxed{3}"),
+        (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\boxed{\frac{1}{2}}"),
+        (r"\boxed{1} and \boxed{2", r"\boxed{1}"),
+        (r"\boxed{a \boxed{b} c}", r"\boxed{b}"),
+        (r"} \boxed{{x}} {", r"\boxed{{x}}"),
+        (r"boxed{3}", None),
+        ("", None),
+    ],
+)
+def test_the_last_complete_box(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>1</answer><answer> 2 </answer>", " 2 "),
+        ("<answer>1</answer><answer>2", "1"),
+        ("<answer>a<answer>b</answer>c</answer>", "a<answer>b"),
+        ("</answer><answer>", None),
+    ],
+)
+def test_the_last_closed_tag(text: str, expected: str | None) -> None:
+    assert last_tagged(text, "answer") == expected
+
+
+def test_marks_are_found_in_one_pass_whatever_the_text() -> None:
+    started = time.process_time()
+    for text in ("\\boxed{" * 50_000, "<answer>" * 50_000, "```json\n" * 50_000, "Answer:" * 50_000):
+        assert last_boxed(text) is None and last_tagged(text, "answer") is None and find_letter(text) is None
+        json_schema.last_fenced(text)
+    assert time.process_time() - started < 10  # square in the text would be minutes
+
+
+# --------------------------------------------------------------------------------------------------- multiple choice
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        (r"so \boxed{B}", "B"),
+        (r"\boxed{\text{(B)}}", "B"),
+        (r"\boxed{b}", "B"),
+        (r"\boxed{B. Paris}", "B"),
+        (r"\boxed{A} no, \boxed{B}", "B"),
+        (r"Answer: A. In the end \boxed{B}", "B"),
+        (r"\boxed{A, B}", None),
+        (r"\boxed{7}", None),
+        ("Answer: B", "B"),
+        ("answer: b", "B"),
+        ("The correct answer is (B).", "B"),
+        ("**Final answer:** B) Paris, of course", "B"),
+        ("**Answer**: **B**", "B"),
+        ("The answer is option B.", "B"),
+        ("Answer: A\nOn second thought, answer: B", "B"),
+        ("Answer:\nB", "B"),
+        ("Answer: A or B", None),
+        ("Answer: (A), (B)", None),
+        ("Answer: A/B", None),
+        ("Answer: A dog", None),
+        ("Answer: I think B", None),
+        ("I answer the question at once.\nB", "B"),
+        ("Some thoughts.\n(B)", "B"),
+        ("Some thoughts.\n**B.**\n\n", "B"),
+        ("Some thoughts.\nB) Paris", "B"),
+        ("Surely it has to be (B) here", "B"),
+        ("(A) one (B) two (C) three", None),
+        ("A) one B) two C) three", None),
+        ("The answer is (B), not (A).", "B"),
+        ("A man walks into a bar", None),
+        ("", None),
+        ("\n \n", None),
+        ("Answer: Z", None),
+        ("<think>Answer: A</think><answer>B</answer>", "B"),
+        ("<answer>A</answer> or rather \\boxed{B}", "A"),
+        ("Answer: A\n<answer></answer>", None),
+        ("Answer: B, because A dog barks", "B"),
+    ],
+)
+def test_the_letter_that_an_answer_settles_on(text: str, letter: str | None) -> None:
+    assert find_letter(text) == letter
+
+
+def test_multiple_choice_takes_letters_and_places_as_ground_truth() -> None:
+    for truth in ("B", "b", "(B)", " B. ", 1, "1"):
+        assert mark("multiple_choice", "Answer: B", truth) == {"score": 1.0, "acc": 1.0, "pred": "B"}
+    assert mark("multiple_choice", "no idea", "B") == {"score": 0.0, "acc": 0.0, "pred": ""}
+    assert right_letter(0, "ABCD") == "A"
+
+
+@pytest.mark.parametrize("truth", ["Z", "", None, 9, "12", True, "AB", -1, "Paris"])
+def test_a_ground_truth_that_is_no_letter_is_an_error_and_not_a_zero(truth: Any) -> None:
+    with pytest.raises(ValueError, match="letters A, B, C, D is expected"):
+        mark("multiple_choice", "Answer: B", truth, {"choices": ["w", "x", "y", "z"]})
+
+
+def test_letters_beyond_the_choices_are_none() -> None:
+    assert mark("multiple_choice", "Answer: D", "A", {"choices": ["x", "y"]})["pred"] == ""
+    assert mark("multiple_choice", "Answer: D", "D", letters="ABCD")["score"] == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------ format
+
+
+GOOD = "<think>2 and 2</think>\n<answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD, 1),
+        (f"  {GOOD}\n", 1),
+        (f"So: {GOOD}", 0),
+        (f"{GOOD} done", 0),
+        (f"{GOOD}{GOOD}", 0),
+        ("<answer>4</answer><think>2 and 2</think>", 0),
+        ("<think>2<answer>4</answer></think>", 0),
+        ("<think>2</answer><answer>4</think>", 0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0),
+        ("<think>say </think> now</think><answer>4</answer>", 0),
+        ("<think>2</think><answer> </answer>", 0),
+        ("<think>2</think><answer>4", 0),
+        ("<think>2</think> well <answer>4</answer>", 0),
+        ("<Think>2</Think><answer>4</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_sections_in_tags(text: str, expected: float) -> None:
+    assert mark("format", text) == expected
+
+
+def test_options_of_the_format() -> None:
+    assert mark("format", f"So: {GOOD}!", text_outside=True) == 1
+    assert mark("format", "<think></think><answer>4</answer>", empty=True) == 1
+    assert mark("format", "2 and 2</think><answer>4</answer>", opened=True) == 1
+    assert mark("format", GOOD, opened=True) == 0, "the section would be opened twice"
+    assert mark("format", "<sql>select 1</sql>", tags=["sql"]) == 1
+    assert mark("format", "#### 4\n", pattern=r"#### \d+") == 1
+    assert mark("format", "well\n#### 4", pattern=r"#### \d+") == 0
+    for tags in ([], ["a", "a"], ["a b"]):
+        with pytest.raises(ValueError, match="different names are expected"):
+            format.has_sections("", tuple(tags))
+
+
+# ------------------------------------------------------------------------------------------------------------- regex
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "kwargs", "score", "pred"),
+    [
+        ("x = 4, x = 5", "5", {"pattern": r"x = (\d)", "group": 1}, 1, "5"),
+        ("x = 4, x = 5", "5", {"pattern": r"x = (\d)", "group": 1, "first": True}, 0, "4"),
+        ("x =  5 ", " 5", {"pattern": r"x =(?P<value>.*)", "group": "value"}, 1, "5"),
+        ("so 5", "5", {"pattern": r"\d", "mode": "match", "group": 0}, 0, ""),
+        ("5 so", "5", {"pattern": r"\d", "mode": "match", "group": 0}, 1, "5"),
+        (" 5\n", "5", {"pattern": r"\d", "mode": "fullmatch", "group": 0}, 1, "5"),
+        ("5 so", "5", {"pattern": r"\d", "mode": "fullmatch", "group": 0}, 0, ""),
+        ("nothing", "", {"pattern": r"(\d)", "group": 1}, 0, ""),  # an empty ground truth is not what did not match
+        ("b", "", {"pattern": r"(a)?b", "group": 1}, 1, ""),
+        ("YES!", "", {"pattern": r"(?i)\byes\b"}, 1, "YES"),
+        ("no", "", {"pattern": r"(?i)\byes\b"}, 0, ""),
+        ("the 12th", r"\d+th", {}, 1, "12th"),
+        ("twelfth", r"\d+th", {}, 0, ""),
+    ],
+)
+def test_regular_expressions(answer: str, truth: str, kwargs: dict[str, Any], score: float, pred: str) -> None:
+    result = mark("regex", answer, truth, **kwargs)
+    assert (result["score"], result["pred"]) == (score, pred)
+    assert result.get("acc", score) == score and ("acc" in result) == ("group" in kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"pattern": "a", "mode": "find"}, "one of search, match, fullmatch"),
+        ({"pattern": "(a)", "group": 2}, "group=2: the pattern has 1 groups"),
+        ({"pattern": "(a)", "group": "x"}, "group='x'"),
+        ({"group": 1}, "needs a pattern"),
+        ({"pattern": "(a"}, "unterminated"),
+    ],
+)
+def test_wrong_options_of_a_regex_are_errors(kwargs: dict[str, Any], reason: str) -> None:
+    with pytest.raises((ValueError, IndexError, regex.re.error), match=reason):
+        mark("regex", "a", "a", **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------- JSON schema
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+FENCED = 'Here:\n```json\n{"name": "Ada"}\n```\nDone.'
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "parses"),
+    [
+        ('{"name": "Ada", "age": 36}', 1, 1),
+        (' {"name": "Ada"}\n', 1, 1),
+        (FENCED, 1, 1),
+        ("```\n{}\n```\n" + FENCED, 1, 1),
+        (FENCED + "\n```json\n{}\n```", 0, 1),
+        ('```json\n{"name": "Ada"}', 0, 0),
+        ('{"name": "Ada"} and more', 0, 0),
+        ('{"age": 36}', 0, 1),
+        ('{"name": "Ada", "age": -1}', 0, 1),
+        ('{"name": "Ada", "age": 1.5}', 0, 1),
+        ('{"name": "Ada", "age": NaN}', 0, 0),
+        ('{"name": "Ada", "size": 1}', 0, 1),
+        ("[]", 0, 1),
+        ("null", 0, 1),
+        ("", 0, 0),
+        ("[" * 100_000, 0, 0),
+        ("[" * 200 + "]" * 200, 0, 0),
+        ('{"name": "' + "[" * 200 + '"}', 1, 1),  # brackets in a text are no nesting
+        ("1" * 5000, 0, 0),  # more digits than Python turns into a number
+    ],
+)
+def test_json_of_the_wanted_shape(answer: str, score: float, parses: float) -> None:
+    result = mark("json_schema", answer, SCHEMA)
+    assert (result["score"], result["acc"], result["parses"]) == (score, score, parses)
+    assert bool(result["problem"]) == (score == 0)
+
+
+def test_a_schema_may_be_text_or_a_file_or_an_option(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text('{"type": "array"}')
+    assert mark("json_schema", "[]", '{"type": "array"}')["score"] == 1
+    assert mark("json_schema", "[]", "anything", schema={"type": "array"})["score"] == 1
+    assert mark("json_schema", "{}", "anything", schema=str(tmp_path / "list.json"))["score"] == 0
+    assert mark("json_schema", FENCED, SCHEMA, fenced=False)["parses"] == 0
+
+
+@pytest.mark.parametrize("schema", ["Ada", "[1]", 3, None, {"type": "strange"}, {"pattern": 1}, ""])
+def test_what_is_no_schema_is_an_error_and_not_a_zero(schema: Any) -> None:
+    with pytest.raises(ValueError, match="the schema is"):
+        mark("json_schema", "{}", schema)
+
+
+def test_a_reference_out_of_the_schema_is_not_fetched() -> None:
+    inside = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "number"}}}
+    assert mark("json_schema", "3", inside)["score"] == 1
+    with pytest.raises(Exception, match=r"http://127\.0\.0\.1:9/s\.json"):
+        mark("json_schema", "3", {"$ref": "http://127.0.0.1:9/s.json"})
+
+
+def test_a_schema_that_holds_itself_judges_answers_of_any_depth_below_the_limit() -> None:
+    tree = {"type": "array", "items": {"$ref": "#"}}
+    assert mark("json_schema", "[" * 90 + "]" * 90, tree)["score"] == 1
+    with pytest.raises(RecursionError):  # without end whatever the answer: no answer is to blame
+        mark("json_schema", "1", {"$ref": "#"})
+
+
+# --------------------------------------------------------------------------------------------------------- math_dapo
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "pred", "right"),
+    [
+        ("so\nAnswer: 34", "34", "34", True),
+        ("Answer: 3 or so\nANSWER :  34 ", "34", "34", True),
+        ("Answer: 34\nand more text", "34", "34", True),
+        ("Answer: $34$.", "34", "34", True),
+        ("Answer: x = 34", "34", "34", True),
+        ("Answer: 1,234", "1234", "1234", True),
+        (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}", True),
+        (r"Answer: \sqrt3", r"\sqrt{3}", r"\sqrt{3}", True),
+        (r"Answer: \boxed{34}", "34", "34", True),
+        ("Answer: 34 dollars", "34", "34", True),
+        (r"Answer: 30^\circ", "30", "30", True),
+        (r"Answer: \text{east}", "east", "east", True),
+        ("Answer: 0.5", r"\frac{1}{2}", "0.5", False),  # compared as text
+        (r"\boxed{34}", "34", "[INVALID]", False),
+        ("Answer: 34" + " " * 300, "34", "[INVALID]", False),  # further than 300 characters from the end
+        ("", "34", "[INVALID]", False),
+        ("Answer: 34", 34, "34", True),
+    ],
+)
+@pytest.mark.parametrize("source", ["math_dapo", "math", "math_dapo_reasoning", "aime2024", "aime25/x"])
+def test_math_dapo(source: str, answer: str, truth: Any, pred: str, right: bool) -> None:
+    expected = {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
+    assert default_compute_score(source, answer, truth) == expected
+
+
+def test_math_dapo_by_the_box() -> None:
+    assert mark("math_dapo", r"Answer: 3, \boxed{34}", "34", strict_box_verify=True)["score"] == 1
+    assert mark("math_dapo", r"\boxed{34}" + " " * 100, "34", strict_box_verify=True)["pred"] == "[INVALID]"
+    assert mark("math_dapo", r"\boxed{34.}", "34", strict_box_verify=True)["score"] == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a square of 3 cm", "of3"),
+        ("about $3$ and $4$ in all", "3"),
+        (r"\textbf{no}", "no"),
+        (r"\overline{AB}", "AB"),
+        (r"5\mathrm{th}", "5"),
+        (r"1{,}000", "1000"),
+        ("(1,2)", "(1,2)"),
+        (r"\$5", "5"),
+    ],
+)
+def test_answers_are_normalised_as_for_minerva(text: str, expected: str) -> None:
+    assert normalize(text) == expected
+
+
+# ------------------------------------------------------------------------------------------------------ exact answers
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("<answer>The Beatles!</answer>", "beatles", 1.0),
+        ("<answer> a  beatle,s </answer>", {"target": ["x", "Beatles"]}, 1.0),
+        ("<answer>x</answer> no <answer>Beatles</answer>", ["Beatles"], 1.0),
+        ("<answer>Beatles</answer> no <answer>x</answer>", ["Beatles"], 0.0),
+        ("The Beatles", "Beatles", 0.0),
+        ("<answer>The Beatles of Liverpool</answer>", "Beatles", 0.0),
+        ("<answer>x</answer>" * 10 + "<answer>Beatles</answer>", "Beatles", 0.25),
+        ("<answer>x</answer>" * 9 + "<answer>Beatles</answer>", "Beatles", 1.0),
+        ("<answer></answer>", "Beatles", 0.0),
+    ],
+)
+def test_exact_answers(answer: str, truth: Any, score: float) -> None:
+    for source in ("searchR1_nq", "rule/exact_answer"):
+        result = default_compute_score(source, answer, truth)
+        assert (result["score"], result["acc"]) == (score, float(score > 0))
+
+
+@pytest.mark.parametrize("truth", [None, [], {}, 3, [3], {"target": None}])
+def test_no_right_answer_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match="a text, a list of texts"):
+        mark("exact_answer", "<answer>3</answer>", truth)
