@@ -150,7 +150,8 @@ def test_validation_counts_failures_and_leaves_them_out(folder: Path, capsys: py
     )
     options = [f"data.val_files={folder}/prompts.jsonl", "data.val_batch_size=2", "trainer.val_before_train=true"]
     reward = f"reward.custom_reward_function.path={folder}/lose_three.py"
-    options += ["trainer.test_freq=0", "rollout.val_kwargs.greedy_too=true", "trainer.logger=[console,jsonl]"]
+    options += ["trainer.test_freq=0", "trainer.logger=[console,jsonl]", "rollout.val_kwargs.greedy_too=true"]
+    options += ["rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.temperature=1.0"]
     [before, _] = run(folder, "validated", reward, *options)
     assert before["val-core/talk/acc/mean@1"] == 1.0 and before["val-aux/talk/reward/mean@1"] == 0.5
     for prefix in ("", "greedy/"):
