@@ -9,22 +9,28 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.config_checks import value_of
 from verl_lite.config_keys import KEYS
+from verl_lite.rewards.parts import part_problems, reward_parts
 
 Problems = Iterator[str]
 
 FUNCTION_KEYS = (
     "reward.custom_reward_function.path",
+    "reward.functions",
     "reward.reward_kwargs",
     "reward.remote.url",
     "reward.max_rpm",
     "reward.max_memory_mb",
 )
 """What is meant for a reward function."""
+
+ALONE_KEYS = ("reward.custom_reward_function.", "reward.reward_kwargs", "reward.remote.")
+"""What is meant for a single reward, and has no meaning beside several."""
 
 SUPERVISED_KEYS = ("reward.remote.url", "reward.max_rpm", "reward.max_memory_mb")
 """What the pool sees to for reward processes."""
@@ -35,7 +41,7 @@ def rewards(config: PPOConfig) -> Problems:
     for name in ("reward.function_weight", "reward_model.weight"):
         if not math.isfinite(value_of(config, name)):
             yield f"{name}={value_of(config, name)}: a finite number is expected"
-    yield from _function(config)
+    yield from reward_function(config)
     if config.reward_model.enable:
         yield from _reward_model(config)
     else:
@@ -86,9 +92,10 @@ def _reward_model(config: PPOConfig) -> Problems:
             )
 
 
-def _function(config: PPOConfig) -> Problems:
-    """Who scores (a server, the user's function, the registered ones), and in which process."""
+def reward_function(config: PPOConfig) -> Problems:
+    """Who scores (several parts, a server, the user's function, the registered ones), and in which process."""
     reward = config.reward
+    yield from _parts(config)
     custom, remote = reward.custom_reward_function, reward.remote
     if remote.url is None:
         for name, value in _given(config, "reward.remote."):
@@ -107,7 +114,8 @@ def _function(config: PPOConfig) -> Problems:
             f"reward.custom_reward_function.style={custom.style} has no effect without "
             "reward.custom_reward_function.path: name the file of your function, or leave it out"
         )
-    if custom.style == "sample" and reward.batch_size != RewardConfig().batch_size:
+    styles = {custom.style} | {entry.get("style") for entry in reward.functions.values() if isinstance(entry, dict)}
+    if not styles & {"batch", "trl"} and reward.batch_size != RewardConfig().batch_size:
         yield (
             f"reward.batch_size={reward.batch_size} has no effect with reward.custom_reward_function.style=sample, "
             "where each sample is a call: set the style to batch or trl, or leave it out"
@@ -118,6 +126,35 @@ def _function(config: PPOConfig) -> Problems:
                 f"{name}={value} needs a reward process, and with reward.num_workers=0 there is none: set "
                 "reward.num_workers to at least 1, or leave it out"
             )
+
+
+def _parts(config: PPOConfig) -> Problems:
+    """reward.functions, as far as it can be judged without running the user's files."""
+    functions = config.reward.functions
+    if not functions:
+        return
+    for start in ALONE_KEYS:
+        for name, value in _given(config, start):
+            yield (
+                f"{name}={value} has no effect beside reward.functions, where each part says its own: give it as a "
+                "part, {path: FILE.py, name: FUNCTION, kwargs: {}}, or leave it out"
+                if name != "reward.remote.url"
+                else f"reward.remote.url={value} cannot be one of several rewards: leave out reward.functions, or ask "
+                "the server in an async function of your own and name that as a part"
+            )
+    problems = list(part_problems(functions))
+    yield from problems
+    if problems:
+        return
+    parts = reward_parts(functions)
+    for part in parts:
+        if part.path and not part.path.startswith("pkg://") and not Path(part.path).expanduser().is_file():
+            yield (
+                f"{part.option}.path={part.path}: there is no file {Path(part.path).expanduser().absolute()} (a module "
+                "is given as pkg://package.module)"
+            )
+    if all(part.weight == 0 for part in parts):
+        yield "reward.functions: every weight is 0, so nothing scores: give one of the parts a weight"
 
 
 def _given(config: PPOConfig, start: str, names: Collection[str] | None = None) -> list[tuple[str, Any]]:
