@@ -7,6 +7,7 @@ masked, so that it has no weight in any loss, metric or group statistic, and `tr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from trainer.reward_failures import FailureLog
+from trainer.samples import PREDICTION
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -80,8 +82,9 @@ class Rewards:
         returned, as `reward/<name>` (B,). With a reward model also `reward/model` and `reward/function`, each before
         its weight.
 
-        Metrics: reward/error_rate, and the part of it that was late, reward/timeout_rate; reward/processes_replaced,
-        counted from the start of the run.
+        Metrics: reward/<name>/mean of each extra value that is a number, over the sampled answers that have one;
+        reward/error_rate, and the part of it that was late, reward/timeout_rate; reward/processes_replaced, counted
+        from the start of the run.
         Raises RewardFailure where too many failed.
         """
         parts = self._parts(batch)
@@ -101,9 +104,12 @@ class Rewards:
         }
         if self.pool is not None:
             metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
+        greedy = batch.non_tensor_batch.get("is_greedy", np.zeros(len(mask), bool)).astype(bool)
+        counted = answered.numpy() & ~greedy
+        metrics |= _means(columns, counted)
         if self.model is not None:
             own = _part_columns(parts, extras)
-            metrics |= _summaries(own, answered.numpy())
+            metrics |= _summaries(own, counted)
             columns |= own
         return DataProto.from_dict(
             tensors={"token_level_scores": token_level_scores},
@@ -149,13 +155,24 @@ def _part_columns(parts: list[_Part], extras: Collection[str]) -> dict[str, np.n
     }
 
 
-def _summaries(columns: Mapping[str, np.ndarray], answered: np.ndarray) -> dict[str, Metric]:
-    """Mean, largest and smallest number of each column. answered: (B,) bool, the rows that are not empty."""
+def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray) -> dict[str, Metric]:
+    """The mean of each column of numbers; predictions, which may look like numbers, have none. counted: (B,) bool, the
+    rows that it is over, as far as they have a value."""
     metrics = {}
     for name, column in columns.items():
-        numbers = [value for value in column[answered] if value is not None]
+        values = [value for value in column[counted] if value is not None]
+        is_prediction = re.split(r"[/.]", name)[-1] == PREDICTION
+        if values and not is_prediction and not any(isinstance(value, str) for value in values):
+            metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
+    return metrics
+
+
+def _summaries(columns: Mapping[str, np.ndarray], counted: np.ndarray) -> dict[str, Metric]:
+    """The same, with the largest and the smallest number."""
+    metrics = _means(columns, counted)
+    for name, column in columns.items():
+        numbers = [value for value in column[counted] if value is not None]
         if numbers:
-            metrics[f"{name}/mean"] = Metric.mean(sum(numbers), len(numbers))
             metrics |= {f"{name}/max": Metric.max(max(numbers)), f"{name}/min": Metric.min(min(numbers))}
     return metrics
 

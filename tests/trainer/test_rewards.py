@@ -74,7 +74,30 @@ def test_a_function_alone_is_the_score_itself(tmp_path: Path) -> None:
         "reward/error_rate": 0.0,
         "reward/timeout_rate": 0.0,
         "reward/processes_replaced": 3.0,
+        "reward/acc/mean": 1.0,
     }
+
+
+def test_numbers_that_the_function_returns_have_means_over_the_answers_that_have_them(tmp_path: Path) -> None:
+    outcomes = [
+        RewardResult(1.0, {"format": 1.0, "half": 0.5, "why": "right", "pred": 72.0, "judge.pred": 1.0, "mixed": 1.0}),
+        RewardResult(0.0, {"format": 0.0, "why": "wrong", "pred": 71.0, "mixed": "none"}),
+        RewardResult.failure("boom"),
+        RewardResult(1.0, {"format": 1.0, "empty": 1.0}),  # an empty answer counts nowhere
+    ]
+    metrics = values(score(tmp_path, Pool(outcomes), max_error_rate=1.0).meta_info["metrics"])
+    means = {name: value for name, value in metrics.items() if name.endswith("/mean")}
+    assert means == {"reward/format/mean": 0.5, "reward/half/mean": 0.5}
+
+
+def test_a_greedy_baseline_is_in_no_mean(tmp_path: Path) -> None:
+    rows = batch()
+    rows.non_tensor_batch["is_greedy"] = np.array([False, True, False, False])
+    pool = Pool([*results(1.0, acc=1.0), *results(0.0, acc=0.0), *results(1.0, 1.0, acc=1.0)])
+    scored = Rewards(pool, RewardConfig(), tmp_path, Model(results(3.0, 5.0, 3.0, 0.0))).score(rows)  # type: ignore[arg-type]
+    metrics = values(scored.meta_info["metrics"])
+    assert metrics["reward/acc/mean"] == 1.0 and metrics["reward/model/max"] == 3.0
+    assert scored.non_tensor_batch["reward/acc"].tolist() == [1.0, 0.0, 1.0, 1.0], "but it is scored"
 
 
 def test_both_are_added_with_their_weights_and_kept_apart(tmp_path: Path) -> None:
