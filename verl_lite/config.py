@@ -254,7 +254,8 @@ class FilterGroupsConfig:
 
     enable: bool = opt(False, "drop groups of equal outcome and sample more prompts in their place")
     metric: str | None = opt(
-        None, "what has to differ: acc, score, or an entry of the reward's dict; null = acc, where there is one"
+        None,
+        "what has to differ: acc, score, or an entry of the reward's dict; null = acc where there is one, else score",
     )
     max_num_gen_batches: int = opt(10, "generation batches of one step at most; then the run stops with a sentence")
 
@@ -361,18 +362,24 @@ class PPOConfig:
 
 
 @dataclass
-class SFTDataConfig:
-    train_files: list[str] = opt([], "parquet, json or jsonl files with a column of chat messages, or two of text")
-    val_files: list[str] = opt([], "the same, to measure the loss on; may be empty")
-    messages_key: str = opt("messages", "column of chat messages; what the assistant says in them is learnt")
-    prompt_key: str = opt("prompt", "without a messages column: the question, text or chat messages")
-    response_key: str = opt("response", "without a messages column: the answer to it, text")
-    train_batch_size: int = opt(64, "sequences per optimizer step, over all ranks")
-    max_length: int = opt(1024, "tokens of a whole sequence; see `truncation` for longer ones")
-    truncation: str = opt("error", "what to do with a longer sequence: error | right | drop")
+class SupervisedDataConfig:
+    """What the data of all training without a rollout has."""
+
+    train_files: list[str] = opt([], "parquet, json or jsonl files to learn from")
+    val_files: list[str] = opt([], "the same, to measure on; may be empty")
+    train_batch_size: int = opt(64, "rows per optimizer step, over all ranks")
     train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
     shuffle: bool = opt(True, "shuffle the rows each epoch")
     max_token_len_per_gpu: int = opt(16384, "token budget of a micro-batch on one device")
+
+
+@dataclass
+class SFTDataConfig(SupervisedDataConfig):
+    messages_key: str = opt("messages", "column of chat messages; what the assistant says in them is learnt")
+    prompt_key: str = opt("prompt", "without a messages column: the question, text or chat messages")
+    response_key: str = opt("response", "without a messages column: the answer to it, text")
+    max_length: int = opt(1024, "tokens of a whole sequence; see `truncation` for longer ones")
+    truncation: str = opt("error", "what to do with a longer sequence: error | right | drop")
 
 
 @dataclass
@@ -390,12 +397,20 @@ class SFTTrainerConfig:
 
 
 @dataclass
-class SFTConfig:
-    """Supervised fine-tuning, `python -m trainer.main_sft`."""
+class SupervisedConfig:
+    """What all training without a rollout has: see `trainer.supervised`."""
 
-    data: SFTDataConfig = section(SFTDataConfig, "what is learnt from")
-    model: ModelConfig = section(ModelConfig, "the network")
+    data: SupervisedDataConfig = section(SupervisedDataConfig, "what is learnt from")
+    model: NetworkConfig = section(NetworkConfig, "the network")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
     ray_kwargs: RayKwargs = section(RayKwargs, "Ray")
+
+
+@dataclass
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning, `python -m trainer.main_sft`."""
+
+    data: SFTDataConfig = section(SFTDataConfig, "what is learnt from")
+    model: ModelConfig = section(ModelConfig, "the network")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_lite.config_compat_roll import ROLL_RULES
-from verl_lite.config_rules import Means, NoEffect, Only, Renamed, Rule, Verdict, apply_rule
+from verl_lite.config_rules import Means, NoEffect, Only, Renamed, Rule, SameAs, Verdict, apply_rule
 
 PREFIX = "actor_rollout_ref"
 
@@ -19,9 +19,9 @@ _COMPILED = NoEffect("a matter of speed in verl; nothing is compiled here")
 _CHUNKED = NoEffect("log-probs and entropy are always computed in chunks; actor.log_prob_chunk_tokens is their size")
 _PROFILER = NoEffect("there is no profiler switch; timing_s/* is logged at every step")
 _MANAGER = Only(
-    ("naive", "rate_limited", "remote"),
-    "rewards run in processes of their own, with the limits of reward.*",
-    "naive, rate_limited and remote are the managers that have an equal here; for batch, set "
+    ("naive", "dapo", "rate_limited", "remote"),
+    "rewards run in processes of their own, with the limits of reward.*; reward.overlong_buffer is DAPO's penalty",
+    "naive, dapo, rate_limited and remote are the managers that have an equal here; for batch, set "
     "reward.custom_reward_function.style=batch",
 )
 _TOKEN_RATE = Only((), "", "only the calls per minute are limited, by reward.max_rpm")
@@ -47,6 +47,7 @@ _WHOLE = "an adapter (LoRA) is for the policy alone; this model has none"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _WEIGHTS_FROM_TRAINER = NoEffect("the engine starts with dummy weights and always gets them from the trainer")
 
+_RESPONSE_LENGTH = SameAs("data.max_response_length", "data.max_response_length is the length that the penalty reads")
 
 def _fsdp_rules(section: str, spelt: str | None = None) -> dict[str, Rule]:
     """The rules of one `fsdp_config` section; verl repeats it for actor, reference and critic.
@@ -112,9 +113,12 @@ _DATA: dict[str, Rule] = {
     "data.custom_cls": Only((), "", "dataset classes of your own are not here; write the rows as parquet or jsonl"),
     "data.sampler": Only((), "", "samplers of your own are not here; order the rows and set data.shuffle=false"),
     "data.datagen": Only((), "", "data generation during training is not here"),
-    "data.gen_batch_size": Only((), "", "generating more prompts than are trained on is not here yet"),
-    "data.tool_config_path": Only((), "", _MULTI_TURN),
-    "data.function_tool_path": Only((), "", _MULTI_TURN),
+    "data.gen_batch_size": NoEffect(
+        "a step begins with data.train_batch_size prompts, and algorithm.filter_groups asks for as many more as are "
+        "likely to be needed"
+    ),
+    "data.tool_config_path": Only((), "", _TOOLS),
+    "data.function_tool_path": Only((), "", _TOOLS),
 }
 
 _MODEL: dict[str, Rule] = {
@@ -279,8 +283,9 @@ def _if_true(value: str) -> dict[Any, Any]:
 
 
 _ALGORITHM: dict[str, Rule] = {
-    "algorithm.filter_groups.enable": Only((False,), "no groups are filtered", "dynamic sampling is not here yet"),
-    "algorithm.filter_groups": NoEffect("algorithm.filter_groups.enable is false"),
+    "algorithm.filter_groups.max_inflight_gen_batches": NoEffect(
+        "one generation batch follows the other, and a further one is as large as is likely to be needed"
+    ),
     # spellings of 2025
     f"{_CORRECTION}.bypass_old_logprob_for_rollout": Renamed(f"{_CORRECTION}.bypass_mode"),
     f"{_CORRECTION}.use_policy_gradient": Renamed(f"{_CORRECTION}.loss_type", _if_true("reinforce")),
@@ -302,9 +307,8 @@ _REWARD: dict[str, Rule] = {
     "custom_reward_function.name": Renamed("reward.custom_reward_function.name"),
     "custom_reward_function.reward_kwargs": Renamed("reward.reward_kwargs"),
     "reward.custom_reward_function.reward_kwargs": Renamed("reward.reward_kwargs"),
-    "reward.reward_kwargs.overlong_buffer_cfg.enable": Only((False,), "", "the overlong penalty is not here yet"),
-    "reward.reward_kwargs.overlong_buffer_cfg": NoEffect("the overlong penalty is off"),
-    "reward.reward_kwargs.max_resp_len": NoEffect("the overlong penalty, which reads it, is off"),
+    "reward.reward_kwargs.overlong_buffer_cfg": Renamed("reward.overlong_buffer"),
+    "reward.reward_kwargs.max_resp_len": _RESPONSE_LENGTH,
     "reward.reward_manager.name": _MANAGER,
     "reward.reward_manager.source": Only(("register",), "", "write a function: reward.custom_reward_function.path"),
     "reward.reward_manager": NoEffect("each sample is scored by itself"),
@@ -343,10 +347,10 @@ _REWARD: dict[str, Rule] = {
         f"{name}.estimated_tokens_per_request": NoEffect("tokens per minute are not limited")
         for name in ("reward", "reward_model")
     },
-    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": Only((False,), "", "the overlong penalty is not here yet"),
-    "reward_model.reward_kwargs.overlong_buffer_cfg": NoEffect("the overlong penalty is off"),
+    "reward_model.reward_kwargs.overlong_buffer_cfg": Renamed("reward.overlong_buffer"),
+    "reward_model.reward_kwargs.max_resp_len": _RESPONSE_LENGTH,
     "reward_model.reward_kwargs": Renamed("reward.reward_kwargs"),
-    "reward_model.overlong_buffer.enable": Only((False,), "", "the overlong penalty is not here yet"),
+    "reward_model.overlong_buffer": Renamed("reward.overlong_buffer"),
     "reward_model.num_workers": Renamed("reward.num_workers"),
     "reward_model.launch_reward_fn_async": NoEffect("rewards are always computed while other samples generate"),
     "reward_model.sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
@@ -408,6 +412,7 @@ VALUES: dict[str, dict[Any, Any]] = {
         "geometric": "seq_mean_k1",
         "k3": "seq_mean_k3",
     },
+    "algorithm.filter_groups.metric": {"seq_reward": "score"},
     "rollout.dtype": _DTYPES,
     "actor.fsdp_config.mixed_precision.param_dtype": _DTYPES,
     "actor.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
@@ -451,6 +456,10 @@ def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:
         return "vanilla", (
             f"actor.policy_loss.loss_mode=bypass_mode: {_CORRECTION}.bypass_mode=true says so here, and the loss of "
             "its loss_type=ppo_clip is vanilla"
+        )
+    if name == "algorithm.filter_groups.max_num_gen_batches" and value <= 0:
+        return 10, (
+            f"algorithm.filter_groups.max_num_gen_batches={value}: verl goes on for ever; here a step has a budget, 10"
         )
     if name == "trainer.save_freq" and value == -1:
         return value, "trainer.save_freq=-1: a checkpoint is still saved at the end; 0 = never"

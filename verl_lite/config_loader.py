@@ -71,6 +71,9 @@ _MICRO_BATCH = {
 @dataclass
 class LoadedConfig(Generic[C]):
     """A configuration and where it comes from.
+_SWITCHED = ("algorithm.filter_groups", "reward.overlong_buffer")
+
+
 
     config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
     key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
@@ -97,6 +100,8 @@ class _State:
 
     def __post_init__(self) -> None:
         self.provenance = dict.fromkeys(self.schema.keys, "default")
+    equal: list[tuple[Assignment, str]] = field(default_factory=list)
+    """Keys of verl, and the key here that has to have the same value."""
 
     @property
     def speaks_verl(self) -> bool:
@@ -136,6 +141,8 @@ def load_schema(argv: list[str], root: type[C], *, recipe_loader: RecipeLoader |
         _name_experiment(state)
     loaded: LoadedConfig[C] = _finish(state, line.action)
     if state.problems:
+        _note_switched_off(state)
+        _refuse_unequal(state)
         raise ConfigError(list(dict.fromkeys(state.problems)))
     return loaded
 
@@ -189,6 +196,7 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
     if verdict.refusal is not None:
         state.problems.append(f"{verdict.refusal} ({assignment.source})")
     if verdict.target is None:
+    state.equal += [(assignment, verdict.equals)] if verdict.equals is not None else []
         return []
     source = f"{assignment.source}, as {name}"
     raw = assignment.raw if verdict.value == value else None
@@ -348,6 +356,25 @@ def _refuse_silent_critic(state: _State) -> None:
 def _name_experiment(state: _State) -> None:
     """A run without a name gets a new one; then there is nothing that it could resume."""
     if state.values.get("trainer.experiment_name") is not None:
+def _note_switched_off(state: _State) -> None:
+    """verl's scripts give the options of a part and switch it off beside them: these are left out, with a sentence."""
+    for section in _SWITCHED:
+        if state.values.get(f"{section}.enable") is False:
+            for name in [name for name in state.values if name.startswith(section) and name != f"{section}.enable"]:
+                state.notes.append(f"{name}={state.values[name]} has no effect: {section}.enable=false was given")
+                del state.values[name], state.provenance[name]
+
+
+def _refuse_unequal(state: _State) -> None:
+    """verl gives some numbers in two places, of which one is read here: they have to agree."""
+    for assignment, name in state.equal:
+        value = state.values.get(name, state.schema.keys[name].default)
+        if assignment.value != value and not is_interpolation(value):
+            state.problems.append(
+                f"{assignment.shown()}: here it is {name}, which is {value}: give both the same value, or leave it out"
+            )
+
+
         return
     if state.values.get("trainer.resume_mode") == "auto" and "trainer.default_local_dir" not in state.values:
         state.problems.append(

@@ -13,7 +13,7 @@ from verl_lite.config_keys import is_interpolation
 class Verdict:
     """What to do with one verl key: `refusal` stops the run; else it is set as `target`, or dropped if that is None.
 
-    also: other keys to set with it.
+    also: other keys to set with it. equals: a key whose value has to be the same in the end.
     """
 
     target: str | None = None
@@ -21,6 +21,7 @@ class Verdict:
     note: str | None = None
     refusal: str | None = None
     also: Mapping[str, Any] = field(default_factory=dict)
+    equals: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class Means:
 
 
 @dataclass(frozen=True)
+class SameAs:
+    """Accepted and dropped where another option has the same value, which alone is read here; refused otherwise."""
+
+    key: str
+    why: str
+
+
+@dataclass(frozen=True)
 class NoEffect:
     """Accepted and dropped at any value, because results do not depend on it here."""
 
@@ -61,7 +70,7 @@ class Only:
     otherwise: str
 
 
-Rule = Renamed | Means | NoEffect | Only
+Rule = Renamed | Means | SameAs | NoEffect | Only
 
 
 def apply_rule(rule: Rule, name: str, rest: str, value: Any) -> Verdict:
@@ -69,6 +78,9 @@ def apply_rule(rule: Rule, name: str, rest: str, value: Any) -> Verdict:
     shown = f"{name}={value}"
     if isinstance(rule, NoEffect):
         return Verdict(note=f"{shown} has no effect here: {rule.why}")
+    if isinstance(rule, SameAs):
+        is_open = value is None or is_interpolation(value)
+        return Verdict(note=None if is_open else f"{shown}: {rule.why}", equals=None if is_open else rule.key)
     if isinstance(rule, Means):
         note = f"{shown} means {rule.to}={str(rule.value).lower()} here: {rule.why}"
         return Verdict() if value is None else Verdict(target=rule.to, value=rule.value, note=note)

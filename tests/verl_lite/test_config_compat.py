@@ -156,21 +156,18 @@ def test_every_key_that_is_not_taken_as_it_is_has_its_sentence(gsm8k: LoadedConf
         ("actor_rollout_ref.rollout.prompt_length=7", "data.max_prompt_length"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "multi-turn"),
         ("actor_rollout_ref.hybrid_engine=False", "separate"),
-        ("algorithm.filter_groups.enable=True", "dynamic sampling"),
         ("algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "seq_max_k2"),
         ("algorithm.rollout_correction.rollout_rs_threshold_lower=0.5", "low_high"),
         ("algorithm.rollout_is_threshold_lower=0.5", "rollout_is_threshold=low_high"),
         ("algorithm.rollout_is_level=sequence", "algorithm.rollout_correction.rollout_is"),
         ("algorithm.rollout_is_mode=mask", "rollout_is_threshold=low_high"),
         ("algorithm.rollout_is_veto_threshold=1e-4", "seq_max_k2"),
-        ("+reward.reward_kwargs.overlong_buffer_cfg.enable=True", "overlong"),
         ("reward_model.max_length=1024", "no text is cut"),
         ("reward_model.enable_resource_pool=True", "separate devices"),
         ("reward.reward_model.enable_resource_pool=True", "separate devices"),
-        ("reward_model.reward_manager=dapo", "naive"),
-        ("reward.reward_manager.name=dapo", "naive"),
-        ("data.custom_cls.path=my.py", "dataset classes"),
-        ("data.gen_batch_size=1536", "not here yet"),
+        ("reward_model.reward_manager=prime", "naive"),
+        ("reward.reward_manager.name=gdpo", "naive"),
+        ("data.tool_config_path=tools.yaml", "list of schemas in data.tools_path"),
         ("trainer.default_hdfs_dir=hdfs://x", "HDFS"),
         ("trainer.v1.trainer_mode=separate_async", "asynchronous"),
         ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
@@ -589,3 +586,44 @@ def test_an_agentic_run_of_roll_is_understood(tmp_path: Path) -> None:
     assert any("max_env_num_per_worker=16 has no effect here" in note for note in loaded.notes)
     with pytest.raises(ConfigError, match="sequence_length=8192 .*data.max_prompt_length and data.max_response_length"):
         load_config(["--config", str(file), "sequence_length=8192"])
+
+
+# verl's DAPO scripts say these things in three ways, by year.
+@pytest.mark.parametrize(
+    ("section", "length"),
+    [
+        ("+reward.reward_kwargs.overlong_buffer_cfg", "+reward.reward_kwargs.max_resp_len=2048"),
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg", "+reward_model.reward_kwargs.max_resp_len=2048"),
+        ("reward_model.overlong_buffer", "reward_model.reward_manager=dapo"),
+    ],
+)
+def test_a_pasted_dapo_loads(section: str, length: str) -> None:
+    arguments = f"""
+        data.max_response_length=2048 data.gen_batch_size=1536 data.train_batch_size=512
+        actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+        algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc
+        algorithm.filter_groups.max_num_gen_batches=0 +algorithm.filter_groups.max_inflight_gen_batches=2
+        {section}.enable=True {section}.len=512 {section}.penalty_factor=0.5 {section}.log=False {length}
+    """
+    loaded = load_config(["model.path=m", *arguments.split()])
+    filtering, overlong = loaded.config.algorithm.filter_groups, loaded.config.reward.overlong_buffer
+    assert (filtering.enable, filtering.metric, filtering.max_num_gen_batches) == (True, "acc", 10)
+    assert (overlong.enable, overlong.len, overlong.penalty_factor, overlong.log) == (True, 512, 0.5, False)
+    assert loaded.config.reward.reward_kwargs == {}
+    assert any("max_num_gen_batches=0" in note and "budget" in note for note in loaded.notes)
+    assert any(note.startswith("data.gen_batch_size=1536 has no effect here") for note in loaded.notes)
+
+
+def test_two_lengths_that_disagree_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_resp_len=1024.* data.max_response_length, which is 2048: give both"):
+        load_config(["model.path=m", "data.max_response_length=2048", "+reward.reward_kwargs.max_resp_len=1024"])
+
+
+def test_options_of_a_part_that_is_switched_off_beside_them_are_left_out() -> None:
+    arguments = ["reward_model.overlong_buffer.enable=False", "reward_model.overlong_buffer.len=512"]
+    arguments += ["algorithm.filter_groups.enable=False", "algorithm.filter_groups.metric=seq_reward"]
+    loaded = load_config(["model.path=m", *arguments])
+    assert loaded.config.reward.overlong_buffer.len == 0 and loaded.config.algorithm.filter_groups.metric is None
+    assert "reward.overlong_buffer.len=512 has no effect: reward.overlong_buffer.enable=false was given" in loaded.notes
+    on = load_config(["model.path=m", "algorithm.filter_groups.enable=True", arguments[-1]])
+    assert on.config.algorithm.filter_groups.metric == "score"
