@@ -1,0 +1,167 @@
+"""Which system calls untrusted code may make: a seccomp filter, written by hand because libseccomp is no dependency.
+
+What is on the list below is allowed, all else fails with EPERM: sockets, new processes, other programs, signals to
+other processes, ptrace, io_uring, mounts, namespaces, modules, keys, changes of owner or mode. Threads are allowed.
+Linux on x86-64 and 64-bit ARM. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import platform
+import struct
+import sys
+
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column of the table below, and the kernel's name (AUDIT_ARCH_*)."""
+
+NONE = -1
+ALLOWED: dict[str, tuple[int, int]] = {
+    # reading, writing and waiting, on what is already open
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, NONE), "lseek": (8, 62),
+    "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "preadv": (295, 69),
+    "pwritev": (296, 70), "pipe": (22, NONE), "pipe2": (293, 59), "select": (23, NONE), "pselect6": (270, 72),
+    "ppoll": (271, 73), "dup": (32, 23), "dup2": (33, NONE), "dup3": (292, 24), "sendfile": (40, 71),
+    "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "fadvise64": (221, 223), "fallocate": (285, 47),
+    "copy_file_range": (326, 285), "close_range": (436, 436), "eventfd2": (290, 19), "epoll_create": (213, NONE),
+    "epoll_create1": (291, 20), "epoll_wait": (232, NONE), "epoll_pwait": (281, 22), "epoll_ctl": (233, 21),
+    # looking at files
+    "stat": (4, NONE), "lstat": (6, NONE), "newfstatat": (262, 79), "statx": (332, 291), "access": (21, NONE),
+    "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, NONE), "readlinkat": (267, 78),
+    "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "statfs": (137, 43),
+    "fstatfs": (138, 44), "umask": (95, 166),
+    # memory
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "msync": (26, 227), "mincore": (27, 232), "madvise": (28, 233), "membarrier": (324, 283),
+    # itself: threads, its own signals, its end, its limits downwards
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, NONE),
+    "futex": (202, 98), "set_robust_list": (273, 99), "get_robust_list": (274, 100), "set_tid_address": (218, 96),
+    "rseq": (334, 293), "sched_yield": (24, 124), "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260),
+    "waitid": (247, 95), "restart_syscall": (219, 128), "getrlimit": (97, 163), "setrlimit": (160, 164),
+    # questions
+    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgrp": (111, NONE), "getpgid": (121, 155),
+    "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getgroups": (115, 158), "uname": (63, 160),
+    "sysinfo": (99, 179), "getrusage": (98, 165), "times": (100, 153), "sched_getaffinity": (204, 123),
+    "sched_getparam": (143, 121), "sched_getscheduler": (145, 120), "getcpu": (309, 168), "getrandom": (318, 278),
+    # time
+    "time": (201, NONE), "gettimeofday": (96, 169), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115), "nanosleep": (35, 101), "alarm": (37, NONE), "getitimer": (36, 102),
+    "setitimer": (38, 103),
+}  # fmt: skip
+"""Numbers on x86-64 and ARM; NONE where it does not exist."""
+
+CHANGING: dict[str, tuple[int, int]] = {
+    "creat": (85, NONE), "rename": (82, NONE), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, NONE),
+    "mkdirat": (258, 34), "rmdir": (84, NONE), "unlink": (87, NONE), "unlinkat": (263, 35),
+}  # fmt: skip
+"""Changes of the file tree: allowed only where Landlock confines them to the code's own folder."""
+
+OPEN = {"open": (2, NONE), "openat": (257, 56)}
+ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}
+"""Their arguments lie in memory, where a filter cannot look: they seem not to exist, and the C library does without."""
+
+CLONE, KILL, TGKILL = (56, 220), (62, 129), (234, 131)
+PRLIMIT, IOCTL, FCNTL = (302, 261), (16, 29), (72, 25)
+
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size, bytes to read, flags of fds
+_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)  # duplicates, flags, size of a pipe; F_SETOWN and F_SETSIG could signal others
+_CLONE_THREAD = 0x10000
+_X32_BIT = 0x40000000
+_WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
+
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCHITECTURE = 0, 4  # where they lie in seccomp_data
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
+
+_OWN_PID = b"\xfe\xca\xed\x7e"
+"""Stands for the number of a process that does not exist yet; no number in the filter looks like it."""
+
+_Instruction = tuple[int, int, int, int]
+
+
+def is_known_machine() -> bool:
+    """Whether the table has this machine's numbers."""
+    return sys.platform == "linux" and platform.machine() in ARCHITECTURES
+
+
+def prepare() -> None:
+    """Makes the filters, so that copies of this process have them."""
+    for may_write in (False, True):
+        _bytes(may_write)
+
+
+def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
+    """From now on this process makes allowed calls only; so do its threads. There is no way back.
+
+    may_write: whether files may be opened for writing, created and removed at all. Raises OSError where the kernel has
+    no seccomp filters.
+    """
+    code = _bytes(may_write).replace(_OWN_PID, struct.pack("=I", os.getpid()))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    zero = ctypes.c_ulong(0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
+    if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, zero, zero) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"seccomp filter refused: {os.strerror(number)}")
+
+
+@functools.cache
+def _bytes(may_write: bool) -> bytes:
+    """The filter as the kernel reads it, with a place for the process number; made once, before the copies."""
+    [pid] = struct.unpack("=I", _OWN_PID)
+    return b"".join(struct.pack("=HBBI", *line) for line in _program(pid, may_write))
+
+
+def _program(pid: int, may_write: bool) -> list[_Instruction]:
+    column, architecture = ARCHITECTURES[platform.machine()]
+    plain = {**ALLOWED, **(CHANGING | OPEN if may_write else {})}
+    lines: list[_Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL_PROCESS),  # 32-bit calls have other numbers
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_AT_LEAST, 0, 1, _X32_BIT),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    ]
+    for numbers in plain.values():
+        if numbers[column] != NONE:
+            lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
+    for numbers in ABSENT.values():
+        lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    lines += _if_called(CLONE[column], [_load_argument(0), (_JUMP_BITS, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)])
+    for call, argument, values in (
+        (KILL, 0, (pid,)),
+        (TGKILL, 0, (pid,)),
+        (PRLIMIT, 0, (0, pid)),
+        (IOCTL, 1, _IOCTLS),
+        (FCNTL, 1, _FCNTLS),
+    ):
+        lines += _if_called(call[column], [_load_argument(argument), *_allow_any_of(values)])
+    if not may_write:
+        for name, argument in (("open", 1), ("openat", 2)):
+            if (number := OPEN[name][column]) != NONE:
+                body = [_load_argument(argument), (_JUMP_BITS, 1, 0, _WRITING), (_RETURN, 0, 0, _ALLOW)]
+                lines += _if_called(number, body)
+    return [*lines, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+
+
+def _if_called(number: int, body: list[_Instruction]) -> list[_Instruction]:
+    """`body` for one system call; what it does not return from is refused."""
+    refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    return [(_JUMP_EQUAL, 0, len(body) + 1, number), *body, refuse]
+
+
+def _allow_any_of(values: tuple[int, ...]) -> list[_Instruction]:
+    return [line for value in values for line in ((_JUMP_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW))]
+
+
+def _load_argument(index: int) -> _Instruction:
+    """The lower half, which is all that the kernel reads of these arguments. Both machines are little-endian."""
+    return (_LOAD, 0, 0, 16 + 8 * index)
