@@ -16,7 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from trainer.agentic_build import episode_parts, try_environments
 from trainer.context import check_context, check_vocabulary
 from trainer.data import PromptDataset
+from trainer.data_order import build_order
+from trainer.dynamic_sampling import DynamicSampling, PromptStream
 from trainer.environment import worker_environment
+from trainer.group_metrics import check_entries, names_entry
 from trainer.needs import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.reward_failures import FailureLog
@@ -58,43 +61,55 @@ class RunData:
     """The tokenizer and the datasets of a run; train is None where agents act in environments, val where there are no
     validation files.
 
-    reward_inputs: what the reward model reads, None without one.
+    epoch_prompts: training prompts of one epoch, None without train. reward_inputs: what the reward model reads, None
+    without one.
     """
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset | None
     val: PromptDataset | None
+    epoch_prompts: int | None = None
     reward_inputs: RewardInputs | None = None
 
 
-def load_data(config: PPOConfig) -> RunData:
+def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) -> RunData:
     """Reads, checks and tokenises the data, and tries the reward on two rows: all that can fail cheaply. For agents:
-    tries their environments."""
+    tries their environments. trains: a run that only answers has no other prompts than those of the validation. scores:
+    whether rewards are asked for."""
     tokenizer = load_tokenizer(config.model)
     if is_agentic(config):
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
-    has_function, files = needs_reward_function(config), config.data
-    train = PromptDataset(files.train_files, tokenizer, files, split="train", needs_ground_truth=has_function)
-    val = None
-    if files.val_files:
-        val = PromptDataset(files.val_files, tokenizer, files, split="val", needs_ground_truth=has_function)
+    has_function, files = scores and needs_reward_function(config), config.data
+
+    def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
+        return PromptDataset(paths, tokenizer, files, split=split, needs_ground_truth=has_function, **more)
+
+    train = prompts("train", files.train_files, answers=config.rollout.n) if trains else None
+    val = prompts("val", files.val_files) if files.val_files else None
     datasets = [data for data in (train, val) if data is not None]
+    epoch_prompts = build_order(datasets[0], config).rows
     check_vocabulary(config, datasets)
     if has_function:
         try_rewards(config, datasets)
-    return RunData(tokenizer, train, val, reward_inputs(config, tokenizer) if config.reward_model.enable else None)
+    inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
+    return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
 
 
 def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
-    """Scores two rows of each dataset, and finds the reward of every data source, before anything heavy starts."""
+    """Scores two rows of each dataset, and finds the reward of every data source, before anything heavy starts. Where
+    algorithm.filter_groups names an entry of what rewards return, a row of each source of the first dataset."""
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
     try:
         for data in datasets:
-            rows = [data.row(position) for position in range(min(2, len(data)))]
-            prompted = [{**row, "prompt": row[config.data.prompt_key]} for row in rows]
-            pool.dry_run(prompted, data.data_sources())
+            positions = list(range(min(2, len(data))))
+            if names_entry(config) and data is datasets[0]:
+                positions = sorted({*positions, *(int(places[0]) for places in data.positions_by_source().values())})
+            rows = [data.row(position) for position in positions]
+            results = pool.dry_run(rows, data.data_sources())
+            if data is datasets[0]:
+                check_entries(config, [row["data_source"] for row in rows], results)
     finally:
         pool.close()
 
@@ -173,7 +188,7 @@ def build_trainer(
 
     config: resolved and validated, with `trainer.n_gpus_per_node` set. run_dir: exists.
     """
-    total_steps = count_steps(config, None if data.train is None else len(data.train))
+    total_steps = count_steps(config, data.epoch_prompts)
     with ExitStack() as stack:
         if config.trainer.backend == "ray":
             from verl_lite.single_controller.ray_cluster import ray_running
@@ -181,8 +196,11 @@ def build_trainer(
             num_gpus = config.trainer.n_gpus_per_node if device_type(config.trainer.device) == "cuda" else 0
             ray_init = config.ray_kwargs.ray_init
             stack.enter_context(ray_running(ray_init, run_dir.name, num_gpus=num_gpus, tell=tracking.note))
-        pool = start_reward_pool(config, run_dir / "logs", stack)
-        groups = start_workers(config, worker_classes(config, total_steps, pool, run_dir), run_dir / "logs", stack)
+        pool = start_reward_pool(config, run_dir / "logs", stack) if trainer_class.scores else None
+        roles = worker_classes(config, total_steps, pool, run_dir)
+        idle = ([] if trainer_class.trains else ["critic", "ref"]) + ([] if trainer_class.scores else ["reward_model"])
+        roles = {name: role for name, role in roles.items() if name not in idle}
+        groups = start_workers(config, roles, run_dir / "logs", stack)
         actor, sampling_parts = actor_and_samples(config, data, groups, pool, run_dir, tracking)
         reference = groups["ref"] if "ref" in groups else groups["actor_rollout"]
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
@@ -225,8 +243,13 @@ def actor_and_samples(
     reward_model = None
     if data.reward_inputs is not None:
         reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
-    return ActorRole(groups["actor_rollout"], config), {
-        "rewards": Rewards(pool, config.reward, run_dir, reward_model, failures),
-        "steps": TrainingSteps(config, data.train),
-        "val_data": data.val,
-    }
+    parts = {"rewards": Rewards(pool, config.reward, run_dir, reward_model, failures), "val_data": data.val}
+    return ActorRole(groups["actor_rollout"], config), parts | training_steps(config, data.train)
+
+
+def training_steps(config: PPOConfig, train: PromptDataset) -> dict[str, Any]:
+    """The arguments of the trainer that say which prompts a step asks, and with algorithm.filter_groups how many."""
+    if not config.algorithm.filter_groups.enable:
+        return {"steps": TrainingSteps(config, train)}
+    stream = PromptStream(config, train)
+    return {"steps": stream, "dynamic_sampling": DynamicSampling(config, stream)}

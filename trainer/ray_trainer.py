@@ -66,7 +66,16 @@ class RayPPOTrainer:
 
     ref is None where no KL term asks for it, critic where the estimator needs no values, dynamic_sampling where every
     group counts (algorithm.filter_groups).
+
+    trains, scores: whether it learns, and asks for rewards; what only answers needs neither critic nor training prompts.
     """
+
+    trains = scores = True
+
+    @classmethod
+    def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
+        """A last look before anything heavy starts, by those who keep answers in the run folder: raises UserError if it
+        has others. data: the validation prompts."""
 
     def __init__(
         self,
@@ -399,6 +408,7 @@ class RayPPOTrainer:
             **compute_timing_metrics(batch, self.timing),
             **compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
             **validation,
+            **self.steps.update(batch),
         }
         if config.trainer.rollout_data_dir:
             self.samples.write_training(samples_of(batch, self.tokenizer, step), step)

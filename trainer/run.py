@@ -90,21 +90,19 @@ def train(
     available = available_devices(config)
     for note in loaded.notes:
         console.note(note)
-    if config.recipe:
-        recipe = load_recipe(config.recipe)
-        if hasattr(recipe, "prepare"):
-            recipe.prepare(config)
+    prepare_recipe(config)
     validate(config, slots=slots, available=available)
     stack.enter_context(claimed_devices(config, slots, run_folder(config), console.note))
-    data = load_data(config)
+    data = load_data(config, trains=trainer_class.trains, scores=trainer_class.scores)
     for part in (data.train, data.val):
         if part is not None:
             console.print(part.report)
     run_dir = make_run_dir(config)
     stack.enter_context(held_folder(run_dir, console.note))
-    total_steps = count_steps(config, None if data.train is None else len(data.train))
+    total_steps = count_steps(config, data.epoch_prompts)
     refuse_another_run(config, run_dir, total_steps)
     require_room_for_checkpoints(config, run_dir, total_steps)
+    trainer_class.claim(config, data.val, run_dir)
     save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
     console.print(launch_table(config, slots, total_steps))
@@ -157,6 +155,14 @@ def load_recipe(name: str) -> ModuleType:
     if name not in known:
         raise UserError(f"recipe={name!r}: no such folder of recipes/; there are {', '.join(known)}")
     return importlib.import_module(f"recipes.{name}.recipe")
+
+
+def prepare_recipe(config: PPOConfig) -> None:
+    """Makes what the run's recipe needs and is not there yet: models, data."""
+    if config.recipe:
+        recipe = load_recipe(config.recipe)
+        if hasattr(recipe, "prepare"):
+            recipe.prepare(config)
 
 
 def recipe_overrides(name: str) -> dict[str, object]:

@@ -19,7 +19,7 @@ import pyarrow.parquet
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data_files import check_prompt
+from trainer.data_schema import check_prompt
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

@@ -6,19 +6,20 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.data import PromptDataset, build_train_loader
+from trainer.data import PromptDataset
+from trainer.data_order import build_order, build_train_loader
 from trainer.rollout_scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 
 
-def count_steps(config: PPOConfig, train_rows: int | None) -> int:
-    """Training steps of the whole run; the last batch of an epoch may be short. train_rows: None = there is no dataset,
-    and trainer.total_training_steps is given."""
-    if train_rows is None:
+def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
+    """Training steps of the whole run; the last batch of an epoch may be short. epoch_prompts: of one epoch; None =
+    there is no dataset, and trainer.total_training_steps is given."""
+    if epoch_prompts is None:
         assert config.trainer.total_training_steps is not None
         return config.trainer.total_training_steps
-    total = math.ceil(train_rows / config.data.train_batch_size) * config.trainer.total_epochs
+    total = math.ceil(epoch_prompts / config.data.train_batch_size) * config.trainer.total_epochs
     limit = config.trainer.total_training_steps
     return total if limit is None else limit
 
@@ -36,8 +37,9 @@ class TrainingSteps:
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config = config
-        self.loader: Any = build_train_loader(data, config)
-        self.total = count_steps(config, len(data))
+        self.order = build_order(data, config)
+        self.loader: Any = build_train_loader(data, config, self.order)
+        self.total = count_steps(config, self.order.rows)
         self.global_step = 0
         self.epoch = 0
 
@@ -49,6 +51,11 @@ class TrainingSteps:
                 if self.stopping or self.is_last:
                     return
             self.epoch += 1
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Tells a sampler what became of the step's batch, once a step and before its checkpoint; gives what it wants
+        logged."""
+        return self.order.update(batch)
 
     def end_at(self, step: int) -> None:
         """That step was the last: there is nothing to go on with."""
@@ -108,6 +115,10 @@ class EpisodeSteps(TrainingSteps):
         while self.global_step < self.total and not self.stopping:
             self.global_step += 1
             yield DataProto(meta_info={"global_step": self.global_step - 1, "next_group": self.scheduler.next_group})
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Nothing: the scheduler saw the episodes end."""
+        return {}
 
     def only(self, step: int, epoch: int, prompts: DataProto) -> None:
         """Leaves one step to do, with its groups, where these were not begun in an earlier one."""

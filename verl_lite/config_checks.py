@@ -75,6 +75,8 @@ AT_LEAST: dict[str, float] = {
     "rollout.val_kwargs.temperature": 0,
     "algorithm.kl_ctrl.kl_coef": 0,
     "algorithm.kl_ctrl.horizon": 1,
+    "algorithm.filter_groups.max_num_gen_batches": 1,
+    "reward.overlong_buffer.len": 0,
     "reward.num_workers": 0,
     "reward.batch_size": 1,
     "reward.max_concurrent": 1,
@@ -123,8 +125,10 @@ POSITIVE = (
     "algorithm.reward_clip",
     "algorithm.advantage_clip",
     "algorithm.pf_ppo.weight_pow",
+    "reward.overlong_buffer.penalty_factor",
     "reward.timeout_s",
     "trainer.stall_timeout_s",
+    "trainer.val_time_budget_s",
     "reward.max_rpm",
 )
 
@@ -200,8 +204,11 @@ def validate(
     from verl_lite.agentic_checks import agentic
     from verl_lite.algorithm_checks import critic, estimator, losses, shaping
     from verl_lite.correction_checks import rollout_correction
+    from verl_lite.data_checks import data
     from verl_lite.model_checks import adapter
     from verl_lite.reward_checks import rewards
+    from verl_lite.sampling_checks import answers_per_prompt, filter_groups, overlong_buffer
+    from verl_lite.validation_checks import validation
 
     trainer = config.trainer
     if slots is None and trainer.n_gpus_per_node is not None:
@@ -217,12 +224,17 @@ def validate(
         *critic(config),
         *rollout_correction(config),
         *rewards(config),
+        *filter_groups(config),
+        *overlong_buffer(config),
+        *answers_per_prompt(config),
         *agentic(config),
         *_sampling(config),
+        *validation(config),
         *_engine(config, rollout_engines),
         *_run(config, trackers),
         *checkpoints(config.trainer, validates=validates(config)),
         *_slots(config, slots, available),
+        *data(config),
         *_files(config),
     ]
     if problems:
@@ -310,7 +322,7 @@ def _micro_batches(config: PPOConfig) -> Problems:
 
 
 def _sampling(config: PPOConfig) -> Problems:
-    rollout, val = config.rollout, config.rollout.val_kwargs
+    rollout = config.rollout
     if not rollout.temperature > 0:
         yield (
             f"rollout.temperature={rollout.temperature}: training has to sample, so a number above 0 is expected "
@@ -322,25 +334,6 @@ def _sampling(config: PPOConfig) -> Problems:
                 f"rollout.{name}={value}: samples from a truncated distribution have other probabilities than the "
                 f"trainer computes, and the ratio of the loss would be wrong: set rollout.{name}={whole:g}; "
                 f"rollout.val_kwargs.{name} is free"
-            )
-    if val.do_sample and not val.temperature > 0:
-        yield (
-            f"rollout.val_kwargs.do_sample=true with rollout.val_kwargs.temperature={val.temperature}: sampling needs "
-            "a temperature above 0, such as 1.0; or set do_sample=false"
-        )
-    if not val.do_sample:
-        given = {"temperature": val.temperature, "top_p": val.top_p, "top_k": val.top_k}
-        neutral = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (-1,)}
-        for name, value in given.items():
-            if value not in neutral[name]:
-                yield (
-                    f"rollout.val_kwargs.{name}={value} has no effect with rollout.val_kwargs.do_sample=false "
-                    "(greedy): set do_sample=true to sample in validation"
-                )
-        if val.n > 1:
-            yield (
-                f"rollout.val_kwargs.n={val.n} with do_sample=false would give {val.n} equal answers: "
-                "set do_sample=true and a temperature, or n=1"
             )
 
 
@@ -437,16 +430,6 @@ def _divisors(number: int) -> str:
 
 
 def _files(config: PPOConfig) -> Problems:
-    for split in ("train", "val"):
-        name = f"data.{split}_files"
-        files = value_of(config, name)
-        for file in files:
-            if not Path(file).is_file():
-                yield f"{name}={file}: there is no file {Path(file).absolute()}"
-            elif Path(file).suffix not in (".parquet", ".json", ".jsonl"):
-                yield f"{name}={file}: a .parquet, .json or .jsonl file is expected"
-    if not config.data.train_files and not config.trainer.val_only and not is_agentic(config):
-        yield "data.train_files is empty: give a parquet file of prompts, data.train_files=train.parquet"
     if config.model.path is None:
         yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
     else:

@@ -42,12 +42,16 @@ _VETO = Only(
     (), "", f"a veto by token is {_CORRECTION}.rollout_rs=seq_max_k2 with rollout_rs_threshold=log(veto)^2 / 2"
 )
 _IS_BOUNDS = Only((), "", f"both bounds are {_CORRECTION}.rollout_is_threshold=low_high")
+_TOOLS = (
+    "tools are called in episodes (recipe=agentic_..., trainer/AGENTIC.md); those that a prompt only shows are a list "
+    "of schemas in data.tools_path"
+)
 _MULTI_TURN = "multi-turn rollout is not here yet"
+_RESPONSE_LENGTH = SameAs("data.max_response_length", "data.max_response_length is the length that the penalty reads")
 _WHOLE = "an adapter (LoRA) is for the policy alone; this model has none"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _WEIGHTS_FROM_TRAINER = NoEffect("the engine starts with dummy weights and always gets them from the trainer")
 
-_RESPONSE_LENGTH = SameAs("data.max_response_length", "data.max_response_length is the length that the penalty reads")
 
 def _fsdp_rules(section: str, spelt: str | None = None) -> dict[str, Rule]:
     """The rules of one `fsdp_config` section; verl repeats it for actor, reference and critic.
@@ -96,9 +100,7 @@ _DATA: dict[str, Rule] = {
     "data.tokenizer": Renamed("model.tokenizer_path"),
     "data.trust_remote_code": Renamed("model.trust_remote_code"),
     "data.use_shm": NoEffect("files are read where they lie"),
-    "data.reward_fn_key": Only(
-        ("data_source",), "the reward is chosen by the column data_source", "the reward is chosen by data_source only"
-    ),
+    "data.reward_fn_key": Renamed("data.columns.data_source", {"data_source": None}),
     "data.return_raw_input_ids": NoEffect("verl does not read it either"),
     "data.return_raw_chat": NoEffect("the chat always travels with the batch, as raw_prompt"),
     "data.return_full_prompt": NoEffect("the chat always travels with the batch, as raw_prompt"),
@@ -110,8 +112,6 @@ _DATA: dict[str, Rule] = {
     "data.image_patch_size": _TEXT_ONLY,
     "data.return_multi_modal_inputs": _TEXT_ONLY,
     "data.mm_processor_kwargs": _TEXT_ONLY,
-    "data.custom_cls": Only((), "", "dataset classes of your own are not here; write the rows as parquet or jsonl"),
-    "data.sampler": Only((), "", "samplers of your own are not here; order the rows and set data.shuffle=false"),
     "data.datagen": Only((), "", "data generation during training is not here"),
     "data.gen_batch_size": NoEffect(
         "a step begins with data.train_batch_size prompts, and algorithm.filter_groups asks for as many more as are "

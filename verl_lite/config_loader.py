@@ -33,6 +33,7 @@ from verl_lite.config_sources import (
     without_prefix,
 )
 from verl_lite.errors import UserError
+from verl_lite.recipe_names import absolute_recipe, recipe_title
 
 __all__ = ["ConfigError", "LoadedConfig", "help_config", "load_config", "print_config", "save_config"]
 __all__ += ["load_schema", "split_choices", "validate"]
@@ -45,6 +46,9 @@ _PATHS = frozenset(
     {
         "data.train_files",
         "data.val_files",
+        "data.tools_path",
+        "data.sampler.class_path",
+        "data.custom_cls.path",
         "model.path",
         "model.tokenizer_path",
         "critic.model.path",
@@ -68,12 +72,12 @@ _MICRO_BATCH = {
 }
 
 
-@dataclass
-class LoadedConfig(Generic[C]):
-    """A configuration and where it comes from.
 _SWITCHED = ("algorithm.filter_groups", "reward.overlong_buffer")
 
 
+@dataclass
+class LoadedConfig(Generic[C]):
+    """A configuration and where it comes from.
 
     config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
     key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
@@ -97,11 +101,11 @@ class _State:
     provenance: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    equal: list[tuple[Assignment, str]] = field(default_factory=list)
+    """Keys of verl, and the key here that has to have the same value."""
 
     def __post_init__(self) -> None:
         self.provenance = dict.fromkeys(self.schema.keys, "default")
-    equal: list[tuple[Assignment, str]] = field(default_factory=list)
-    """Keys of verl, and the key here that has to have the same value."""
 
     @property
     def speaks_verl(self) -> bool:
@@ -138,11 +142,11 @@ def load_schema(argv: list[str], root: type[C], *, recipe_loader: RecipeLoader |
         _refuse_silent_critic(state)
         _imply_fixed_micro_batches(state)
         _note_idle_reference(state)
+        _note_switched_off(state)
+        _refuse_unequal(state)
         _name_experiment(state)
     loaded: LoadedConfig[C] = _finish(state, line.action)
     if state.problems:
-        _note_switched_off(state)
-        _refuse_unequal(state)
         raise ConfigError(list(dict.fromkeys(state.problems)))
     return loaded
 
@@ -193,10 +197,10 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
     if verdict is None:
         return [assignment]
     state.notes += [verdict.note] if verdict.note and verdict.note not in state.notes else []
+    state.equal += [(assignment, verdict.equals)] if verdict.equals is not None else []
     if verdict.refusal is not None:
         state.problems.append(f"{verdict.refusal} ({assignment.source})")
     if verdict.target is None:
-    state.equal += [(assignment, verdict.equals)] if verdict.equals is not None else []
         return []
     source = f"{assignment.source}, as {name}"
     raw = assignment.raw if verdict.value == value else None
@@ -255,7 +259,7 @@ def _assign(assignment: Assignment, state: _State) -> None:
             return
         value, note = config_compat.same_meaning(key.name, value) if state.speaks_verl else (value, None)
         state.notes += [note] if note else []
-        state.values[key.name] = _expand(value) if key.name in _PATHS else value
+        state.values[key.name] = _path(key.name, value)
         state.provenance[key.name] = assignment.source
 
 
@@ -301,6 +305,13 @@ def _unknown(assignment: Assignment, schema: Schema) -> str:
 
 def _members(section: str, schema: Schema) -> str:
     return ", ".join([key for key in schema.keys if key.startswith(section + ".")][:3])
+
+
+def _path(name: str, value: Any) -> Any:
+    """The value of an option, as a path where it is one."""
+    if name == "recipe" and value is not None:
+        return absolute_recipe(value)
+    return _expand(value) if name in _PATHS else value
 
 
 def _expand(value: Any) -> Any:
@@ -353,9 +364,6 @@ def _refuse_silent_critic(state: _State) -> None:
         )
 
 
-def _name_experiment(state: _State) -> None:
-    """A run without a name gets a new one; then there is nothing that it could resume."""
-    if state.values.get("trainer.experiment_name") is not None:
 def _note_switched_off(state: _State) -> None:
     """verl's scripts give the options of a part and switch it off beside them: these are left out, with a sentence."""
     for section in _SWITCHED:
@@ -375,13 +383,16 @@ def _refuse_unequal(state: _State) -> None:
             )
 
 
+def _name_experiment(state: _State) -> None:
+    """A run without a name gets a new one; then there is nothing that it could resume."""
+    if state.values.get("trainer.experiment_name") is not None:
         return
     if state.values.get("trainer.resume_mode") == "auto" and "trainer.default_local_dir" not in state.values:
         state.problems.append(
             "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, but without "
             "trainer.experiment_name that folder is a new one in every run: give trainer.experiment_name"
         )
-    recipe = state.values.get("recipe") or "run"
+    recipe = recipe_title(state.values.get("recipe") or "run")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     # Two runs may start within one second in the same folder; their folders must differ.
     state.values["trainer.experiment_name"] = f"{recipe}-{stamp}-{os.urandom(2).hex()}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_lite import agentic_config
+from verl_lite import agentic_config, data_config, reward_config
 from verl_lite import config as config_module
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import schema_of
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("verl_lite", "workers", "trainer", "recipes")
 ONLY_SHOWN = ("config", "config_keys", "config_compat", "config_sources", "config_loader", "config_checks")
 ONLY_SHOWN += ("algorithm_checks", "agentic_checks", "reward_checks", "correction_checks", "config_print", "plan")
+ONLY_SHOWN += ("data_checks", "sampling_checks")
 """Modules that load, check or show options; a value that only they read has no effect."""
 
 READ_BY_THE_LOADER = {"recipe": "config_loader overlays the recipe that it names"}
@@ -33,8 +34,10 @@ Reads = set[tuple[str, str]]
 
 CLASSES: dict[str, type] = {
     name: value
-    for name, value in (vars(config_module) | vars(agentic_config)).items()
+    for module in (config_module, agentic_config, data_config, reward_config)
+    for name, value in vars(module).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
+    if all("doc" in field.metadata for field in dataclasses.fields(value))
 }
 FIELDS: dict[str, dict[str, str | None]] = {
     name: {field: hint.__name__ if dataclasses.is_dataclass(hint) else None for field, hint in hints.items()}

@@ -14,7 +14,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.data import PromptDataset, build_train_loader, truncate
+from trainer.data import PromptDataset
+from trainer.data_order import build_train_loader
+from trainer.data_tokens import truncate
 from verl_lite.config import DataConfig, PPOConfig
 from verl_lite.errors import UserError
 

@@ -1,0 +1,58 @@
+"""Objects from files of the user's own: a Python file, or a module given as pkg://package.module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl_lite.errors import UserError
+
+MODULE_PREFIX = "pkg://"
+
+
+def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
+    """The callable `name` of `path`. path_key, name_key: the configuration keys, for messages.
+
+    The code runs once, here; what it raises is raised. Raises UserError if there is no such file, module or callable.
+    """
+    module = _load_module(path, path_key)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = sorted(
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", None) == module.__name__
+        )
+        raise UserError(
+            f"{name_key}={name!r}: {path} defines nothing of that name; found: {', '.join(known) or 'nothing'}. Set "
+            f"{name_key} to one of them"
+        )
+    return found
+
+
+def _load_module(path: str, key: str) -> ModuleType:
+    if path.startswith(MODULE_PREFIX):
+        name = path.removeprefix(MODULE_PREFIX)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not name.startswith(error.name or " "):  # it was found, and something that it imports was not
+                raise
+            raise UserError(f"{key}={path!r}: {error}; expected pkg://package.module of this environment") from None
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(
+            f"{key}={path!r}: no such file (looked for {file.absolute()}). Give a Python file or pkg://package.module"
+        )
+    module_name = f"user_code_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{key}={path!r} is not a Python file; expected NAME.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look their module up here
+    spec.loader.exec_module(module)
+    return module
