@@ -62,24 +62,32 @@ class KeptAnswers(Generic[R]):
         return sorted(self.folder.glob("chunk-*.jsonl"))
 
 
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a file gives them back."""
+    return json.loads(json.dumps(settings, default=str))
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings of the answers in a folder; None if it has none."""
+    path = folder / SETTINGS
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 def claim_folder(folder: Path, settings: Mapping[str, Any], remedy: str) -> None:
     """Makes the folder one of answers under these settings. Raises UserError, which names the keys that differ, if it
     holds answers under others. remedy: what to do then."""
-    path, wanted = folder / SETTINGS, json.loads(json.dumps(settings, default=str))
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        differing = [
-            f"{name}: {found.get(name)} there, {wanted.get(name)} now"
-            for name in sorted({*found, *wanted})
-            if found.get(name) != wanted.get(name)
-        ]
-        if differing:
-            raise UserError(
-                f"{folder} holds answers under other settings:\n  " + "\n  ".join(differing) + f"\n{remedy}"
-            )
+    found, wanted = read_settings(folder), plain(settings)
+    if found is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / SETTINGS, json.dumps(wanted, indent=1, sort_keys=True))
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(wanted, indent=1, sort_keys=True))
+    differing = [
+        f"{name}: {found.get(name)} there, {wanted.get(name)} now"
+        for name in sorted({*found, *wanted})
+        if found.get(name) != wanted.get(name)
+    ]
+    if differing:
+        raise UserError(f"{folder} holds answers under other settings:\n  " + "\n  ".join(differing) + f"\n{remedy}")
 
 
 def content_of(path: str | Path) -> str:

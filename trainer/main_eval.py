@@ -1,68 +1,128 @@
-"""`python -m trainer.main_eval RUN [key=value ...]`: validates a checkpoint or a Hugging Face folder, and prints the
-table.
+"""`python -m trainer.main_eval TARGET ... [--all-checkpoints] [key=value ...]`: validates checkpoints or models, and
+prints the table.
 
-RUN is a run folder (its newest checkpoint), a global_step_N folder, or a model folder (then name what to validate on:
-data.val_files=..., or environments by --config FILE or recipe=NAME). The settings are those the run was saved with;
-key=value replaces them, for example rollout.val_kwargs.n=8. The result is a run folder of its own under RUN/eval.
+TARGET is a run folder (its newest checkpoint; all of them with --all-checkpoints), a global_step_N folder, a pattern of
+such folders, or a model folder or hub name (then name what to validate on: data.val_files=..., or environments by
+--config FILE or recipe=NAME). The settings are those the run was saved with; key=value replaces them, for example
+rollout.val_kwargs.n=8. The result is a run folder of its own under RUN/eval, with results.json. The same command goes
+on where a killed one was, and does nothing twice: EVALUATION.md.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.environment import prepare_driver
 
-USAGE = "usage: python -m trainer.main_eval RUN_OR_CHECKPOINT_OR_MODEL [key=value ...]"
+if TYPE_CHECKING:
+    from trainer.targets import Target
+
+USAGE = "usage: python -m trainer.main_eval RUN_OR_CHECKPOINT_OR_MODEL ... [--all-checkpoints] [key=value ...]"
+ALL_CHECKPOINTS = "--all-checkpoints"
+FOLDER = "trainer.default_local_dir="
 
 
-def eval_arguments(target: Path, overrides: list[str]) -> list[str]:
+@dataclass(frozen=True)
+class Evaluated:
+    """One target's outcome: exit status, and if it is 0 the step of its weights and its numbers."""
+
+    status: int
+    step: int = 0
+    metrics: dict[str, float] | None = None
+
+
+def evaluate(target: Target, overrides: list[str]) -> Evaluated:
+    """Validates one target, or shows what an earlier call found. Raises UserError if there is nothing to validate."""
+    from trainer.console import Console
+    from trainer.evaluation import Evaluation, answer_settings, finished_metrics, read_results
+    from trainer.report import validation_table
+    from trainer.run import prepare_recipe, recipe_overrides, run_ppo
+    from verl_lite.agentic_config import is_agentic
+    from verl_lite.config_loader import load_config
+
+    argv = eval_arguments(target, overrides)
+    loaded = load_config(argv, recipe_loader=recipe_overrides)
+    if loaded.action != "run":
+        return Evaluated(run_ppo(argv))
+    if is_agentic(loaded.config):
+        return _evaluate_agents(target, argv, overrides)
+    prepare_recipe(loaded.config)
+    settings = answer_settings(loaded.config)
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
+    folder = Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{name}"
+    known = finished_metrics(folder, settings)
+    if known is not None:
+        console = Console()
+        console.note(f"{target.name} was evaluated before under the same settings: {folder}")
+        console.print(validation_table(known, known))
+    else:
+        status = run_ppo([*argv, f"{FOLDER}{folder}"], trainer_class=Evaluation)
+        if status:
+            return Evaluated(status)
+    return Evaluated(0, *read_results(folder))
+
+
+def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
     """The command line of the run that validates `target`. Raises UserError if there is nothing to validate."""
-    from trainer.checkpoint import saved_steps
     from verl_lite.errors import UserError
 
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    only_validate = ["trainer.val_only=true", "trainer.save_freq=0", f"trainer.experiment_name=eval-{stamp}"]
-    if (target / "data.pt").exists():
-        run_dir, checkpoint = target.parent, target
-    elif (target / "config.yaml").exists():
-        steps = saved_steps(target)
-        if not steps:
-            raise UserError(f"{target} is a run without a checkpoint; run it with trainer.save_freq=-1 or above 0")
-        run_dir, checkpoint = target, steps[max(steps)]
-    elif (target / "config.json").exists():
-        folder = f"trainer.default_local_dir=runs/eval/{target.name}-{stamp}"
-        files = [item.split("=", 1)[1] for item in overrides if item.startswith("data.val_files=")]
-        if not files and not any(item.startswith(("agentic.", "--config", "recipe=")) for item in overrides):
-            raise UserError(
-                f"{target} is a model folder: name what to validate on, data.val_files=PATH, or the environments: "
-                "--config FILE or recipe=NAME"
-            )
-        train = [f"data.train_files={files[0]}"] if files else []
-        return [f"model.path={target}", *train, folder, *only_validate, *overrides]
-    else:
+    has_data = any(item.startswith(("data.val_files=", "agentic.", "--config", "recipe=")) for item in overrides)
+    if target.is_model and not has_data:
         raise UserError(
-            f"{target}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)"
+            f"{target.name} is a model: name what to validate on, data.val_files=PATH, or the environments: "
+            "--config FILE or recipe=NAME"
         )
-    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
-    folder = f"trainer.default_local_dir={run_dir / 'eval' / stamp}"
-    return ["--config", str(run_dir / "config.yaml"), *only_validate, *resume, folder, *overrides]
+    return [*target.arguments, "trainer.experiment_name=eval", *overrides]
+
+
+def _evaluate_agents(target: Target, argv: list[str], overrides: list[str]) -> Evaluated:
+    """Episodes, which are not kept: the same command runs them again, into a folder of its own."""
+    from trainer.run import run_ppo
+    from trainer.tracking import read_metrics
+
+    folder = target.folder / f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
+    folder = Path(given[-1]).expanduser() if given else folder
+    status = run_ppo([*argv, f"{FOLDER}{folder}"])
+    if status or not (folder / "metrics.jsonl").exists():
+        return Evaluated(status)
+    step, metrics = list(read_metrics(folder / "metrics.jsonl").items())[-1]
+    return Evaluated(0, step, metrics)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     prepare_driver()
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+    from trainer.ending import run_command
+    from trainer.targets import find_targets, split_arguments
+
+    names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
+    if not names:
         print(USAGE, file=sys.stderr)
         return 2
-    from trainer.ending import run_command
 
     def command() -> int:
-        from trainer.run import run_ppo
+        from trainer.console import Console
+        from trainer.report import steps_table
 
-        return run_ppo(eval_arguments(Path(argv[0]).expanduser().absolute(), argv[1:]))
+        targets = [each for name in names for each in find_targets(name, all_checkpoints=ALL_CHECKPOINTS in argv)]
+        done: list[tuple[str, Evaluated]] = []
+        for target in targets:
+            outcome = evaluate(target, options)
+            if outcome.status:
+                return outcome.status
+            done.append((target.name, outcome))
+        if len(done) > 1:
+            Console().print(steps_table([(name, outcome.metrics or {}) for name, outcome in done]))
+        return 0
 
     return run_command(command)
 

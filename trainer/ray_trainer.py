@@ -67,7 +67,7 @@ class RayPPOTrainer:
     ref is None where no KL term asks for it, critic where the estimator needs no values, dynamic_sampling where every
     group counts (algorithm.filter_groups).
 
-    trains, scores: whether it learns, and asks for rewards; what only answers needs neither critic nor training prompts.
+    trains, scores: whether it learns, and asks for rewards; what only answers has neither critic nor training prompts.
     """
 
     trains = scores = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from trainer.validation_metrics import INTERVAL, MEAN_OF_SOURCES
 
 if TYPE_CHECKING:
     from trainer.ray_trainer import FitResult
@@ -35,12 +38,14 @@ def final_report(
 
 @dataclass(frozen=True)
 class ValidationMean:
-    """One number of the table. name: the measure and over how many samples, `acc mean@4`."""
+    """One number of the table. name: the measure and over how many samples, `acc mean@4`. half_width: of its 95%
+    interval, where there is one."""
 
     source: str
     greedy: bool
     name: str
     value: float
+    half_width: float | None = None
 
 
 def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
@@ -49,12 +54,20 @@ def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     found = []
     for key, value in metrics.items():
         match = _MEAN.fullmatch(key)
-        if match is None or (match["rank"] == "aux" and not match["greedy"]):
+        if match is None or (match["rank"] == "aux" and not match["greedy"]) or match["source"] == MEAN_OF_SOURCES:
             continue
         found.append((match, value))
     with_acc = {match["source"] for match, _ in found if match["variable"] == "acc"}
     return [
-        ValidationMean(match["source"], bool(match["greedy"]), f"{match['variable']} mean@{match['n']}", value)
+        ValidationMean(
+            match["source"],
+            bool(match["greedy"]),
+            f"{match['variable']} mean@{match['n']}",
+            value,
+            metrics.get(
+                f"val-aux/{match['source']}/{match['greedy'] or ''}{match['variable']}/mean@{match['n']}{INTERVAL}"
+            ),
+        )
         for match, value in found
         if match["variable"] == ("acc" if match["source"] in with_acc else "reward")
     ]
@@ -91,10 +104,34 @@ def validation_table(before: Mapping[str, float], after: Mapping[str, float]) ->
         cells = []
         for greedy in ways:
             for _, found in moments:
-                numbers = [mean.value for mean in found if mean.greedy == greedy and source in (mean.source, None)]
-                cells.append(f"{sum(numbers) / len(numbers):.3f}" if numbers else "-")
+                cells.append(_cell([mean for mean in found if mean.greedy == greedy and source in (mean.source, None)]))
         table.add_row(source or "mean of sources", *cells, style="bold" if source is None else None)
     return table
+
+
+def steps_table(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
+    """Several evaluations, a line each; evaluations: name and numbers, in the order of the lines."""
+    means = [(name, validation_means(metrics)) for name, metrics in evaluations]
+    columns = sorted({(mean.greedy, mean.source) for _, found in means for mean in found})
+    named = sorted({mean.name for _, found in means for mean in found})
+    table = Table(
+        title=f"Evaluations: {', '.join(named)}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
+    )
+    table.add_column("checkpoint", no_wrap=True)
+    for greedy, source in columns:
+        table.add_column(f"{'greedy ' * greedy}{source}", justify="right")
+    for name, found in means:
+        table.add_row(name, *(_cell([x for x in found if (x.greedy, x.source) == column]) for column in columns))
+    return table
+
+
+def _cell(means: Sequence[ValidationMean]) -> str:
+    """The mean of these numbers, and of independent ones half of its 95% interval: `0.871 ±0.020`."""
+    if not means:
+        return "-"
+    text = f"{sum(mean.value for mean in means) / len(means):.3f}"
+    halves = [mean.half_width for mean in means if mean.half_width is not None]
+    return f"{text} ±{math.hypot(*halves) / len(means):.3f}" if len(halves) == len(means) else text
 
 
 def samples_table(samples: Sequence[Sample]) -> Table:
@@ -122,6 +159,7 @@ def printable(text: str, limit: int = _TEXT_SHOWN) -> Text:
 
 def _places(result: FitResult, run_dir: Path, picture: Path | None, more: str) -> list[Text]:
     places = [("run folder", run_dir), ("metrics", run_dir / "metrics.jsonl"), ("picture", picture)]
+    places += [("results", run_dir / "results.json")]
     places += [("tensorboard", run_dir / "tensorboard"), ("checkpoint", result.checkpoint)]
     lines = [Text("Where things are", style="bold")]
     lines += [Text(f"  {name:<12} {path}", no_wrap=True) for name, path in places if path is not None and path.exists()]

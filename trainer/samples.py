@@ -10,9 +10,8 @@ from typing import cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from trainer.validation_metrics import PREDICTION
 from verl_lite.protocol import DataProto
-
-PREDICTION = "pred"  # the entry of a reward's result that maj@n counts votes over
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,17 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.intervals import Floats, half_width, pass_at_k
-from trainer.samples import PREDICTION, Sample
 
+if TYPE_CHECKING:
+    from trainer.samples import Sample
+
+PREDICTION = "pred"  # the entry of a reward's result that maj@n counts votes over
 INTERVAL = "/ci95"  # ends the name of the half width of the 95% interval of a mean
 MEAN_OF_SOURCES = "mean_of_sources"
 _OVERALL = ("mean@", "best@", "maj@", "pass@")

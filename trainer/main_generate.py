@@ -1,0 +1,111 @@
+"""`python -m trainer.main_generate TARGET data.val_files=FILE output=FILE.parquet [key=value ...]`: what the policy
+answers to each prompt, without rewards.
+
+TARGET is a run folder (its newest checkpoint), a global_step_N folder, a model folder or a hub name. The sampling is
+rollout.val_kwargs.*, for example rollout.val_kwargs.n=8 with do_sample=true and a temperature. The file has a row for
+each answer (`trainer.generation`); a name that ends in .jsonl gives json lines. Beside it the folder FILE.parquet.run
+has what is answered so far: the same command goes on where a killed one was.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.environment import prepare_driver
+
+if TYPE_CHECKING:
+    from verl_lite.config import PPOConfig
+
+USAGE = "usage: python -m trainer.main_generate RUN_OR_CHECKPOINT_OR_MODEL output=FILE.parquet [key=value ...]"
+OUTPUT = "output="
+FOLDER = "trainer.default_local_dir="
+UNSCORED = ("~reward", "~reward_model", "rollout.val_kwargs.greedy_too=false")
+"""What a run's settings may ask for, and answers alone do not need."""
+
+
+def generate(name: str, options: list[str]) -> int:
+    """Answers and writes the file; returns the exit status. Raises UserError for what cannot be done."""
+    from trainer.generation import Generation, folder_of, is_complete
+    from trainer.run import prepare_recipe, recipe_overrides, run_ppo
+    from trainer.targets import find_targets
+    from verl_lite.config_loader import load_config
+    from verl_lite.errors import UserError
+
+    output, overrides = output_file(options)
+    targets = find_targets(name)
+    if len(targets) > 1:
+        raise UserError(f"{name} names {len(targets)} checkpoints; one file has the answers of one: name it")
+    argv = [*targets[0].arguments, *UNSCORED, "trainer.experiment_name=generate", *overrides]
+    argv.append(f"{FOLDER}{folder_of(output)}")
+    loaded = load_config(argv, recipe_loader=recipe_overrides)
+    if loaded.action != "run":
+        return run_ppo(argv)
+    refuse_what_has_no_effect(loaded.config, overrides)
+    prepare_recipe(loaded.config)
+    if is_complete(output, loaded.config):
+        print(f"{output} has all answers under these settings already")
+        return 0
+    status = run_ppo(argv, trainer_class=Generation)
+    if not status:
+        print(f"answers: {output}")
+    return status
+
+
+def output_file(options: list[str]) -> tuple[Path, list[str]]:
+    """The file to write, and the other options. Raises UserError if it is missing or of another kind."""
+    from trainer.generation import FORMATS
+    from verl_lite.errors import UserError
+
+    given = [item.removeprefix(OUTPUT) for item in options if item.startswith(OUTPUT)]
+    if len(given) != 1:
+        raise UserError(f"{len(given)} times output=...: give the file to write once, output=answers.parquet")
+    output = Path(given[0]).expanduser().absolute()
+    if output.suffix not in FORMATS:
+        raise UserError(f"output={given[0]}: expected a file named {' or '.join(FORMATS)}")
+    return output, [item for item in options if not item.startswith(OUTPUT)]
+
+
+def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
+    """Raises UserError for options that a file of answers knows nothing of."""
+    from verl_lite.agentic_config import is_agentic
+    from verl_lite.errors import UserError
+
+    if is_agentic(config):
+        raise UserError(
+            "main_generate answers the prompts of a dataset; agents act in environments: `python -m trainer.main_eval` "
+            "with trainer.validation_data_dir=FOLDER keeps their episodes"
+        )
+    if config.rollout.val_kwargs.greedy_too:
+        raise UserError("rollout.val_kwargs.greedy_too=true: a file has one way of answering; leave it out")
+    if config.trainer.val_time_budget_s is not None:
+        raise UserError(
+            f"trainer.val_time_budget_s={config.trainer.val_time_budget_s}: a file has all answers or is not written; "
+            "leave it out, and take fewer prompts with data.val_max_samples"
+        )
+    for item in overrides:
+        if item.startswith((FOLDER, "reward.", "reward_model.")):
+            raise UserError(
+                f"{item} has no effect here: the run folder stands beside output=..., and nothing is scored "
+                "(`python -m trainer.score` does that with the file); leave it out"
+            )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    prepare_driver()
+    argv = sys.argv[1:] if argv is None else argv
+    from trainer.ending import run_command
+    from trainer.targets import split_arguments
+
+    options = [item for item in argv if item.startswith(OUTPUT)]
+    names, others = split_arguments([item for item in argv if not item.startswith(OUTPUT)])
+    if len(names) != 1:
+        print(USAGE, file=sys.stderr)
+        return 2
+    return run_command(lambda: generate(names[0], [*options, *others]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
