@@ -6,15 +6,12 @@ and only then are processes started.
 
 from __future__ import annotations
 
-import importlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 
-from trainer.agentic_build import trainer_for
 from trainer.build import build_trainer, load_data
 from trainer.capsule import capsule_on_failure
 from trainer.checkpoint import saved_steps
@@ -23,6 +20,7 @@ from trainer.ending import failure_text
 from trainer.picture import draw_curve
 from trainer.plan import launch_table
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.recipe import prepare_recipe, recipe_overrides, trainer_of
 from trainer.report import final_report
 from trainer.resume import refuse_another_run
 from trainer.saving import require_room_for_checkpoints
@@ -46,7 +44,8 @@ INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have 
 def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
     """Runs a whole training from its command line; returns the exit status.
 
-    trainer_class: one that replaces a stage of the trainer; None = the trainer that the configuration asks for.
+    trainer_class: one that replaces a stage of the trainer; None = the recipe's, or the one that the
+    configuration asks for.
     """
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     if loaded.action == "help":
@@ -62,7 +61,7 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -
         try:
             with ExitStack() as stack:
                 stack.enter_context(guarded())
-                return train(loaded, slots, argv, trainer_class or trainer_for(config), stack)
+                return train(loaded, slots, argv, trainer_class or trainer_of(config), stack)
         except (WorkerDiedError, StalledError) as error:
             if not retries_left or isinstance(error, ClusterLostError):  # which cannot be joined anew by this process
                 raise
@@ -94,7 +93,7 @@ def train(
     validate(config, slots=slots, available=available)
     stack.enter_context(claimed_devices(config, slots, run_folder(config), console.note))
     data = load_data(config, trains=trainer_class.trains, scores=trainer_class.scores)
-    for part in (data.train, data.val):
+    for part in dict.fromkeys((data.train, data.val)):
         if part is not None:
             console.print(part.report)
     run_dir = make_run_dir(config)
@@ -105,8 +104,9 @@ def train(
     trainer_class.claim(config, data.val, run_dir)
     save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
-    console.print(launch_table(config, slots, total_steps))
-    console.start(total_steps)
+    if trainer_class.trains:
+        console.print(launch_table(config, slots, total_steps))
+        console.start(total_steps)
     with (
         Tracking(run_dir, config, console) as tracking,
         build_trainer(config, data, run_dir, tracking, trainer_class) as trainer,
@@ -147,27 +147,6 @@ def resolve_slots(config: PPOConfig) -> int:
         if trainer.backend == "inline":
             trainer.n_gpus_per_node = 1
     return trainer.n_gpus_per_node * trainer.nnodes
-
-
-def load_recipe(name: str) -> ModuleType:
-    """The module recipes.<name>.recipe. Raises UserError listing the recipes there are."""
-    known = sorted(path.parent.name for path in Path(__file__).parents[1].glob("recipes/*/recipe.py"))
-    if name not in known:
-        raise UserError(f"recipe={name!r}: no such folder of recipes/; there are {', '.join(known)}")
-    return importlib.import_module(f"recipes.{name}.recipe")
-
-
-def prepare_recipe(config: PPOConfig) -> None:
-    """Makes what the run's recipe needs and is not there yet: models, data."""
-    if config.recipe:
-        recipe = load_recipe(config.recipe)
-        if hasattr(recipe, "prepare"):
-            recipe.prepare(config)
-
-
-def recipe_overrides(name: str) -> dict[str, object]:
-    """What a recipe sets, by dotted key."""
-    return load_recipe(name).overrides()
 
 
 def run_folder(config: PPOConfig) -> Path:
