@@ -99,6 +99,18 @@ def test_without_shuffle_mini_batches_are_the_drivers_order_and_the_same_in_each
     assert not plan.is_padding.any()
 
 
+@pytest.mark.parametrize("shuffle_seed", [None, 3])
+def test_mini_batches_of_given_sizes(shuffle_seed):
+    ones = np.ones(9, dtype=int)
+    plan = plan_batch(
+        ones, num_tokens=ones, world_size=2, mini_batch_size=[2, 4, 3], epochs=2, shuffle_seed=shuffle_seed
+    )
+    for epoch in compositions(plan):
+        assert [len(rows) for rows in epoch] == [2, 4, 3] and sorted(sum(epoch, [])) == list(range(9))
+        assert shuffle_seed is not None or epoch == [[0, 1], [2, 3, 4, 5], [6, 7, 8]]
+    assert [step.num_sequences for step in plan.schedule[1]] == [2, 4, 3]
+
+
 def test_shuffle_draws_each_epoch_anew_and_repeats_with_the_seed():
     ones = np.ones(32, dtype=int)
     arguments = {"num_tokens": ones, "world_size": 2, "mini_batch_size": 8, "epochs": 2}
@@ -229,6 +241,8 @@ def test_large_batches_are_planned_fast():
         ({"lengths": [], "num_tokens": []}, "no rows"),
         ({"num_tokens": [1]}, "must both be"),
         ({"mini_batch_size": 0}, "mini_batch_size=0; expected at least 1"),
+        ({"mini_batch_size": [1, 2]}, "are 3 sequences; the batch has 2"),
+        ({"mini_batch_size": [2, 0]}, "mini_batch_size=0; expected at least 1"),
         ({"world_size": 0}, "world_size=0"),
         ({"micro_batch_size": -1}, "micro_batch_size=-1"),
         ({"epochs": 0}, "epochs=0"),
