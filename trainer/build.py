@@ -22,6 +22,7 @@ from trainer.environment import worker_environment
 from trainer.group_metrics import check_entries, names_entry
 from trainer.needs import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.recipe import worker_modules
 from trainer.reward_failures import FailureLog
 from trainer.reward_inputs import RewardInputs, reward_inputs
 from trainer.rewards import Rewards
@@ -169,6 +170,7 @@ def start_workers(
         config.trainer.backend,
         ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
         roles,
+        modules=worker_modules(config),
         env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
         log_dir=log_dir,
         stall_timeout_s=config.trainer.stall_timeout_s,

@@ -36,9 +36,9 @@ def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str],
 
 def replay(folder: Path, overrides: list[str]) -> int:
     """Runs the step; returns the exit status of the run."""
-    from trainer.agentic_build import trainer_for
     from trainer.capsule import read_capsule
-    from trainer.run import recipe_overrides, run_ppo
+    from trainer.recipe import recipe_overrides, trainer_of
+    from trainer.run import run_ppo
     from verl_lite.agentic_config import is_agentic
     from verl_lite.config_loader import load_config
     from verl_lite.protocol import DataProto
@@ -46,7 +46,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
     failed = read_capsule(folder)
     config = load_config(["--config", str(folder / "config.yaml")], recipe_loader=recipe_overrides).config
     arguments = replay_arguments(folder, failed.checkpoint, overrides, acts=is_agentic(config))
-    trainer = trainer_for(config)
+    trainer = trainer_of(config)
 
     class Replay(trainer):  # type: ignore[misc, valid-type]
         def resume(self) -> None:

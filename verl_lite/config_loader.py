@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -39,7 +39,7 @@ __all__ = ["ConfigError", "LoadedConfig", "help_config", "load_config", "print_c
 __all__ += ["load_schema", "split_choices", "validate"]
 
 C = TypeVar("C")
-RecipeLoader = Callable[[str], dict[str, object]]
+RecipeLoader = Callable[[str], Mapping[str, object]]
 DEFAULT_RECIPE = "quickstart"
 
 _PATHS = frozenset(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+OWN_PACKAGES = ("verl_lite", "workers", "trainer")
 
 
 class Registry(dict[str, T]):
@@ -70,6 +71,19 @@ def find_entry(entries: dict[str, T], kind: str, name: str | Enum) -> T:
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     known = ", ".join(sorted(entries)) or "none"
     raise ValueError(f"Unknown {kind}: {key}.{hint} Known: {known}; or a path pkg.module:object.")
+
+
+def foreign_modules(entries: Iterable[object]) -> list[str]:
+    """Modules outside this project that define some of these entries, and so registered them: another process imports
+    them to know the entries too. What is defined in a script that was started itself cannot be imported."""
+    modules = {getattr(entry, "__module__", "__main__") for entry in entries}
+    return sorted(name for name in modules if name.partition(".")[0] not in OWN_PACKAGES and name != "__main__")
+
+
+def import_modules(modules: Iterable[str]) -> None:
+    """Imports them for what they register."""
+    for module in modules:
+        importlib.import_module(module)
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

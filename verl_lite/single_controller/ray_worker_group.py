@@ -12,6 +12,7 @@ import faulthandler
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from verl_lite.errors import ClusterLostError, StalledError, WorkerDiedError, add_circumstances, circumstances
 from verl_lite.protocol import tensor_dict
+from verl_lite.registry import import_modules
 from verl_lite.single_controller.node_watch import silence_of
 from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, worker_env
 from verl_lite.single_controller.ray_errors import death, is_consequence, machine_lost, original_error
@@ -59,8 +61,8 @@ class SlotProcess:
         """The process's id, and Ray's name of the machine where it has it."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
-    def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs]) -> None:
-        """Make the objects of all roles, in order."""
+    def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs], modules: Sequence[str]) -> None:
+        """Import `modules`, and make the objects of all roles, in order."""
         self._slot = slot
         assert slot.store is not None
         host, port = slot.store
@@ -76,6 +78,7 @@ class SlotProcess:
         if slot.world_size > slot.local_world_size and interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the host's name, often 127.0.1.1
         with Portable():
+            import_modules(modules)
             for role, recipe in roles.items():
                 construct(slot, role, recipe.cls, recipe.args, recipe.kwargs)
 
@@ -105,6 +108,7 @@ class RayTransport:
         pool: ResourcePool,
         roles: dict[str, ClassWithInitArgs],
         *,
+        modules: Sequence[str],
         env: dict[str, str],
         log_dir: str | Path | None,
         stall_timeout_s: float | None,
@@ -129,10 +133,12 @@ class RayTransport:
         }
         for place, log in zip(self._pool.reserve(), self._logs, strict=True):
             self._actors.append(actor.options(scheduling_strategy=place, **options).remote(log, stall_timeout_s))
-        self._construct(pool, roles, name)
+        self._construct(pool, roles, modules, name)
         self._stall_timeout_s = stall_timeout_s
 
-    def _construct(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs], name: str) -> None:
+    def _construct(
+        self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs], modules: Sequence[str], name: str
+    ) -> None:
         where = "its constructor"
         started = [_Handle(actor.process.remote(), rank, name, "start") for rank, actor in enumerate(self._actors)]
         store, *processes = self.wait([_Handle(self._actors[0].open_store.remote(), 0, name, "start"), *started])
@@ -144,7 +150,9 @@ class RayTransport:
         handles = []
         for rank, (node, place) in enumerate(pool.seats):
             slot = Slot(rank, pool.world_size, place, pool.process_on_nodes[node], backend="ray", store=store)
-            handles.append(_Handle(self._actors[rank].construct.remote(slot, shared), rank, name, where))
+            handles.append(
+                _Handle(self._actors[rank].construct.remote(slot, shared, tuple(modules)), rank, name, where)
+            )
         self.wait(handles, fatal=True)
 
     def _locate(self, node_ids: list[str]) -> None:

@@ -7,7 +7,7 @@ soon as it is known, without waiting for ranks that now wait for that one in a c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 
 from verl_lite import wire
 from verl_lite.protocol import DataProto, DataProtoFuture
+from verl_lite.registry import import_modules
 from verl_lite.single_controller.decorator import (
     REGISTRATION,
     Dispatch,
@@ -226,6 +227,7 @@ def create_worker_groups(
     pool: ResourcePool,
     roles: dict[str, ClassWithInitArgs],
     *,
+    modules: Sequence[str] = (),
     env: dict[str, str] | None = None,
     log_dir: str | Path | None = None,
     stall_timeout_s: float | None = None,
@@ -235,6 +237,7 @@ def create_worker_groups(
     Args:
         backend: "ray" (after `start_ray`) or "inline".
         roles: name -> class and constructor arguments; made in this order in each slot.
+        modules: imported in each process before that, for what they register.
         env: environment variables of the worker processes, set before they import anything (ray only).
         log_dir: folder for what workers print, one file {role}-{rank}.log for each process (ray only).
         stall_timeout_s: a call that takes longer is a StalledError, and the workers are ended; None = no limit. Shortly
@@ -248,11 +251,14 @@ def create_worker_groups(
     if backend == "inline":
         from verl_lite.single_controller.local_worker_group import LocalTransport
 
+        import_modules(modules)
         transport: Transport = LocalTransport(pool, roles)
     elif backend == "ray":
         from verl_lite.single_controller.ray_worker_group import RayTransport
 
-        transport = RayTransport(pool, roles, env=env or {}, log_dir=log_dir, stall_timeout_s=stall_timeout_s)
+        transport = RayTransport(
+            pool, roles, modules=modules, env=env or {}, log_dir=log_dir, stall_timeout_s=stall_timeout_s
+        )
     else:
         raise ValueError(f"trainer.backend={backend!r} is unknown; choose one of {BACKENDS}")
     return {role: WorkerGroup(role, recipe.cls, transport) for role, recipe in roles.items()}

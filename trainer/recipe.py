@@ -1,0 +1,184 @@
+"""Recipes: what `recipe=...` names, what is asked of it, and which trainer it brings.
+
+    recipe=grpo                          a folder of recipes/
+    recipe=path/to/my_recipe             a folder with recipe.py in it, or the file itself
+    recipe=my_package.my_recipe          a module, or a package with a module `recipe`
+
+A recipe is a module with `overrides()`, settings by dotted key, over which the command line wins. It may have
+`prepare(config)`, called before the files of the configuration are looked for, `trainer_class`, a subclass of the
+trainer that replaces a stage, and it registers whatever it likes: losses, estimators, rewards, filters, environments.
+All forms give a module that other processes import by its name; for a path the folder above its package joins sys.path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl_lite.config import PPOConfig
+from verl_lite.core_algos import POLICY_LOSS_REGISTRY
+from verl_lite.errors import UserError
+from verl_lite.group_filters import GROUP_FILTERS
+from verl_lite.recipe_names import RECIPE_FILE, is_recipe_path
+from verl_lite.registry import foreign_modules
+from workers.rollout.base import ROLLOUT_ENGINES
+
+if TYPE_CHECKING:
+    from trainer.ray_trainer import RayPPOTrainer
+
+T = TypeVar("T")
+BUILT_IN = Path(__file__).resolve().parents[1] / "recipes"
+FORMS = "a path (recipe=path/to/folder with recipe.py in it) or a module (recipe=my_package.my_recipe)"
+
+
+def load_recipe(name: str) -> ModuleType:
+    """The recipe's module. Raises UserError if there is none or it has no `overrides`; what the recipe's own code
+    raises goes on as it is, with a note."""
+    known = built_in_recipes()
+    if name in known:
+        module = _imported(f"recipes.{name}.recipe", name)
+    elif is_recipe_path(name):
+        module = _from_path(name)
+    elif "." in name:
+        module = _from_module(name)
+    else:
+        here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
+        raise UserError(
+            f"recipe={name!r}: no such folder of recipes/; there are {', '.join(known)}; or give {FORMS}.{here}"
+        )
+    if not callable(getattr(module, "overrides", None)):
+        raise UserError(
+            f"recipe={name!r}: {module.__file__} has no function overrides(): it returns the recipe's settings, "
+            '{"algorithm.adv_estimator": "rloo", ...}; `python -m trainer.new_recipe NAME` writes an example'
+        )
+    return module
+
+
+def built_in_recipes() -> list[str]:
+    """Names of the recipes that are here."""
+    return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{RECIPE_FILE}"))
+
+
+def recipe_overrides(name: str) -> Mapping[str, object]:
+    """What a recipe sets, by dotted key."""
+    settings = _called(load_recipe(name).overrides, name)
+    if not isinstance(settings, Mapping):
+        raise UserError(f"recipe={name!r}: overrides() returned {type(settings).__name__}, a dictionary is expected")
+    return settings
+
+
+def prepare_recipe(config: PPOConfig) -> None:
+    """Lets the recipe make what its settings name, e.g. data, where it has a function `prepare`."""
+    if config.recipe is None:
+        return
+    prepare: Callable[[PPOConfig], Any] | None = getattr(load_recipe(config.recipe), "prepare", None)
+    if prepare is not None:
+        with_config = prepare
+        _called(lambda: with_config(config), config.recipe)
+
+
+def worker_modules(config: PPOConfig) -> list[str]:
+    """What a worker process imports before it begins: the recipe, and where the loss, the rollout engine and the group
+    filters are registered that the configuration names."""
+    managers = (config.agentic.train_env_manager, config.agentic.val_env_manager)
+    named = [
+        POLICY_LOSS_REGISTRY.get(config.actor.policy_loss.loss_mode),
+        ROLLOUT_ENGINES.get(config.rollout.name),
+        *(GROUP_FILTERS.get(manager.group_filter_cls or "") for manager in managers),
+    ]
+    recipe = [] if config.recipe is None else [load_recipe(config.recipe).__name__]
+    return list(dict.fromkeys([*recipe, *foreign_modules(entry for entry in named if entry is not None)]))
+
+
+def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
+    """The trainer of the recipe, else the one that the configuration asks for. Raises UserError if the recipe's is
+    not one of that kind."""
+    from trainer.agentic_build import trainer_for
+
+    usual = trainer_for(config)
+    chosen = getattr(load_recipe(config.recipe), "trainer_class", None) if config.recipe else None
+    if chosen is None:
+        return usual
+    if not (inspect.isclass(chosen) and issubclass(chosen, usual)):
+        raise UserError(
+            f"recipe={config.recipe!r}: its trainer_class is {chosen!r}; with these settings a subclass of "
+            f"{usual.__module__}.{usual.__name__} is expected"
+        )
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------- the three forms
+
+
+def _from_path(name: str) -> ModuleType:
+    given = Path(name).expanduser().absolute()
+    file = given / RECIPE_FILE if given.is_dir() else given
+    if not file.is_file() or file.suffix != ".py":
+        raise UserError(f"recipe={name!r}: there is no {file}; a recipe is {FORMS}")
+    file = Path(os.path.realpath(file.parent)) / file.name
+    top, parts = file.parent, [file.stem]
+    while not parts[1:] or (top / "__init__.py").is_file():
+        parts.insert(0, top.name)
+        top = top.parent
+    module_name = ".".join(parts)
+    if not all(parts) or any("." in part for part in parts):
+        raise UserError(f"recipe={name!r}: {file.parent.name or file.parent} cannot be a package's name; rename it")
+    if str(top) not in sys.path:
+        sys.path.append(str(top))
+        importlib.invalidate_caches()
+    found = _spec(module_name)
+    if found is None or found.origin is None or Path(os.path.realpath(found.origin)) != Path(os.path.realpath(file)):
+        taken = getattr(sys.modules.get(parts[0]), "__path__", ["an installed module"])
+        raise UserError(
+            f"recipe={name!r}: {file} would be imported as {module_name}, but {parts[0]} is {next(iter(taken))} "
+            f"already; rename the folder {top / parts[0]}"
+        )
+    return _imported(module_name, name)
+
+
+def _from_module(name: str) -> ModuleType:
+    spec = _spec(name)
+    if spec is None:
+        raise UserError(
+            f"recipe={name!r}: Python finds no such module; it looks in the current folder, in PYTHONPATH and among "
+            f"installed packages. There are {', '.join(built_in_recipes())}; or give a path to a folder"
+        )
+    if spec.submodule_search_locations is not None and not hasattr(_imported(name, name), "overrides"):
+        inner = f"{name}.{Path(RECIPE_FILE).stem}"
+        if _spec(inner) is not None:
+            return _imported(inner, name)
+    return _imported(name, name)
+
+
+def _spec(module_name: str) -> ModuleSpec | None:
+    """Where Python would import it from; None if it or a package above it is not there."""
+    try:
+        return importlib.util.find_spec(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            return None
+        error.add_note(f"raised while the packages of {module_name} were imported")
+        raise
+
+
+def _imported(module_name: str, name: str) -> ModuleType:
+    return _called(lambda: importlib.import_module(module_name), name)
+
+
+def _called(function: Callable[[], T], name: str) -> T:
+    """The guarded door to the recipe's code: what it raises is shown whole, and says whose it is."""
+    try:
+        return function()
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(f"raised by the code of recipe={name}")
+        raise
