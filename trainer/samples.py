@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +18,8 @@ from verl_lite.protocol import DataProto
 @dataclass(frozen=True)
 class Sample:
     """One prompt, its answer, and what the answer was worth. `score` is null where the reward failed, because it was
-    late if `timed_out`. `sample` counts the answers to one prompt."""
+    late if `timed_out`. `sample` counts the answers to one prompt. `input` and `gts` are for the eye; prompt (the chat
+    messages), ground_truth and extra_info are what the reward got, so that `trainer.score` can ask another one."""
 
     step: int
     uid: str
@@ -32,6 +34,9 @@ class Sample:
     extra: dict[str, float | str]
     sample: int = 0
     timed_out: bool = False
+    prompt: list[dict[str, str]] = field(default_factory=list)
+    ground_truth: Any = None
+    extra_info: dict[str, Any] | None = None
 
 
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
@@ -40,6 +45,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     filler = tensors["is_padding"].tolist() if "is_padding" in tensors.keys() else [False] * len(batch)
     number = columns.get("sample", np.zeros(len(batch), dtype=np.int64))
     late = columns.get("reward_timed_out", np.zeros(len(batch), dtype=bool))
+    infos = columns.get("extra_info", [None] * len(batch))
     # the scores say how long a failed sample was: its response_mask may already be empty
     lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1)
     scores = tensors["token_level_scores"].sum(1)
@@ -59,10 +65,27 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
             extra={name: _plain(name, values[row]) for name, values in extras.items() if values[row] is not None},
             sample=int(number[row]),
             timed_out=bool(late[row]),
+            prompt=plain_value(columns["raw_prompt"][row]),
+            ground_truth=plain_value(columns["reward_model"][row].get("ground_truth")),
+            extra_info=plain_value(infos[row]) or None,
         )
         for row in range(len(batch))
         if not filler[row]
     ]
+
+
+def plain_value(value: Any) -> Any:
+    """A value of a dataset as json has it: arrays become lists, numbers that are not finite null, what json has no word
+    for (dates, bytes) its text."""
+    if isinstance(value, dict):
+        return {str(name): plain_value(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(entry) for entry in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain_value(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _plain(name: str, value: object) -> float | str:
