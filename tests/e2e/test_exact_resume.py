@@ -46,6 +46,12 @@ def reward_by_length(data_source: str, solution_str: str, ground_truth: str, ext
     return sum(map(ord, solution_str)) % 7 / 7
 
 
+def reward_by_parity(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """Something that is equal for about half of all pairs of answers."""
+    total = sum(map(ord, solution_str))
+    return {"score": total % 7 / 7, "acc": total % 2}
+
+
 def main_in_child(argv: list[str], folder: str, log: str) -> None:
     os.chdir(folder)
     with open(log, "w") as file:
@@ -164,6 +170,11 @@ RUNNING = [
     "trainer.async_save=true",
 ]  # fmt: skip
 LORA = ["model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=[q_proj,down_proj]", "actor.use_kl_loss=true"]
+FILTERED = [
+    "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "data.sources.odd.n=3",
+    "reward.custom_reward_function.name=reward_by_parity", "reward.overlong_buffer.enable=true",
+    "reward.overlong_buffer.len=3",
+]  # fmt: skip
 ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_warmup=1", "trainer.async_save=true"]
 
 
@@ -179,6 +190,7 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
         pytest.param(12, 4, 2, 3, [*GAE, "trainer.critic_warmup=1"], CRITIC, id="critic, after its warm-up"),
         pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background"),
         pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference"),
+        pytest.param(14, 4, 2, 4, FILTERED, ACTOR, id="dynamic sampling, prompts with their own number of answers"),
         pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic, saved in the background"),
     ],
 )
