@@ -238,7 +238,7 @@ class Sandbox:
 
     def kill(self, process: Process) -> Ending:
         """Ends a process and waits for its end."""
-        if process.ending is None and self._control is not None:
+        if process.ending is None:
             self._send({"kill": process.job}, [])
         return self.wait_end(process)
 
@@ -246,6 +246,7 @@ class Sandbox:
         """Ends the fork server and all that it made."""
         for process in self._running.values():
             process.close()
+            process.ending = Ending(process.why, -signal.SIGKILL, 0.0, 0.0)
         self._running = {}
         if self._control is not None:
             self._control.close()

@@ -114,9 +114,8 @@ def probe(folder: str, readable: Sequence[str]) -> Protection:
     child = os.fork()
     if child == 0:
         try:
-            secret = os.open("/proc/self/environ", os.O_RDONLY)
             confine(Limits(), folder, readable)
-            os.write(writer, json.dumps(_attempts(secret)).encode())
+            os.write(writer, json.dumps(_attempts()).encode())
         finally:
             os._exit(0)
     os.close(writer)
@@ -129,7 +128,7 @@ def probe(folder: str, readable: Sequence[str]) -> Protection:
     return Protection(**kept, layers=tuple(_layers(readable)))
 
 
-def _attempts(own_environment: int) -> dict[str, bool]:
+def _attempts() -> dict[str, bool]:
     outside = f"/tmp/verl_lite-sandbox-probe-{os.getpid()}"
 
     def fork() -> None:
@@ -140,7 +139,6 @@ def _attempts(own_environment: int) -> dict[str, bool]:
         with open(outside, "w"):
             os.unlink(outside)
 
-    os.close(own_environment)
     return {
         "network": _fails(lambda: socket.socket().close()) and _fails(lambda: socket.socketpair()),
         "processes": _fails(fork) and _fails(lambda: os.posix_spawn("/bin/true", ["true"], {})),

@@ -7,6 +7,8 @@ given up its rights. It ends with its parent, and its copies end with it. Import
 from __future__ import annotations
 
 import array
+import builtins
+import fcntl
 import gc
 import json
 import os
@@ -25,6 +27,8 @@ MESSAGE_BYTES = 1 << 16
 DESCRIPTORS = ("stdin", "stdout", "stderr", "channel", "line")
 """Pipe ends that travel with a request; those that it does not name are /dev/null."""
 
+_OUT_OF_THE_WAY = 64
+
 _PRELOADED = (
     "bisect collections copy datetime decimal fractions functools heapq itertools json math operator random re "
     "statistics string typing dataclasses enum numbers"
@@ -35,6 +39,7 @@ def main(control: int, folder: str, readable: Sequence[str]) -> None:
     """Serves until the parent closes its end. First message out: {"protection": what holds on this machine}."""
     for name in _PRELOADED:
         __import__(name)
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module `site` would add them
     gc.collect()
     gc.freeze()  # copies would copy what the collector touches
     connection = socket.socket(fileno=control)
@@ -149,20 +154,13 @@ def _end_report(job: int, status: int, usage: resource.struct_rusage) -> dict[st
 
 def _move(fds: dict[str, int], devnull: int) -> dict[str, int]:
     """Puts the descriptors where the program expects them, 0 to 4, and closes all others."""
-    high = {name: os.dup(fd) for name, fd in fds.items()}  # out of the way first
-    spare = max([devnull, *fds.values(), *high.values(), len(DESCRIPTORS)]) + 1
-    moved = {name: spare + place for place, name in enumerate(DESCRIPTORS) if place < 3 or name in high}
-    for name, target in moved.items():
-        os.dup2(high.get(name, devnull), target)
-    places: dict[str, int] = {}
+    high = {name: fcntl.fcntl(fd, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for name, fd in {**fds, "null": devnull}.items()}
+    os.closerange(3, _OUT_OF_THE_WAY)
     for place, name in enumerate(DESCRIPTORS):
-        if name in moved:
-            os.dup2(moved[name], place, inheritable=False)
-            places[name] = place
-        else:
-            os.dup2(devnull, place)
-    os.closerange(len(DESCRIPTORS), 4096)
-    return places
+        if name in fds or place < 3:
+            os.dup2(high[name if name in fds else "null"], place, inheritable=False)
+    os.closerange(_OUT_OF_THE_WAY, 4096)
+    return {name: DESCRIPTORS.index(name) for name in fds}
 
 
 if __name__ == "__main__":

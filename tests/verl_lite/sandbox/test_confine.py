@@ -1,0 +1,153 @@
+"""What is given up on machines that lack a layer: tried by a forked child that pretends to be on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_lite.errors import UserError
+from verl_lite.rewards import code as code_reward
+from verl_lite.sandbox import Limits, Protection, Sandbox, confine
+from verl_lite.sandbox.confine import NOBODY, probe
+from verl_lite.sandbox.runs import run_script
+from verl_lite.sandbox.system_calls import (
+    ABSENT,
+    ALLOWED,
+    CHANGING,
+    CLONE,
+    FCNTL,
+    IOCTL,
+    KILL,
+    NONE,
+    OPEN,
+    PRLIMIT,
+    TGKILL,
+    _program,
+)
+
+HEADERS = {0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), 1: Path("/usr/include/asm-generic/unistd.h")}
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a forked process."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, folder: Path, readable: list[str], **fakes: Any) -> Protection:
+    for name, value in fakes.items():
+        monkeypatch.setattr(confine, name, value)
+    return Protection(**in_child(lambda: vars(probe(str(folder), readable))))
+
+
+def test_without_landlock_nothing_is_written_and_everything_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = tried(monkeypatch, tmp_path, ["/root"], landlock_version=lambda libc: 0)
+    assert found.is_safe and not found.reading
+    assert found.missing() == ["read every file that this user may read"]
+
+    def write_inside() -> list[str]:
+        confine.confine(Limits(), str(tmp_path), ["/root"])
+        errors = []
+        for attempt in (lambda: open("x", "w"), lambda: os.mkdir("y"), lambda: os.unlink("old"), lambda: open("old")):
+            try:
+                attempt()
+                errors.append("")
+            except OSError as error:
+                errors.append(type(error).__name__)
+        return errors
+
+    (tmp_path / "old").write_text("x")
+    assert in_child(write_inside) == ["PermissionError"] * 3 + [""]
+
+
+def test_without_seccomp_it_is_not_safe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = tried(monkeypatch, tmp_path, ["/root"], is_known_machine=lambda: False)
+    assert not found.is_safe and not found.network and not found.processes
+    assert found.writing and found.reading  # Landlock's part
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_root_becomes_nobody_where_python_can_be_read_by_all(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+
+        def look() -> list[Any]:
+            confine.confine(Limits(), folder, ["/usr/lib"])
+            Path("own").write_text("x")
+            return [os.getuid(), os.getgroups(), Path("own").stat().st_uid]
+
+        assert in_child(look) == [NOBODY, [], NOBODY]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_without_privilege_it_holds_as_well() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chown(folder, 4711, 4711)
+
+        def as_user() -> dict[str, Any]:
+            os.setgroups([])
+            os.setresgid(4711, 4711, 4711)
+            os.setresuid(4711, 4711, 4711)
+            return vars(probe(folder, ["/usr/lib"]))
+
+        found = Protection(**in_child(as_user))
+        assert found.is_safe and found.reading
+
+
+def test_a_machine_that_cannot_hold_code_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Protection, "is_safe", property(lambda self: False))
+    with pytest.raises(UserError, match="allow_unsafe: true"):
+        run_script(Sandbox(), "print(1)", "")
+    with pytest.raises(UserError, match="does not run on this machine"):
+        code_reward.compute_score("rule/code", "x = 1", ["assert x == 1"], memory_mb=999)
+    allowed = Sandbox(allow_unsafe=True)
+    assert run_script(allowed, "print(1)", "").value == "1\n"
+    allowed.close()
+
+
+def test_what_is_missing_is_named() -> None:
+    nothing = Protection(False, False, False, False, False, ())
+    assert len(nothing.missing()) == 5 and not nothing.is_safe
+    assert Protection(True, True, True, True, False, ()).is_safe
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_the_numbers_of_system_calls_are_the_headers(column: int) -> None:
+    if not HEADERS[column].exists():
+        pytest.skip(f"{HEADERS[column]} is not installed")
+    text = HEADERS[column].read_text()
+    found: dict[str, int] = {}
+    for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text):
+        found.setdefault(name, int(number))
+    others = {"clone": CLONE, "kill": KILL, "tgkill": TGKILL, "prlimit64": PRLIMIT, "ioctl": IOCTL, "fcntl": FCNTL}
+    for name, numbers in {**ALLOWED, **CHANGING, **OPEN, **ABSENT, **others}.items():
+        if numbers[column] != NONE:
+            assert found.get(name, found.get(name.replace("newfstatat", "fstatat"))) == numbers[column], name
+        else:
+            assert column == 1
+
+
+def test_jumps_of_the_filter_stay_inside_it() -> None:
+    for may_write in (False, True):
+        lines = _program(4711, may_write)
+        assert len(lines) < 4096 and lines[-1][0] == 0x06
+        for place, (_, if_true, if_false, _) in enumerate(lines):
+            assert place + 1 + max(if_true, if_false) <= len(lines) - 1 or place == len(lines) - 1
