@@ -6,6 +6,7 @@ that reward processes start in a fraction of a second. How to write a reward: RE
 """
 
 from verl_lite.rewards import (
+    code,
     exact_answer,
     exact_match,
     format,
@@ -44,6 +45,7 @@ __all__ = [
     "Scorer",
     "Style",
     "asks_by_source",
+    "code",
     "default_compute_score",
     "exact_answer",
     "exact_match",
