@@ -190,7 +190,7 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
         pytest.param(12, 4, 2, 3, [*GAE, "trainer.critic_warmup=1"], CRITIC, id="critic, after its warm-up"),
         pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background"),
         pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference"),
-        pytest.param(14, 4, 2, 4, FILTERED, ACTOR, id="dynamic sampling, prompts with their own number of answers"),
+        pytest.param(14, 4, 3, 4, FILTERED, ACTOR, id="dynamic sampling, prompts with their own number of answers"),
         pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic, saved in the background"),
     ],
 )
