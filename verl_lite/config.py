@@ -346,7 +346,9 @@ class RayKwargs:
 
 @dataclass
 class PPOConfig:
-    recipe: str | None = opt(None, "a folder of recipes/, a path or a module; null = quickstart if neither model nor data is given")
+    recipe: str | None = opt(
+        None, "name in recipes/, path or module; null = quickstart if neither model nor data is given"
+    )
     data: DataConfig = section(DataConfig, "what is asked")
     model: ModelConfig = section(ModelConfig, "the policy's network")
     actor: ActorConfig = section(ActorConfig, "how the policy learns")

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.agentic_frozen_lake.warm_start import folder_of, make_once
 from recipes.agentic_frozen_lake.worlds import (
     CONVERSATION_TOKENS,
     CUSTOM_ENVS,
@@ -20,6 +19,8 @@ from recipes.agentic_frozen_lake.worlds import (
     build,
     made_from,
 )
+from recipes.embedded import ONE_GROUP, make_where_wanted
+from recipes.embedded import cache_folder as folder_of
 
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
@@ -63,8 +64,7 @@ def small_model(model: Path) -> dict[str, object]:
         "actor.optim.lr": 5e-4,
         "actor.optim.lr_warmup_steps": 5,
         "actor.optim.betas": [0.9, 0.95],
-        # one FSDP group: on a model this small a collective for each layer costs more than it saves
-        "actor.fsdp_config.wrap_policy.min_num_params": 10_000_000,
+        "actor.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
         "actor.fsdp_config.reshard_after_forward": False,
         "agentic.logging_steps": 20,
         "trainer.val_before_train": True,
@@ -74,8 +74,7 @@ def small_model(model: Path) -> dict[str, object]:
 
 def prepare(config: PPOConfig) -> None:
     """Makes the model where the run wants it and the cache does not hold it."""
-    if Path(config.model.path or "").is_relative_to(cache_folder()):
-        make_once(cache_folder(), NAME, build)
+    make_where_wanted(config, cache_folder(), NAME, build)
 
 
 @cache

@@ -39,14 +39,14 @@ def build(folder: Path) -> None:
     """Writes model/, after the warm start, and demonstrations.parquet into `folder`."""
     from recipes.agentic_frozen_lake.data import lake_player, write_demonstrations
     from recipes.agentic_frozen_lake.model import write_model
-    from recipes.agentic_frozen_lake.warm_start import imitate
+    from recipes.embedded import warm_start
 
     length = PROMPT_TOKENS + CONVERSATION_TOKENS
     write_model(folder / "random", MODEL_SEED, layers=LAYERS, hidden=HIDDEN)
     rng = random.Random(DATA_SEED)
     file = folder / "demonstrations.parquet"
     write_demonstrations(file, demonstrated(), lake_player(rng), rng, number=DEMONSTRATIONS, random_share=RANDOM_SHARE)
-    imitate(folder, NAME, steps=WARM_START_STEPS, rows=WARM_START_ROWS, max_length=length)
+    warm_start(folder, NAME, steps=WARM_START_STEPS, rows=WARM_START_ROWS, max_length=length, lr=3e-3)
 
 
 def demonstrated() -> dict[str, EnvTemplate]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.agentic_frozen_lake.recipe import small_model
-from recipes.agentic_frozen_lake.warm_start import folder_of, make_once
 from recipes.agentic_sokoban.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, NAME, PROMPT_TOKENS, build, made_from
+from recipes.embedded import cache_folder as folder_of
+from recipes.embedded import make_where_wanted
 
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
@@ -39,8 +40,7 @@ def overrides() -> dict[str, object]:
 
 def prepare(config: PPOConfig) -> None:
     """Makes the model where the run wants it and the cache does not hold it."""
-    if Path(config.model.path or "").is_relative_to(cache_folder()):
-        make_once(cache_folder(), NAME, build)
+    make_where_wanted(config, cache_folder(), NAME, build)
 
 
 @cache

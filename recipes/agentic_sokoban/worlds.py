@@ -48,7 +48,7 @@ def build(folder: Path) -> None:
     """Writes model/, after the warm start, and demonstrations.parquet into `folder`."""
     from recipes.agentic_frozen_lake.data import write_demonstrations
     from recipes.agentic_frozen_lake.model import write_model
-    from recipes.agentic_frozen_lake.warm_start import imitate
+    from recipes.embedded import warm_start
     from verl_lite.envs.base import env_templates
 
     write_model(folder / "random", MODEL_SEED, layers=LAYERS, hidden=HIDDEN)
@@ -57,7 +57,7 @@ def build(folder: Path) -> None:
     file = folder / "demonstrations.parquet"
     write_demonstrations(file, played, room_player(rng), rng, number=DEMONSTRATIONS, random_share=RANDOM_SHARE)
     length = PROMPT_TOKENS + CONVERSATION_TOKENS
-    imitate(folder, NAME, steps=WARM_START_STEPS, rows=WARM_START_ROWS, max_length=length)
+    warm_start(folder, NAME, steps=WARM_START_STEPS, rows=WARM_START_ROWS, max_length=length, lr=3e-3)
 
 
 def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:

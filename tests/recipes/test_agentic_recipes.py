@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.agentic_frozen_lake.data import best_moves, clumsy, lake_player, play, write_demonstrations
 from recipes.agentic_frozen_lake.model import WORDS, grid_tokenizer, write_model
-from recipes.agentic_frozen_lake.warm_start import folder_of, make_once
 from recipes.agentic_sokoban.worlds import room_player
 from trainer.run import recipe_overrides
 from verl_lite.config import PPOConfig
@@ -150,26 +149,3 @@ def test_each_documented_variant_is_accepted(recipe: str) -> None:
         config = load_config(words, recipe_loader=recipe_overrides).config
         assert config.recipe == recipe
         env_templates(config.agentic.custom_envs)
-
-
-def test_the_model_is_made_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
-    source = tmp_path / "source.py"
-    source.write_text("1")
-    folder = folder_of("name", [source])
-    built: list[Path] = []
-
-    def build(path: Path) -> None:
-        built.append(path)
-        (path / "model").mkdir()
-        if len(built) == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make_once(folder, "name", build)
-    assert not folder.exists() and [path.name for path in tmp_path.iterdir()] == ["source.py"]
-    make_once(folder, "name", build)
-    make_once(folder, "name", build)
-    assert len(built) == 2 and (folder / "model").is_dir()
-    source.write_text("2")
-    assert folder_of("name", [source]) != folder

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.quickstart import data, recipe
+from recipes.quickstart import data, recipe, start
 from recipes.quickstart.model import character_tokenizer, write_model
-from verl_lite.config import PPOConfig, SFTConfig
+from verl_lite.config import PPOConfig
 from verl_lite.config_loader import load_config
 from verl_lite.rewards import default_compute_score
 
@@ -109,7 +109,8 @@ def number(score: Any) -> float:
     return float(score["score"] if isinstance(score, dict) else score)
 
 
-def test_questions_and_answers_fit_the_lengths_of_the_recipe(rows: dict[str, list[dict[str, Any]]]) -> None:
+    config = settings()
+    tokenizer: Any = character_tokenizer()
     config, tokenizer = settings(), character_tokenizer()
     for row in rows["test"] + rows["train"]:
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
@@ -149,25 +150,6 @@ def test_what_is_missing_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPat
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]  # nothing unfinished is left
 
 
-def test_a_failed_attempt_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(folder: Path) -> None:
-        (folder / "half").mkdir()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(recipe, "build", build)
-    with pytest.raises(KeyboardInterrupt):
-        recipe.prepare(settings())
-    assert list(cache.parent.iterdir()) == []
-
-
-def test_the_folder_of_a_faster_process_stays(cache: Path) -> None:
-    for path in (cache, cache.with_name("mine")):
-        path.mkdir(parents=True)
-        (path / "name").write_text(path.name)
-    recipe.publish(cache.with_name("mine"), cache)
-    assert (cache / "name").read_text() == cache.name
-
-
 def test_a_model_and_data_of_ones_own_need_no_cache(cache: Path) -> None:
     config = settings()
     config.model.path, config.data.train_files, config.data.val_files = "mine", ["mine.parquet"], []
@@ -175,8 +157,5 @@ def test_a_model_and_data_of_ones_own_need_no_cache(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_the_warm_start_has_the_settings_it_means(tmp_path: Path) -> None:
-    config = recipe.warm_start(tmp_path)
-    assert isinstance(config, SFTConfig)
-    rows_needed = config.trainer.total_training_steps * config.data.train_batch_size
-    assert rows_needed <= 2 * data.DEMONSTRATIONS
+def test_the_warm_start_sees_each_demonstration_at_most_twice() -> None:
+    assert start.WARM_START_STEPS * start.WARM_START_ROWS <= 2 * data.DEMONSTRATIONS
