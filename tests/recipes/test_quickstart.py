@@ -109,9 +109,9 @@ def number(score: Any) -> float:
     return float(score["score"] if isinstance(score, dict) else score)
 
 
+def test_questions_and_answers_fit_the_lengths_of_the_recipe(rows: dict[str, list[dict[str, Any]]]) -> None:
     config = settings()
     tokenizer: Any = character_tokenizer()
-    config, tokenizer = settings(), character_tokenizer()
     for row in rows["test"] + rows["train"]:
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
         answer = tokenizer(row["reward_model"]["ground_truth"])["input_ids"]
