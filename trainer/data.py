@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -84,7 +85,7 @@ class PromptDataset:
 
         Tensors prompts (B, P) left-padded, prompt_mask (B, P), and answers_per_prompt (B,) if any row of the dataset
         asks for another number of answers than `answers`; raw_prompt, data_source, reward_model, extra_info, uid and
-        index (B,).
+        index (B,). A prompt that stands in the batch again has another uid there: its answers are a group of their own.
         """
         index = self._index[np.asarray(positions, dtype=np.int64)]
         prompts = torch.full((len(index), self._max_prompt_length), self._pad_token_id, dtype=torch.long)
@@ -99,7 +100,7 @@ class PromptDataset:
             "data_source": as_column([row["data_source"] for row in rows]),
             "reward_model": as_column([row["reward_model"] for row in rows]),
             "extra_info": as_column([row["extra_info"] for row in rows]),
-            "uid": as_column([f"{self.split}-{place}" for place in index]),
+            "uid": as_column(self._uids(index)),
             "index": index,
         }
         tensors = {"prompts": prompts, "prompt_mask": mask}
@@ -170,6 +171,15 @@ class PromptDataset:
             for place, row in zip(places, found, strict=True):
                 rows[place] = row
         return [row for row in rows if row is not None]
+
+    def _uids(self, index: np.ndarray) -> list[str]:
+        times: Counter[int] = Counter()
+        names = []
+        for place in index.tolist():
+            again = f"+{times[place]}" if times[place] else ""
+            names.append(f"{self.split}-{place}{again}")
+            times[place] += 1
+        return names
 
     def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
         """Which rows stay, and a sentence about it; longer prompts are dropped, cut or refused."""

@@ -1,7 +1,7 @@
 """In which order the training prompts come: shuffled epochs, sources mixed by weight, or a sampler of the user's own.
 
 An order is a batch sampler of the data loader: lists of positions in a `PromptDataset`, one list a step. Whatever it
-is, a state saved after a step and loaded again goes on as if nothing had happened, and no batch holds a prompt twice.
+is, a state saved after a step and loaded again goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
@@ -35,7 +35,8 @@ class Sampler(Protocol):
     """What data.sampler names: a class made as `Sampler(data_source=PromptDataset, data_config=DataConfig)`.
 
     data_config.seed is always a number. Each iteration gives the `len` positions of one epoch, each from 0 to
-    len(data_source) - 1; it is asked for no more of them than the next step needs.
+    len(data_source) - 1; it is asked for no more of them than the next step needs. A prompt that comes twice in one
+    step is two groups of answers.
 
     A sampler may have more. `update(batch)` is called once a step, when the batch has its advantages and before the
     checkpoint; it may return numbers, which are logged as sampler/<name>. `state_dict()` and `load_state_dict(state)`
@@ -105,43 +106,29 @@ class EpochBatches(BatchOrder):
 
 
 class _Source:
-    """The prompts of one source, pass after pass, each in a new order if shuffled.
+    """The prompts of one source, pass after pass, each in a new order if shuffled. drawn: how many it gave so far."""
 
-    late: rows that the batch in which the pass began had already; they stand at its end.
-    """
-
-    def __init__(self, name: str, positions: np.ndarray, seed: Sequence[int], shuffle: bool) -> None:
+    def __init__(self, name: str, positions: np.ndarray, seed: int, shuffle: bool) -> None:
         self.name, self.positions, self.shuffle = name, positions, shuffle
-        self.seed = [*seed, zlib.crc32(name.encode())]
+        self.seed = [seed, zlib.crc32(name.encode())]
         self.drawn = 0
-        self.late: list[int] = []
-        self._order: tuple[int, np.ndarray] | None = None
+        self._pass: tuple[int, np.ndarray] | None = None
 
     def draw(self, count: int) -> list[int]:
-        """The next positions, none of them twice; count is at most the number of rows."""
-        size = len(self.positions)
-        start = self.drawn % size
-        first = self._pass(self.drawn // size)[start : start + count].tolist()
-        if len(first) < count:
-            self.late = first
-            first = first + self._pass(self.drawn // size + 1)[: count - len(first)].tolist()
-        elif start + count == size:
-            self.late = []
-        self.drawn += count
-        return first
+        """The next positions; it begins again where it ends."""
+        found: list[int] = []
+        while len(found) < count:
+            number, start = divmod(self.drawn, len(self.positions))
+            part = self._order(number)[start : start + count - len(found)].tolist()
+            found += part
+            self.drawn += len(part)
+        return found
 
-    def go_to(self, drawn: int, late: Sequence[int]) -> None:
-        """Goes on where another object was."""
-        self.drawn, self.late, self._order = drawn, list(late), None
-
-    def _pass(self, number: int) -> np.ndarray:
-        if self._order is None or self._order[0] != number:
-            order = self.positions
-            if self.shuffle:
-                order = np.random.default_rng([*self.seed, number]).permutation(order)
-            late = np.isin(order, self.late)
-            self._order = number, np.concatenate([order[~late], order[late]])
-        return self._order[1]
+    def _order(self, number: int) -> np.ndarray:
+        if self._pass is None or self._pass[0] != number:
+            rng = np.random.default_rng([*self.seed, number])
+            self._pass = number, rng.permutation(self.positions) if self.shuffle else self.positions
+        return self._pass[1]
 
 
 class MixtureBatches(BatchOrder):
@@ -151,7 +138,7 @@ class MixtureBatches(BatchOrder):
     share rounded, what was rounded is made up for in the next batch, and it is never a whole prompt ahead. A source
     that ends begins again, shuffled anew; an epoch is as many prompts as the dataset has, and its batches are full.
 
-    sources: positions by name. weights: for exactly these. Raises UserError for a source too small for its share.
+    sources: positions by name. weights: for exactly these.
     """
 
     def __init__(
@@ -171,15 +158,7 @@ class MixtureBatches(BatchOrder):
         exact = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
         self.shares = {name: exact[name] / sum(exact.values()) for name in sorted(exact)}
         self.behind = dict.fromkeys(self.shares, Fraction(0))
-        self.sources = {name: _Source(name, sources[name], [seed], shuffle) for name in self.shares}
-        for name, share in self.shares.items():
-            size, most = len(sources[name]), min(batch_size, math.ceil(share * batch_size) + len(self.shares) - 1)
-            if most > size:
-                raise UserError(
-                    f"data.sources.{name}.weight={weights[name]}: its share of data.train_batch_size={batch_size} is "
-                    f"up to {most} prompts a batch, and it has {size}, so a batch would hold a prompt twice: lower its "
-                    "weight or the batch size, or give it more rows"
-                )
+        self.sources = {name: _Source(name, sources[name], seed, shuffle) for name in self.shares}
 
     def __iter__(self) -> Iterator[list[int]]:
         while self.served < self.rows:
@@ -211,8 +190,7 @@ class MixtureBatches(BatchOrder):
 
     def state_dict(self) -> dict[str, Any]:
         sources = {
-            name: {"behind": str(self.behind[name]), "drawn": source.drawn, "late": list(source.late)}
-            for name, source in self.sources.items()
+            name: {"behind": str(self.behind[name]), "drawn": source.drawn} for name, source in self.sources.items()
         }
         return super().state_dict() | {"sources": sources}
 
@@ -222,7 +200,7 @@ class MixtureBatches(BatchOrder):
         for name, saved in state.get("sources", {}).items():
             if name in self.sources:
                 self.behind[name] = Fraction(saved["behind"])
-                self.sources[name].go_to(saved["drawn"], saved["late"])
+                self.sources[name].drawn = saved["drawn"]
 
 
 class SamplerBatches(BatchOrder):
@@ -268,12 +246,6 @@ class SamplerBatches(BatchOrder):
                 "many as that"
             )
         batch = [self._checked(position) for position in found]
-        twice = next((position for place, position in enumerate(batch) if position in batch[:place]), None)
-        if twice is not None:
-            raise UserError(
-                f"data.sampler: {self.name} gave position {twice} twice for one batch of data.train_batch_size="
-                f"{self.batch_size} prompts, which all have to differ; more answers to one prompt are rollout.n"
-            )
         self.digest = hashlib.blake2b(f"{self.digest}{batch}".encode(), digest_size=8).hexdigest()
         return batch
 

@@ -156,7 +156,7 @@ class RowSchema:
             columns["ground_truth"] = answer
         if columns == self._config.columns:
             return ""
-        pairs = ", ".join(f"{name}: {theirs}" for name, theirs in columns.items())
+        pairs = ", ".join(f"{name}: {_as_written(theirs)}" for name, theirs in columns.items())
         source = "" if self._gives("data_source", table) else " data.data_source=NAME (which picks the reward)"
         return f"data.columns='{{{pairs}}}'{source}"
 
@@ -353,6 +353,11 @@ def _plain_answer(value: Any) -> Any:
         content = value[0].get("content")
         return content if value[0].get("role") == "assistant" and isinstance(content, str) else value
     return value
+
+
+def _as_written(names: Any) -> str:
+    """A value of data.columns, as one writes it on a command line."""
+    return "null" if names is None else names if isinstance(names, str) else f"[{', '.join(names)}]"
 
 
 def _listed(names: Any) -> list[str]:

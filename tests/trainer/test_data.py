@@ -1,58 +1,25 @@
-"""The prompts of a run: what is served, what is refused and with which words, and resuming within an epoch."""
+"""The prompts of a run: what is served, what is refused and with which words."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.trainer.prompt_rows import char_tokenizer, make_row, write
 from trainer.data import PromptDataset
-from trainer.data_order import build_train_loader
-from trainer.data_tokens import truncate
-from verl_lite.config import DataConfig, PPOConfig
+from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; the template is `<content>=`."""
-    vocabulary = {token: number for number, token in enumerate(["<pad>", *"0123456789abc=!"])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=False))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}{% if mark %}!{% endif %}="
-        "{% if not add_generation_prompt %}wrong{% endif %}",
-    )
-
-
-def make_row(content: str, index: int = 0, **changes: Any) -> dict[str, Any]:
-    row = {
-        "data_source": "verl_lite/sort",
-        "prompt": [{"role": "user", "content": content}],
-        "reward_model": {"style": "rule", "ground_truth": "".join(sorted(content))},
-        "extra_info": {"index": index},
-    }
-    return {**row, **changes}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return char_tokenizer()
 
 
 @pytest.fixture
@@ -129,11 +96,6 @@ def test_overlong_prompts_are_cut_when_asked(
 ) -> None:
     data = make(["12345678"], truncation=side)
     assert tokenizer.decode(data[0].batch["prompts"][0]) == kept and "1 longer than 6 were cut" in data.report
-
-
-def test_truncate_middle_with_an_odd_limit_keeps_more_of_the_end() -> None:
-    assert truncate(np.arange(10), 5, "middle").tolist() == [0, 1, 7, 8, 9]
-    assert truncate(np.arange(10), 1, "middle").tolist() == [9]
 
 
 @pytest.mark.parametrize(
@@ -295,53 +257,3 @@ def test_tokenising_in_processes_gives_the_same(make: Callable) -> None:
     contents = [str(number) for number in range(2500)]
     one, two = make(contents), make(contents, filter_overlong_prompts_workers=2)
     assert one.fingerprint() == two.fingerprint()
-
-
-def config_of(**data: Any) -> PPOConfig:
-    return PPOConfig(data=DataConfig(**data))
-
-
-def uids(loader: Any) -> list[list[str]]:
-    return [batch.non_tensor_batch["uid"].tolist() for batch in loader]
-
-
-def test_an_epoch_has_every_prompt_once_in_a_new_order_each_time(make: Callable) -> None:
-    data = make(list("0123456789"))
-    loader = build_train_loader(data, config_of(train_batch_size=4))
-    first, second = uids(loader), uids(loader)
-    assert [len(batch) for batch in first] == [4, 4, 2] and len(loader) == 3
-    for epoch in (first, second):
-        assert sorted(sum(epoch, [])) == [f"train-{i}" for i in range(10)]
-    assert first != second
-    assert first == uids(build_train_loader(data, config_of(train_batch_size=4)))
-    assert first != uids(build_train_loader(data, config_of(train_batch_size=4, seed=7)))
-    in_order = uids(build_train_loader(data, config_of(train_batch_size=4, shuffle=False)))
-    assert sum(in_order, []) == [f"train-{i}" for i in range(10)]
-
-
-@pytest.mark.parametrize("stop", range(1, 8))
-def test_a_loader_with_a_loaded_state_continues_as_if_never_interrupted(make: Callable, stop: int) -> None:
-    data, config = make(list("0123456789")), config_of(train_batch_size=4)
-
-    def batches(loader: Any, count: int) -> list[tuple[list[str], dict[str, Any]]]:
-        seen: list[tuple[list[str], dict[str, Any]]] = []
-        while len(seen) < count:
-            for batch in loader:
-                seen.append((batch.non_tensor_batch["uid"].tolist(), loader.state_dict()))
-                if len(seen) == count:
-                    break
-        return seen
-
-    whole = batches(build_train_loader(data, config), 8)
-    resumed = build_train_loader(data, config)
-    resumed.load_state_dict(whole[stop - 1][1])
-    assert [uid for uid, _ in batches(resumed, 8 - stop)] == [uid for uid, _ in whole[stop:]]
-
-
-def test_the_state_of_another_dataset_is_refused(make: Callable) -> None:
-    loader = build_train_loader(make(list("0123")), config_of(train_batch_size=2))
-    next(iter(loader))
-    other = build_train_loader(make(list("0124")), config_of(train_batch_size=2))
-    with pytest.raises(UserError, match="not those of the checkpoint"):
-        other.load_state_dict(loader.state_dict())
-        next(iter(other))
