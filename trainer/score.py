@@ -101,9 +101,9 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
         _write_own_settings(file, run, replaces)
         config = load_schema(["--config", str(file), *given], ScoreConfig).config
     if config.recipe is not None:
-        from trainer.run import recipe_overrides
+        from trainer.recipe import load_recipe
 
-        recipe_overrides(config.recipe)  # importing it registers its rewards
+        load_recipe(config.recipe)  # importing it registers its rewards
     whole = PPOConfig()
     whole.reward = config.reward
     problems = list(reward_function(whole))

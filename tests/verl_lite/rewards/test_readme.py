@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import shlex
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import verl_lite.rewards
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import schema_of
+from verl_lite.config_loader import load_config
 from verl_lite.reward_config import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verl_lite.rewards import (
     REWARDS,
@@ -23,6 +26,7 @@ from verl_lite.rewards import (
     find_reward,
     load_scorer,
 )
+from verl_lite.rewards.parts import part_problems
 from workers.reward_pool import RewardPool
 
 GUIDE = (Path(verl_lite.rewards.__file__).parent / "README.md").read_text()
@@ -32,7 +36,7 @@ ITEMS = [RewardItem(i, "s", answer, "yes", {"index": i}, [{"role": "user", "cont
 
 
 def test_every_code_block_is_one_of_the_examples_below() -> None:
-    assert GUIDE.count("```python") == len(EXAMPLES) == 6
+    assert GUIDE.count("```python") == len(EXAMPLES) == 7
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,7 @@ def test_every_code_block_is_one_of_the_examples_below() -> None:
     [
         ("length.py", "sample", PlainScorer, [1.0, 0.0, 0.0]),
         ("judge.py", "sample", AsyncScorer, [1.0, 0.0, 1.0]),
+        ("rubric.py", "sample", PlainScorer, [1.1, 0.0 + 0.1, 1.0]),
         ("lists.py", "batch", BatchScorer, [1.0, 0.0, 0.0]),
         ("trl_style.py", "trl", BatchScorer, [1.0, 0.0, 0.0]),
     ],
@@ -50,7 +55,25 @@ def test_the_functions_score(tmp_path: Path, file: str, style: str, kind: type, 
     custom = CustomRewardConfig(path=str(tmp_path / file), style=style)
     scorer = load_scorer(RewardConfig(custom_reward_function=custom, reward_kwargs=kwargs))
     assert isinstance(scorer, kind)
-    assert [result.score for result in scorer.score_all(ITEMS)] == expected
+    assert [result.score for result in scorer.score_all(ITEMS)] == pytest.approx(expected)
+
+
+def test_the_several_rewards_score(tmp_path: Path) -> None:
+    (tmp_path / "length.py").write_text(EXAMPLES["length.py"])
+    [command] = re.findall(r"    (reward\.functions='\{.*?\}')\n\n", GUIDE, flags=re.DOTALL)
+    [argument] = shlex.split(command)
+    config = load_config(["recipe=null", argument.replace("length.py", str(tmp_path / "length.py"))]).config
+    assert list(part_problems(config.reward.functions)) == []
+    answer = "<think>it is</think><answer>yes</answer>"
+    items = [RewardItem(0, "exact_match", answer, answer), RewardItem(1, "exact_match", "yes", "yes")]
+    results = load_scorer(config.reward).score_all(items)
+    assert [result.score for result in results] == pytest.approx([1 + 0.1 + 0, 1 + 0 + 0.5])
+    assert results[0].extra == {
+        "accuracy": 1.0, "format": 1.0, "short": 0.0, "acc": 1.0, "short.acc": 1.0, "short.pred": answer,
+    }  # fmt: skip
+    adding = ["reward.functions.format.weight=0.2", "~reward.functions.short"]
+    changed = load_config(["recipe=null", argument, *adding]).config.reward.functions
+    assert list(changed) == ["accuracy", "format"] and changed["format"]["weight"] == 0.2
 
 
 def test_the_registered_function_is_found() -> None:
@@ -86,9 +109,11 @@ def test_the_table_has_every_option_with_its_default() -> None:
     assert set(rows) == set(keys)
     for name, key in keys.items():
         default = "none" if key.default is None else str(key.default)
+        default = default.lower() if isinstance(key.default, bool) else default
         assert rows[name].strip() in (default, f"{key.default:g}" if isinstance(key.default, float) else default), name
     mentioned = set(re.findall(r"\breward\.\w[\w.]*\w", GUIDE))
-    assert {name for name in mentioned if name not in keys} <= {"reward.custom_reward_function"}
+    below = ("reward.functions.", "reward.custom_reward_function")
+    assert [name for name in mentioned if name not in keys and not name.startswith(below)] == []
 
 
 def test_the_builtin_sources_are_those_named() -> None:
@@ -96,3 +121,15 @@ def test_the_builtin_sources_are_those_named() -> None:
     assert named is not None
     for pattern in re.findall(r"`([\w*/_]+)`", named[0]):
         assert pattern == "data_source" or pattern in REWARDS, pattern
+
+
+def test_the_table_of_rewards_has_each_of_them_with_its_sources_and_arguments() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]* \| [^|]*) \|$", GUIDE, flags=re.MULTILINE)
+    assert {f"rule/{name}" for name, _, _ in rows} == {name for name in REWARDS if name.startswith("rule/")}
+    for name, sources, told in rows:
+        function = REWARDS[f"rule/{name}"]
+        for pattern in re.findall(r"`([^`]+)`", sources):
+            assert REWARDS[pattern] is function, pattern
+        own = list(inspect.signature(function).parameters)[4:]
+        if name not in ("code", "judge"):  # which have guides of their own
+            assert [argument for argument in own if f"`{argument}" not in told] == [], name
