@@ -97,7 +97,7 @@ class PromptStream(TrainingSteps):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        columns, self._batches = state["waiting"], None
+        columns, self._batches = state.get("waiting"), None
         self._waiting = None if columns is None else DataProto.from_dict(columns["tensors"], columns["others"])
 
     def _first(self) -> DataProto:

@@ -69,8 +69,13 @@ def _prompt_rows(config: PPOConfig, slots: int) -> list[PlanRow]:
     beside = "; and one greedy answer, whose score is the baseline" if needs_greedy_baseline(config) else ""
     return [
         PlanRow("prompts per training step", f"{data.train_batch_size}", "data.train_batch_size"),
-        PlanRow("x samples per prompt", f"{config.rollout.n}", f"rollout.n{beside}"),
-        PlanRow("= samples per training step", f"{samples}", _length_limit(config)),
+        PlanRow("x samples per prompt", f"{config.rollout.n}", f"rollout.n{_own_numbers(config)}{beside}"),
+        PlanRow(
+            "= samples per training step",
+            f"about {samples}" if _own_numbers(config) else f"{samples}",
+            _length_limit(config),
+        ),
+        *_filter_rows(config),
         PlanRow(
             "optimizer steps per training step",
             f"{updates}",
@@ -118,6 +123,22 @@ def _overlap(config: PPOConfig) -> str:
     ratio = config.agentic.async_generation_ratio
     name = f"agentic.async_generation_ratio={ratio}"
     return f"{name}: episodes of a later step run while this one is trained on" if ratio else name
+
+
+def _own_numbers(config: PPOConfig) -> str:
+    """Sources whose prompts have another number of samples."""
+    own = [f"{name} {options['n']}" for name, options in config.data.sources.items() if options.get("n")]
+    return f" for most prompts; data.sources: {', '.join(own)}" if own else ""
+
+
+def _filter_rows(config: PPOConfig) -> list[PlanRow]:
+    """What dynamic sampling adds to a step."""
+    options = config.algorithm.filter_groups
+    if not options.enable:
+        return []
+    metric = options.metric or "acc, else score"
+    text = f"algorithm.filter_groups: until the prompts have answers that differ in {metric}"
+    return [PlanRow("generation batches per training step", f"1 to {options.max_num_gen_batches}", text)]
 
 
 def _on_policy_row(config: PPOConfig) -> PlanRow:

@@ -45,6 +45,20 @@ def test_greedy_answers_of_remax_are_told() -> None:
     assert rows["= samples per training step"][0] == "5120", "which are learnt from"
 
 
+def test_dynamic_sampling_and_sources_with_their_own_number_are_told() -> None:
+    config = gsm8k()
+    assert "generation batches per training step" not in table(config, slots=8)
+    config.algorithm.filter_groups.enable = True
+    config.data.sources = {"math": {"n": 16}, "gsm8k": {"weight": 1.0}}
+    rows = table(config, slots=8)
+    assert rows["x samples per prompt"] == ("5", "rollout.n for most prompts; data.sources: math 16")
+    assert rows["= samples per training step"][0] == "about 5120"
+    assert rows["generation batches per training step"] == (
+        "1 to 10",
+        "algorithm.filter_groups: until the prompts have answers that differ in acc, else score",
+    )
+
+
 def test_sizes_that_do_not_divide_are_rounded_up() -> None:
     config = gsm8k()
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 10, 4, 2
