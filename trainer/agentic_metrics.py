@@ -111,13 +111,16 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
       val/score/{mean,max,min}              over episodes
       val/{tag}/score/{mean,max,min}        over the means of a tag's groups
       val/env/{tag}/{metric}                what environments report
+      val-aux/num_turns/{mean,max,min}      actions of an episode
       val-core/{tag}/{acc|reward}/mean@N .. as for answers to prompts, where a group is a prompt and N its size: acc is
                                             the environment's `success`, if all of its episodes report that
 
     With a `prefix` such as "greedy/" the first three are val/{prefix}..., and the last all val-aux/{tag}/{prefix}...
     """
     table = EpisodeTable.of(batch)
+    turns = _column(batch, "num_turns", np.ones(len(batch)))
     metrics = _summary(f"val/{prefix}score", table.scores)
+    metrics |= _summary(f"val-aux/{prefix}num_turns", np.array([float(turns[found[0]]) for found in table.rows]))
     for tag in sorted(set(table.tags)):
         by_group: dict[str, list[float]] = {}
         for name, group, score in zip(table.tags, table.groups, table.scores, strict=True):

@@ -184,7 +184,8 @@ class AgenticPipeline(RayPPOTrainer):
         self._give_weights(self.steps.global_step, must=True)
         metrics: dict[str, float] = {}
         for prefix, sampling in validation_sampling(self.config).items():
-            batch = self.run_validation(sampling)
+            with self.validating.spent():
+                batch = self.run_validation(sampling)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)
@@ -192,7 +193,7 @@ class AgenticPipeline(RayPPOTrainer):
             write_episodes(self.config.trainer.validation_data_dir, episodes, self.steps.global_step)
             if not prefix:
                 self._show_validation(batch, episodes, result)
-        return metrics
+        return metrics | self.validating.metrics(self.steps.global_step)
 
     def run_validation(self, sampling: SamplingParams) -> DataProto:
         """The rows of the validation's episodes."""

@@ -29,6 +29,7 @@ from trainer.report import validation_line
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import EpisodeSteps
+from trainer.targets import find_targets
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -369,11 +370,12 @@ def test_the_curve_of_a_run_of_episodes_can_be_drawn(tmp_path: Path) -> None:
 
 def test_a_model_folder_is_evaluated_in_environments_that_a_file_names(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    arguments = eval_arguments(tmp_path, ["--config", "lake.yaml"])
+    [target] = find_targets(str(tmp_path))
+    arguments = eval_arguments(target, ["--config", "lake.yaml"])
     assert {"--config", "lake.yaml", f"model.path={tmp_path}", "trainer.val_only=true"} <= set(arguments)
-    assert not any(argument.startswith("data.") for argument in arguments)
+    assert not any(argument.startswith("data.val") for argument in arguments)
     with pytest.raises(UserError, match="data.val_files=PATH, or the environments"):
-        eval_arguments(tmp_path, ["trainer.device=cpu"])
+        eval_arguments(target, ["trainer.device=cpu"])
 
 
 def test_environments_and_template_are_tried_before_anything_heavy(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_at_least_one_chunk_is_asked_and_a_budget_that_suffices_asks_all(monkeyp
     ],
 )
 def test_the_size_of_a_chunk(size: int | None, budget: float | None, are_kept: bool, expected: int) -> None:
-    """All; as asked; under a budget a sixteenth; what fills 3 engines of 256 sequences with 4 answers to each prompt."""
+    """All; as asked; with a budget a sixteenth; what fills 3 engines of 256 sequences with 4 answers to each prompt."""
     config = PPOConfig()
     config.data.val_batch_size, config.trainer.val_time_budget_s = size, budget
     config.rollout.val_kwargs.n = 4
