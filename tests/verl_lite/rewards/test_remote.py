@@ -12,7 +12,7 @@ import pytest
 from tests.reward_server import Answer, RewardServer, reward_server
 from verl_lite.errors import UserError
 from verl_lite.reward_config import RemoteRewardConfig, RewardConfig
-from verl_lite.rewards import AsyncScorer, RewardItem, RewardResult, load_scorer, remote
+from verl_lite.rewards import AsyncScorer, RewardItem, RewardResult, json_post, load_scorer
 from verl_lite.rewards.remote import RemoteReward
 
 ITEM = RewardItem("k", "src", "the answer", "truth", {"index": 3}, [{"role": "user", "content": "why?"}])
@@ -20,7 +20,7 @@ ITEM = RewardItem("k", "src", "the answer", "truth", {"index": 3}, [{"role": "us
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(json_post, "_FIRST_WAIT_S", 0.01)
 
 
 def ask(url: str, items: int = 1, reward_kwargs: dict[str, Any] | None = None, **options: Any) -> list[RewardResult]:
@@ -104,7 +104,7 @@ def test_a_bad_answer_is_a_failure_and_never_asked_for_again(answer: Answer, rea
 
 
 def test_the_server_says_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 100.0)
+    monkeypatch.setattr(json_post, "_FIRST_WAIT_S", 100.0)
     with scripted(Answer("", 429, {"Retry-After": "1"}), Answer(1.0)) as server:
         assert ask(server.url)[0].score == 1.0
         assert 0.9 < server.times[1] - server.times[0] < 20
@@ -116,7 +116,7 @@ def test_waits_grow_from_try_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr(remote.asyncio, "sleep", sleep)
+    monkeypatch.setattr(json_post.asyncio, "sleep", sleep)
     with scripted(Answer("", 503)) as server:
         ask(server.url, max_retries=10)
     assert len(waited) == 10
@@ -160,10 +160,24 @@ def test_connections_are_kept_open() -> None:
         function = RemoteReward(RemoteRewardConfig(url=server.url))
         await function(solution_str="a")
         await function(solution_str="b")
-        assert function._session is not None and function._session.connector is not None
-        ports.append(sum(len(each) for each in function._session.connector._conns.values()))
+        [(session, _)] = function._post._sessions.values()
+        assert session.connector is not None
+        ports.append(sum(len(each) for each in session.connector._conns.values()))
         await function.close()
+        assert session.closed and not function._post._sessions
 
     with scripted(Answer(1.0)) as server:
         asyncio.run(two_in_turn(server))
     assert ports == [1]
+
+
+def test_connections_end_with_their_event_loop() -> None:
+    async def ask_once() -> Any:
+        await function(solution_str="a")
+        [(session, _)] = function._post._sessions.values()
+        return session
+
+    with scripted(Answer(1.0)) as server:
+        function = RemoteReward(RemoteRewardConfig(url=server.url))
+        sessions = [asyncio.run(ask_once()) for _ in range(2)]
+    assert all(session.closed for session in sessions) and not function._post._sessions
