@@ -45,8 +45,10 @@ FIELDS: dict[str, dict[str, str | None]] = {
 }
 """For each class its fields, with the class of those that are sections."""
 
-ROOTS = [cls for name, cls in CLASSES.items() if not any(name in fields.values() for fields in FIELDS.values())]
-"""Classes that are part of no other: the options of whole commands."""
+_PARTS = {part for fields in FIELDS.values() for part in fields.values()}
+_BASES = {base for cls in CLASSES.values() for base in cls.__mro__[1:]}
+ROOTS = [cls for name, cls in CLASSES.items() if name not in _PARTS and cls not in _BASES]
+"""Classes that are part of no other, and that none builds on: the options of whole commands."""
 
 OWN = {name: {f for f in FIELDS[name] if f in vars(cls)["__annotations__"]} for name, cls in CLASSES.items()}
 """The fields that each class itself declares; the others it has from a class that it builds on."""
@@ -170,6 +172,12 @@ def steps(root: type, path: tuple[str, ...]) -> list[tuple[str, str]]:
     return found
 
 
+def lineage(owner: str, field: str) -> set[str]:
+    """The classes that have the field, of a class and those it builds on: code that takes the one which declares a field
+    reads it for all that build on that one."""
+    return {cls.__name__ for cls in CLASSES[owner].__mro__ if field in FIELDS.get(cls.__name__, {})}
+
+
 def unread(root: type, reads: Reads) -> list[str]:
     """Keys of which some step is read by nobody."""
     # A section may be handed over whole, under a name of its own; a read of its fields is then proof enough for those
@@ -178,10 +186,11 @@ def unread(root: type, reads: Reads) -> list[str]:
     missing = []
     for name, key in schema_of(root).keys.items():
         *sections, leaf = steps(root, key.path)
-        taken = all(places[FIELDS[owner][field] or ""] == 1 or (owner, field) in reads for owner, field in sections)
-        # code that takes the class which declares a field reads it for all that build on that class
-        lineage = {cls.__name__ for cls in CLASSES[leaf[0]].__mro__ if leaf[1] in FIELDS.get(cls.__name__, {})}
-        is_read = any((cls, leaf[1]) in reads for cls in lineage)
+        taken = all(
+            places[FIELDS[owner][field] or ""] == 1 or any((cls, field) in reads for cls in lineage(owner, field))
+            for owner, field in sections
+        )
+        is_read = any((cls, leaf[1]) in reads for cls in lineage(*leaf))
         if not (is_read and taken) and name not in READ_BY_THE_LOADER:
             missing.append(name)
     return missing

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -217,9 +218,15 @@ def _merged_network(
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
-    """A critic's folder says that it holds a token classifier; all others hold a language model."""
-    is_critic = any("TokenClassification" in name for name in config.architectures or ())
-    return AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+    """A critic's folder says that it holds a token classifier, a reward model's a sequence classifier; all others hold
+    a language model."""
+    for kind, auto_class in (
+        ("TokenClassification", AutoModelForTokenClassification),
+        ("SequenceClassification", AutoModelForSequenceClassification),
+    ):
+        if any(kind in name for name in config.architectures or ()):
+            return auto_class
+    return AutoModelForCausalLM
 
 
 def main() -> None:

@@ -26,14 +26,14 @@ class SequenceScorePolicy(Policy):
     """The scoring network.
 
     model: a decoder's `...ForSequenceClassification` with one label. Raises UserError for one that does not read its
-    last token through a linear layer, such as an encoder with a pooler.
+    last token through a linear layer, such as an encoder with a pooler. option: the key that named it.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, option: str = "reward_model.model.path") -> None:
         super().__init__()
         if not isinstance(getattr(model, HEAD, None), nn.Linear):
             raise UserError(
-                f"reward_model.model.path: a {type(model).__name__} does not score by a linear layer on its last "
+                f"{option}: a {type(model).__name__} does not score by a linear layer on its last "
                 f"token; {_REMEDY}, made from a causal language model"
             )
         self.model = model
@@ -57,6 +57,24 @@ def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
     except UserError as error:
         raise UserError(f"reward_model.{error}; {_REMEDY}") from error
     return SequenceScorePolicy(network)
+
+
+def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
+    """Builds a `SequenceScorePolicy` to be trained, from a causal language model or from a saved reward model.
+
+    A head that the checkpoint lacks starts as zeros (the reason is that of `workers.policy.value_head`). Raises
+    UserError for a sequence-classification model of several labels.
+    """
+    has_head = any("SequenceClassification" in name for name in spec.config.architectures or ())
+    if has_head and spec.config.num_labels != 1:
+        raise UserError(
+            f"model.path={spec.model.path!r}: a sequence-classification model with {spec.config.num_labels} labels; a "
+            "reward model has one, the score. Give a causal language model, or a saved reward model"
+        )
+    spec.config.num_labels = 1
+    network = build_network(AutoModelForSequenceClassification, spec, new_head=not has_head)
+    spec.config.architectures = [type(network).__name__]  # what a checkpoint of it has to be loaded as
+    return SequenceScorePolicy(network, "model.path")
 
 
 def check_sequence_classifier(config: PretrainedConfig, path: str) -> None:

@@ -1,0 +1,116 @@
+"""Training of a reward model from pairs of answers: the loss, and the worker; `trainer.supervised` has the loop.
+
+The network is what `reward_model.model.path` takes: a sequence classifier with one label, read by the same code. Both
+texts of a pair are in one micro-batch; the loss is divided by the number of pairs in the whole optimizer step, so that
+it depends neither on how the batch was cut nor on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from trainer.preference_data import collate_pairs, load_pairs, texts_of
+from trainer.supervised import SupervisedWorker, Task, Trained, check, train
+from verl_lite.config import ModelConfig
+from verl_lite.device import dist_backend, get_device
+from verl_lite.errors import UserError
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.reward_training_config import RewardTrainingConfig
+from verl_lite.single_controller.decorator import Dispatch, register
+from workers.engine.fsdp import FSDPEngine
+from workers.policy.sequence_score import new_sequence_score, scored_rows
+from workers.policy.tokenizer import load_tokenizer
+
+
+def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, center_coefficient: float) -> torch.Tensor:
+    """Of each pair (n,): -log sigmoid(chosen - rejected) + center_coefficient * (chosen + rejected)^2.
+
+    chosen, rejected: (n,) scores. Source: Bradley and Terry (1952) as in Stiennon et al. (2020), equation 1; the second
+    term, Eisenstein et al. (2023), as in TRL's RewardTrainer, holds the scores around 0, which the first leaves open.
+    """
+    return -F.logsigmoid(chosen - rejected) + center_coefficient * (chosen + rejected).square()
+
+
+def pair_loss(
+    data: DataProto, outputs: dict[str, torch.Tensor], center_coefficient: float
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The loss of a micro-batch of texts, chosen and rejected in turn; metrics as means over pairs.
+
+    outputs: scores (2n, R), 0 but at one place of each row. accuracy: share of pairs with the better answer's score
+    above the other's. margin: its score minus the other's.
+    """
+    counts = data.batch["response_mask"].any(1).view(-1, 2).all(1)  # (n,): not padding
+    chosen, rejected = outputs["scores"].sum(1).view(-1, 2)[counts].unbind(1)
+    losses = bradley_terry(chosen, rejected, center_coefficient)
+    margins = (chosen - rejected).detach()
+    pairs = len(margins)
+    metrics = {
+        "loss": Metric.mean(float(losses.detach().sum()), pairs),
+        "accuracy": Metric.mean(float((margins > 0).sum()), pairs),
+        "margin": Metric.mean(float(margins.sum()), pairs),
+    }
+    return losses.sum() / data.meta_info["num_tokens"], metrics
+
+
+class RewardTrainingWorker(SupervisedWorker):
+    """One rank of a reward model's training."""
+
+    def __init__(self, config: RewardTrainingConfig, total_training_steps: int) -> None:
+        super().__init__()
+        device = get_device(config.trainer.device)
+        self.init_process_group(dist_backend(device))
+        self.engine = FSDPEngine(
+            config.model,
+            config.fsdp_config,
+            config.optim,
+            device=device,
+            total_training_steps=total_training_steps,
+            build_policy=new_sequence_score,
+            seed=config.trainer.seed,
+        )
+        self.pad_token_id = self.engine.hf_config.get_text_config().pad_token_id
+        self.loss = partial(pair_loss, center_coefficient=config.loss.center_rewards_coefficient)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def train(self, data: DataProto) -> DataProto:
+        """One optimizer step on a planned batch of pairs; metrics in meta_info."""
+        return DataProto(meta_info={"metrics": self.engine.train(self._texts(data), self.loss, epochs=1)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def measure(self, data: DataProto) -> DataProto:
+        """Loss, accuracy and margin on a planned batch of pairs; metrics in meta_info."""
+        texts = self._texts(data)
+        outputs = self.engine.infer(texts)
+        texts.meta_info["num_tokens"] = len(data)  # of the loss itself nothing is used here
+        return DataProto(meta_info={"metrics": self.loss(texts, outputs)[1]})
+
+    def _texts(self, data: DataProto) -> DataProto:
+        texts = texts_of(data)
+        texts.batch.update(scored_rows(texts.batch, self.pad_token_id))
+        return texts
+
+
+def run_reward_training(config: RewardTrainingConfig, report: Callable[[str], None] = print) -> Trained:
+    """Trains as configured. report: takes each line of progress. Raises UserError for input that cannot be used."""
+    check(config)
+    if config.loss.center_rewards_coefficient < 0:
+        raise UserError(
+            f"loss.center_rewards_coefficient={config.loss.center_rewards_coefficient}: expected at least 0; 0.01 is "
+            "usual"
+        )
+    tokenizer = load_tokenizer(ModelConfig(path=config.model.path, trust_remote_code=config.model.trust_remote_code))
+    files = config.data.val_files
+    task = Task(
+        name="reward_training",
+        worker=RewardTrainingWorker,
+        train=load_pairs(config.data.train_files, tokenizer, config.data, option="data.train_files"),
+        val=load_pairs(files, tokenizer, config.data, option="data.val_files") if files else [],
+        collate=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
+        count=lambda batch: torch.ones(len(batch), dtype=torch.long),
+    )
+    return train(config, task, report)
