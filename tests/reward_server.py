@@ -34,14 +34,16 @@ class RewardServer:
         self.answer = answer
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
         self.times: list[float] = []
         self.most_at_once = self._under_way = 0
         self._lock = threading.Lock()
         self._server = _Listener(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}/score"
 
-    def _begin(self, sample: dict[str, Any], headers: dict[str, str]) -> int:
+    def _begin(self, sample: dict[str, Any], headers: dict[str, str], path: str) -> int:
         with self._lock:
+            self.paths.append(path)
             self.asked.append(sample)
             self.headers.append(headers)
             self.times.append(time.monotonic())
@@ -61,7 +63,7 @@ class RewardServer:
 
             def do_POST(self) -> None:
                 sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                number = server._begin(sample, dict(self.headers))
+                number = server._begin(sample, dict(self.headers), self.path)
                 answer = server.answer(number, sample)
                 time.sleep(answer.after_s)
                 server._end()

@@ -50,6 +50,9 @@ _FORMS = {
 _SCORE = r"(?i)\bscore\b[^\n:=]*[:=]\W*?([-+]?\d+(?:\.\d+)?)"
 _PLACE = re.compile(r"\{(question|conversation|answer|ground_truth|rubric|form)\}")
 _YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+_BRACES_MAX = 200
+"""So many opening braces are looked at, from the last one on."""
+
 _SHOWN_CHARACTERS = 2000
 _CACHE_WAIT_S = 30.0
 
@@ -168,10 +171,10 @@ def _content(answer: Any) -> str:
     try:
         choice = answer["choices"][0]
         message, ended = choice["message"], choice.get("finish_reason")
+        content = message.get("content")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         shown = json.dumps(answer)[:_SHOWN_CHARACTERS]
         raise JudgeError(f"The judge's server did not answer with a chat completion: {shown}") from error
-    content = message.get("content")
     if not isinstance(content, str) or not content.strip():
         why = message.get("refusal") or f"finish_reason {ended}"
         raise JudgeError(f"The judge said nothing: {why}")
@@ -188,7 +191,7 @@ def _last_number(text: str, pattern: str | None) -> float | None:
 def _last_json(text: str, _: str | None) -> float | None:
     """The number under "score" in the last JSON object that has one."""
     decoder = json.JSONDecoder()
-    for start in reversed([place.start() for place in re.finditer(r"\{", text)]):
+    for start in [place.start() for place in re.finditer(r"\{", text)][: -_BRACES_MAX - 1 : -1]:
         try:
             found, _end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):

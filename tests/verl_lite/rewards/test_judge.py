@@ -1,0 +1,273 @@
+"""The judge against a chat server on this machine that answers, limits, fails, hangs, and talks nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reward_server import Answer, RewardServer, reward_server
+from verl_lite.errors import UserError
+from verl_lite.reward_config import RewardConfig
+from verl_lite.rewards import RewardItem, RewardResult, json_post, judge, load_scorer
+from verl_lite.rewards.judge import compute_score, read_verdict
+from workers.reward_pool import RewardPool
+
+PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_post, "_FIRST_WAIT_S", 0.01)
+
+
+def says(content: Any, reason: str = "stop", **message: Any) -> Answer:
+    """A chat completion as the API defines it."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": content, **message}, "finish_reason": reason}
+    return Answer({"id": "x", "object": "chat.completion", "model": "m", "choices": [choice], "usage": {}})
+
+
+def scripted(*answers: Answer) -> Any:
+    return reward_server(lambda number, body: answers[min(number, len(answers) - 1)])
+
+
+def base(server: RewardServer) -> str:
+    return server.url.replace("/score", "/v1")
+
+
+def ask(server: RewardServer, answer: str = "It is 4.", truth: Any = "4", **options: Any) -> dict[str, Any]:
+    options = {"base_url": base(server), "model": "m", **options}
+    return asyncio.run(compute_score("rule/judge", answer, truth, None, PROMPT, **options))
+
+
+def failure(server: RewardServer, **options: Any) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        ask(server, **options)
+    return str(raised.value)
+
+
+def test_the_request_is_a_chat_completion_and_the_number_is_scaled() -> None:
+    with scripted(says("Fine.\nScore: 7")) as server:
+        result = ask(server, system="Be strict.", request={"top_p": 0.5, "chat_template_kwargs": {"x": 1}})
+    assert result == {"score": 0.7, "judgement": "Fine.\nScore: 7", "rating": 7.0, "cached": False}
+    assert server.paths == ["/v1/chat/completions"]
+    [body] = server.asked
+    system, user = body.pop("messages")
+    assert body == {
+        "model": "m", "temperature": 0.0, "max_tokens": 1024, "top_p": 0.5, "chat_template_kwargs": {"x": 1},
+    }  # fmt: skip
+    assert system == {"role": "system", "content": "Be strict."} and user["role"] == "user"
+    for part in ("What is 2 + 2?", "It is 4.", "<reference>\n4\n", judge.RUBRIC, '"Score: N", where N is a number'):
+        assert part in user["content"]
+    assert "{" not in user["content"]
+
+
+def test_what_is_filled_in_is_not_filled_in_again() -> None:
+    template = "Q: {question} {conversation} A: {answer} T: {ground_truth} {unknown} {rubric}"
+    with scripted(says("Score: 1")) as server:
+        ask(server, "{ground_truth} {0} {{", {"a": 1}, template=template, rubric="r", temperature=None, max_tokens=None)
+    question = "What is 2 + 2?"
+    [message] = server.asked[0]["messages"]
+    assert (
+        message["content"]
+        == f"Q: {question} user: {question} A: {{ground_truth}} {{0}} {{{{ T: {{'a': 1}} {{unknown}} r"
+    )
+    assert set(server.asked[0]) == {"model", "messages"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict", "expected"),
+    [
+        ("Score: 8", "number", 8.0),
+        ("score = 8.5/10", "number", 8.5),
+        ("**Score:** 3", "number", 3.0),
+        ("Score (0-10): 7", "number", 7.0),
+        ("Score: 2 at first, but\nScore: 9", "number", 9.0),
+        ("<think>Score: 1</think>Score: 4", "number", 4.0),
+        ("<think>hm</think> Score: 4", "number", 4.0),
+        ('{"why": {"a": 1}, "score": 6}', "json", 6.0),
+        ('```json\n{"score": "5"}\n``` {not json', "json", 5.0),
+        ('{"score": 1} then {"score": 2}', "json", 2.0),
+        ("Yes", "yes_no", 1.0),
+        ("It is not right: **no**.", "yes_no", 0.0),
+        ("<think>no</think> YES", "yes_no", 1.0),
+    ],
+)
+def test_verdicts(reply: str, verdict: str, expected: float) -> None:
+    assert read_verdict(reply, verdict, None, 0, 10) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict", "reason"),
+    [
+        ("I like it, 8 of 10.", "number", "cannot be read as number"),
+        ("Score: 11", "number", "is not between 0 and 10"),
+        ("Score: -1", "number", "is not between"),
+        ("<think>Score: 7", "number", None),  # no end of the thought: all of it is the reply
+        ("<think>Score: 7</think>I am not sure.", "number", "cannot be read"),
+        ('{"points": 3}', "json", "cannot be read as json"),
+        ('{"score": null} {"score": NaN}', "json", "cannot be read"),
+        ('{"score": [1]}', "json", "cannot be read"),
+        ("{" * 5000, "json", "cannot be read"),
+        ('{"a":' * 5000, "json", "cannot be read"),
+        ("Yesterday, maybe; I know nothing.", "yes_no", "cannot be read as yes_no"),
+        ("", "number", "cannot be read"),
+    ],
+)
+def test_verdicts_that_cannot_be_read(reply: str, verdict: str, reason: str | None) -> None:
+    if reason is None:
+        assert read_verdict(reply, verdict, None, 0, 10) == 7
+        return
+    with pytest.raises(ValueError, match=reason):
+        read_verdict(reply, verdict, None, 0, 10)
+
+
+def test_ones_own_pattern_and_scale() -> None:
+    assert read_verdict("Grade 2, no: Grade 3", "number", r"Grade (\d)", 1, 5) == 3
+    with scripted(says("Grade 3")) as server:
+        assert ask(server, pattern=r"Grade (\d)", lowest=1, highest=5)["score"] == 0.5
+    with scripted(says("Yes.")) as server:
+        result = ask(server, verdict="yes_no", template="{form}")
+        assert (result["score"], result["acc"]) == (1.0, 1.0)
+        assert "one word: yes" in server.asked[0]["messages"][0]["content"]
+
+
+def test_failures_that_may_pass_are_tried_again() -> None:
+    busy = Answer("busy", 429, {"Retry-After": "1"})
+    with scripted(Answer("", 500), busy, Answer("", -1), says("Score: 5")) as server:
+        assert ask(server)["score"] == 0.5
+        assert len(server.asked) == 4 and server.times[2] - server.times[1] >= 0.9
+    with scripted(Answer("down", 503)) as server:
+        assert "status 503: down (tried 3 times)" in failure(server, max_retries=2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer({"error": {"message": "Incorrect API key"}}, 401), "status 401: .*Incorrect API key"),
+        (Answer({"error": {"message": "no such model"}}, 404), "status 404: .*no such model"),
+        (Answer("<html>", 200), "without JSON"),
+        (Answer({"choices": []}), "did not answer with a chat completion"),
+        (Answer([1]), "did not answer with a chat completion"),
+        (Answer({"choices": [{"message": None}]}), "did not answer with a chat completion"),
+        (says(None, refusal="I cannot judge this."), "said nothing: I cannot judge this"),
+        (says("", "content_filter"), "said nothing: finish_reason content_filter"),
+        (says("Score: 1", "length"), "cut off at max_tokens"),
+        (says("Nice."), "cannot be read as number: 'Nice.'"),
+    ],
+)
+def test_failures_that_are_final_are_failures_and_no_zeros(answer: Answer, reason: str) -> None:
+    with scripted(answer) as server:
+        with pytest.raises((RuntimeError, ValueError), match=reason):
+            ask(server)
+        assert len(server.asked) == 1
+
+
+def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with scripted(says("Score: 1")) as server:
+        ask(server, api_key_env="JUDGE_KEY", cache_path=str(tmp_path / "kept.sqlite"))
+        assert server.headers[0]["Authorization"] == "Bearer secret"
+        assert b"secret" not in (tmp_path / "kept.sqlite").read_bytes()
+        with pytest.raises(UserError, match="api_key_env=OTHER_KEY: the environment variable OTHER_KEY is not set"):
+            ask(server, api_key_env="OTHER_KEY")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"base_url": None}, "base_url=None: expected http"),
+        ({"base_url": "localhost:8000"}, "base_url=localhost:8000"),
+        ({"model": None}, "model is not given"),
+        ({"verdict": "words"}, "verdict='words': one of number, json, yes_no"),
+        ({"lowest": 1, "highest": 1}, "lowest=1 has to be less than highest=1"),
+        ({"cache_path": "/proc/nothing/here"}, "cache_path=/proc/nothing/here cannot be used"),
+    ],
+)
+def test_wrong_options_are_told(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        asyncio.run(compute_score("s", "a", "t", **{"base_url": "http://127.0.0.1:9/v1", "model": "m", **options}))
+
+
+def test_the_same_request_is_asked_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "deep" / "kept.sqlite")
+    with scripted(says("Nothing to say."), says("Score: 4"), says("Score: 9")) as server:
+        assert "cannot be read" in failure(server, cache_path=path)  # is not kept
+        first, second = (ask(server, cache_path=path) for _ in range(2))
+        assert (first["score"], first["cached"], second["score"], second["cached"]) == (0.4, False, 0.4, True)
+        assert len(server.asked) == 2
+        assert ask(server, "It is 5.", cache_path=path)["score"] == 0.9
+        assert ask(server, model="another", cache_path=path)["cached"] is False
+        judge._cache.cache_clear()  # as another process would
+        assert ask(server, cache_path=path)["score"] == 0.4
+        assert ask(server)["score"] == 0.9  # no path, no cache
+    with sqlite3.connect(path) as file:
+        assert file.execute("SELECT count(*) FROM replies").fetchone() == (3,)
+
+
+def _fill(path: str, first: int) -> None:
+    cache = judge._Cache(path)
+    for number in range(first, first + 20):
+        cache.keep("url", {"number": number}, str(number))
+
+
+def test_several_processes_share_a_cache(tmp_path: Path) -> None:
+    path = str(tmp_path / "kept.sqlite")
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_fill, args=(path, first)) for first in (0, 10, 20)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    cache = judge._Cache(path)
+    assert [cache.find("url", {"number": number}) for number in range(40)] == [str(number) for number in range(40)]
+
+
+ITEMS = [RewardItem(key, "s", f"{key}", "4", None, PROMPT) for key in range(12)]
+
+
+def in_pool(config: RewardConfig) -> list[RewardResult]:
+    pool = RewardPool(config, 2)
+    try:
+        pool.submit(ITEMS)
+        return list(pool.collect([item.key for item in ITEMS]).values())
+    finally:
+        pool.close()
+
+
+def test_as_one_of_several_rewards_many_are_under_way() -> None:
+    with reward_server(lambda number, body: Answer(says("Score: 5").body, after_s=0.2)) as server:
+        kwargs = {"base_url": base(server), "model": "m"}
+        quality = {"reward": "judge", "weight": 0.5, "kwargs": kwargs}
+        functions = {"exact": {"reward": "exact_match"}, "quality": quality}
+        results = in_pool(RewardConfig(functions=functions, max_concurrent=6))
+        assert [result.score for result in results] == [1.25 if key == 4 else 0.25 for key in range(12)]
+        assert 2 <= server.most_at_once <= 6
+        assert results[0].extra["quality.judgement"] == "Score: 5"
+
+
+def test_a_judge_that_hangs_is_late_and_the_others_are_not() -> None:
+    def answer(number: int, body: dict[str, Any]) -> Answer:
+        hangs = "<answer>\n3\n" in body["messages"][0]["content"]
+        return Answer(says("Score: 5").body, after_s=30 if hangs else 0)
+
+    with reward_server(answer) as server:
+        kwargs = {"base_url": base(server), "model": "m"}
+        started = time.monotonic()
+        results = in_pool(RewardConfig(functions={"quality": {"reward": "judge", "kwargs": kwargs}}, timeout_s=3))
+        assert time.monotonic() - started < 25
+    assert [key for key, result in enumerate(results) if result.failed] == [3] and results[3].timed_out
+
+
+def test_by_data_source_with_reward_kwargs() -> None:
+    with scripted(says("Score: 10")) as server:
+        config = RewardConfig(reward_kwargs={"base_url": base(server), "model": "m"})
+        items = [RewardItem(1, "rule/judge", "a", "t", None, PROMPT)]
+        [result] = load_scorer(config).score_all(items)  # type: ignore[arg-type]
+    assert result.score == 1.0 and not result.failed
