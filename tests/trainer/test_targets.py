@@ -147,7 +147,8 @@ def test_settings_are_what_answers_depend_on_and_no_more(tmp_path: Path) -> None
         assert not changed(name, value), name
     for name, value in (
         ("rollout.val_kwargs.n", 3), ("rollout.val_kwargs.temperature", 0.5), ("trainer.seed", 2),
-        ("rollout.name", "vllm"), ("data.max_response_length", 9), ("data.val_max_samples", 1), ("reward.reward_kwargs", {"a": 1}),
+        ("rollout.name", "vllm"), ("data.max_response_length", 9), ("data.val_max_samples", 1),
+        ("reward.reward_kwargs", {"a": 1}),
         ("data.apply_chat_template_kwargs", {"a": 1}), ("rollout.dtype", "bf16"),
     ):  # fmt: skip
         assert changed(name, value), name
