@@ -11,7 +11,7 @@ import pytest
 import rich.console
 
 from trainer.console import Console, final_report, format_seconds
-from trainer.report import printable, validation_line, validation_means
+from trainer.report import printable, steps_table, validation_line, validation_means
 from trainer.samples import Sample
 
 METRICS = {
@@ -162,3 +162,25 @@ def test_a_run_without_validation_or_checkpoint_still_says_where_things_are(tmp_
 
 def test_long_text_is_cut_and_says_so() -> None:
     assert printable("a" * 1000).plain == "a" * 300 + " ... (1000 characters)"
+
+
+def test_intervals_stand_beside_the_means_and_the_mean_of_sources_is_no_source(tmp_path: Path) -> None:
+    metrics = {
+        "val-core/a/acc/mean@1": 0.5, "val-aux/a/acc/mean@1/ci95": 0.03, "val-aux/a/greedy/acc/mean@1": 0.25,
+        "val-core/b/acc/mean@1": 0.7, "val-aux/b/acc/mean@1/ci95": 0.04, "val-aux/b/greedy/acc/mean@1": 0.35,
+        "val-aux/a/greedy/acc/mean@1/ci95": 0.01, "val-aux/mean_of_sources/greedy/acc/mean@1": 0.3,
+    }  # fmt: skip
+    rows = [line.split() for line in shown(Result(metrics, metrics), tmp_path).splitlines()]
+    assert "a 0.500 ±0.030 0.250 ±0.010".split() in rows and "b 0.700 ±0.040 0.350".split() in rows
+    assert "mean of sources 0.600 ±0.025 0.300".split() in rows, "hypot(0.03, 0.04) / 2; one greedy interval is missing"
+    assert not any("mean_of_sources" in row for row in rows)
+
+
+def test_a_table_over_steps_has_a_line_for_each_and_marks_what_is_missing() -> None:
+    console = rich.console.Console(file=io.StringIO(), width=140)
+    later = {"val-core/add/acc/mean@4": 0.875, "val-aux/add/acc/mean@4/ci95": 0.0625}
+    earlier = {"val-core/sort/acc/mean@4": 0.25, "val-core/add/acc/mean@4": 0.5}
+    console.print(steps_table([("global_step_9", earlier), ("global_step_10", later)]))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["checkpoint", "add", "sort"] in rows
+    assert ["global_step_9", "0.500", "0.250"] in rows and ["global_step_10", "0.875", "±0.062", "-"] in rows
