@@ -39,21 +39,21 @@ class PromptStream(TrainingSteps):
 
     A step begins with data.train_batch_size prompts, also where an epoch ends within them. Prompts that were drawn and
     not asked wait for the next step, and are saved with it; so each prompt is asked once an epoch, in the loader's
-    order. No step asks a prompt twice.
+    order. No step asks for a group (uid) twice.
     """
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         super().__init__(config, data)
-        self._rows = len(data)
+        self._prompts = len(data)
         self._waiting: DataProto | None = None
         self._batches: Iterator[DataProto] | None = None
-        self._asked: set[str] = set()
+        self._asked: dict[str, int] = {}  # uid of each prompt of this step, and its row in the dataset
         self._again: DataProto | None = None
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total:
             self.global_step += 1
-            self._asked = set()
+            self._asked = {}
             yield self._first()
             if self.stopping or self.is_last:
                 return
@@ -63,22 +63,26 @@ class PromptStream(TrainingSteps):
         taken: list[DataProto] = []
         waiting: list[DataProto] = []
         missing, idle = number, 0
-        while missing and len(self._asked) < self._rows and idle <= len(self.loader):
+        while missing and len(set(self._asked.values())) < self._prompts and idle <= len(self.loader):
             batch = self._next_batch()
-            chosen = self._choose(batch.non_tensor_batch["uid"], missing)
+            chosen = self._choose(batch, missing)
             missing, idle = missing - int(chosen.sum()), 0 if chosen.any() else idle + 1
             taken += [batch.select_idxs(chosen)] if chosen.any() else []
             waiting += [batch.select_idxs(~chosen)] if not chosen.all() else []
         if waiting:
             self._waiting = joined(waiting, self.config)
+            # a prompt that waits twice, because its source is small and its share large, is asked once
+            _, first = np.unique(self._waiting.non_tensor_batch["uid"].astype(str), return_index=True)
+            self._waiting = self._waiting.select_idxs(np.sort(first))
         return joined(taken, self.config) if taken else None
 
-    def _choose(self, uids: np.ndarray, number: int) -> np.ndarray:
+    def _choose(self, batch: DataProto, number: int) -> np.ndarray:
         """(B,) bool: the first `number` prompts that this step has not asked; from now on it has."""
-        chosen = np.zeros(len(uids), dtype=bool)
-        for place, uid in enumerate(uids):
+        chosen = np.zeros(len(batch), dtype=bool)
+        columns = batch.non_tensor_batch
+        for place, (uid, row) in enumerate(zip(columns["uid"], columns["index"].tolist(), strict=True)):
             if number and uid not in self._asked:
-                self._asked.add(uid)
+                self._asked[uid] = row
                 chosen[place], number = True, number - 1
         return chosen
 
@@ -103,7 +107,7 @@ class PromptStream(TrainingSteps):
     def _first(self) -> DataProto:
         """The prompts that a step begins with. meta_info position: where the data stands after them, for a replay."""
         if self._again is not None:
-            self._asked = set(self._again.non_tensor_batch["uid"])
+            self._choose(self._again, len(self._again))
             return self._again
         prompts = self.more(self.config.data.train_batch_size)
         assert prompts is not None  # a dataset has rows
@@ -242,17 +246,17 @@ class DynamicSampling:
         )
 
 
-def refill_size(missing: int, kept: int, asked: int, most: int) -> int:
+def refill_size(missing: int, kept: int, asked: int, most: int, spare: float = SPARE_DEVIATIONS) -> int:
     """Prompts of the next generation batch, so that very likely enough groups of it are kept.
 
     missing: groups still to be kept. kept, asked: groups of this step so far. With the share p = kept / asked, n
     prompts give n p groups on average, with a standard deviation of sqrt(n p (1 - p)): n is the mean that is needed,
-    and two deviations more. At most `most`, which is also the answer while nothing was kept.
+    and `spare` deviations more. At most `most`, which is also the answer while nothing was kept.
     """
     if not kept:
         return most
     share = kept / asked
-    return min(most, math.ceil((missing + SPARE_DEVIATIONS * math.sqrt(missing * (1 - share))) / share))
+    return min(most, math.ceil((missing + spare * math.sqrt(missing * (1 - share))) / share))
 
 
 def answer_tokens(batch: DataProto) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import RESPONSE, Parts, make
+from trainer.data_order import MixtureBatches, build_train_loader
 from trainer.dynamic_sampling import DynamicSampling, NothingToLearn, PromptStream, joined, refill_size
 from trainer.group_metrics import check_entries, group_shares, groups_of
 from trainer.ray_trainer import RayPPOTrainer
@@ -46,8 +47,21 @@ class FakeData:
                 "raw_prompt": as_column([[{"role": "user", "content": str(place)}] for place in positions]),
                 "reward_model": as_column([{"style": "rule", "ground_truth": "text"}] * count),
                 "extra_info": as_column([{}] * count),
+                "index": np.array(positions),
             },
         )
+
+
+class SameUids(FakeData):
+    """A prompt that stands in a batch again has another uid there, as in `PromptDataset`."""
+
+    def __getitems__(self, positions: Sequence[int]) -> DataProto:
+        batch = super().__getitems__(positions)
+        seen: list[int] = []
+        for row, place in enumerate(positions):
+            batch.non_tensor_batch["uid"][row] += f"+{seen.count(place)}" if place in seen else ""
+            seen.append(place)
+        return batch
 
 
 def configured(batch: int, budget: int = 10, steps: int = 100) -> PPOConfig:
@@ -97,6 +111,22 @@ def test_what_an_epochs_end_leaves_waits_for_the_next_step() -> None:
     steps = stream(5, 3)
     first, second, third = ask(steps, [1, 1, 0])
     assert len(first) == 5 == len(set(first)) and len(second) == 5 == len(set(second)) and len(third) == 3
+
+
+def test_a_small_source_with_a_large_share_does_not_pile_up() -> None:
+    """Two prompts of the source `hard` fill half of each batch, again and again: a few wait, never more."""
+    steps = stream(42, 8)
+    order = MixtureBatches(
+        {"easy": np.arange(2, 42), "hard": np.arange(2)}, {"easy": 1.0, "hard": 1.0}, 42, 8,
+        shuffle=True, seed=0, fingerprint="fake",
+    )  # fmt: skip
+    steps.order, steps.loader = order, build_train_loader(SameUids(42), steps.config, order)  # type: ignore[arg-type]
+    for _ in steps:
+        steps.more(5)
+        waiting = steps.state_dict()["waiting"]
+        assert waiting is None or len(waiting["others"]["uid"]) <= 16
+        if steps.global_step == 20:
+            break
 
 
 def test_there_is_no_more_where_the_step_has_asked_all() -> None:
