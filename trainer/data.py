@@ -25,6 +25,7 @@ from verl_lite.data_config import source_options
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
 
+_SUBSET_SEED = 1
 _TRUNCATIONS = ("error", "left", "right", "middle")
 
 logger = logging.getLogger(__name__)
@@ -64,13 +65,16 @@ class PromptDataset:
         total = int(self._starts[-1])
         if total == 0:
             raise UserError(f"data.{split}_files={paths}: the dataset has no rows; expected at least one")
-        rows = total if max_samples < 0 else min(max_samples, total)
-        if rows == 0:
+        rows = total if max_samples < 0 or split == "val" else min(max_samples, total)
+        if max_samples == 0:
             raise UserError(f"data.{split}_max_samples=0 leaves no rows; -1 means all")
         prompts = self._read(rows, config, answers)
         self._schema.check_effects()
         self._tokens = encode_prompts(prompts, tokenizer, config)
         self._index, self.report = self._fit_to_limit(config)
+        if split == "val" and 0 < max_samples < len(self._index):
+            self._index = random_subset(self._index, max_samples)
+            self.report += f"; {max_samples} of them are taken, at random (data.val_max_samples)"
         logger.info(self.report)
 
     def __len__(self) -> int:
@@ -221,3 +225,9 @@ class PromptDataset:
     def _describe(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return f"row {index - self._starts[number]} of {self._files[number].path}"
+
+
+def random_subset(index: np.ndarray, size: int) -> np.ndarray:
+    """`size` entries in their order, drawn at random, because files are often sorted by source or difficulty. The same
+    in every run, whatever its seed, so that runs are compared on the same prompts."""
+    return index[np.sort(np.random.default_rng(_SUBSET_SEED).choice(len(index), size, replace=False))]

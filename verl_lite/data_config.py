@@ -64,7 +64,9 @@ class DataConfig:
     filter_overlong_prompts: bool = opt(False, "drop longer prompts at start, and say how many")
     filter_overlong_prompts_workers: int = opt(1, "processes that measure prompt lengths")
     train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
-    val_max_samples: int = opt(-1, "use at most this many validation rows; -1 = all")
+    val_max_samples: int = opt(
+        -1, "validate on so many rows at most, drawn at random but the same ones in every run; -1 = all"
+    )
     shuffle: bool = opt(True, "shuffle the training rows each epoch")
     seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed")
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")

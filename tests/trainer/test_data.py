@@ -74,6 +74,17 @@ def test_max_samples_takes_the_first_rows(make: Callable) -> None:
     assert len(make(["1", "2", "3"], split="val", train_max_samples=1, val_max_samples=-1)) == 3
 
 
+def test_val_max_samples_takes_random_rows_that_are_the_same_in_every_run(make: Callable) -> None:
+    texts = [str(number) for number in range(100)]
+    data = make(texts, split="val", val_max_samples=10, seed=1)
+    index = data.__getitems__(range(10)).non_tensor_batch["index"].tolist()
+    assert len(data) == 10 and index == sorted(index) and len(set(index)) == 10
+    assert max(index) > 50, "not the first ones, which often are of one source"
+    assert make(texts, split="val", val_max_samples=10, seed=2).fingerprint() == data.fingerprint()
+    assert "10 of them are taken, at random" in data.report
+    assert len(make(texts, split="val", val_max_samples=200)) == 100
+
+
 def test_overlong_prompts_are_an_error_by_default_that_names_row_length_limit_and_remedy(make: Callable) -> None:
     with pytest.raises(UserError) as caught:
         make(["1", "12345678", "123456"])
