@@ -23,13 +23,14 @@ SETTINGS = "def overrides():\n    return {'actor.optim.lr': 0.25}\n"
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Modules, paths and losses of a test are gone after it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules, losses = set(sys.modules), dict(POLICY_LOSS_REGISTRY)
     yield
     for name in set(sys.modules) - modules:
-        del sys.modules[name]
+        if str(tmp_path) in str(getattr(sys.modules[name], "__path__", getattr(sys.modules[name], "__file__", ""))):
+            del sys.modules[name]
     POLICY_LOSS_REGISTRY.clear()
     POLICY_LOSS_REGISTRY.update(losses)
 
