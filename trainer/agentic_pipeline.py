@@ -193,7 +193,7 @@ class AgenticPipeline(RayPPOTrainer):
             write_episodes(self.config.trainer.validation_data_dir, episodes, self.steps.global_step)
             if not prefix:
                 self._show_validation(batch, episodes, result)
-        return metrics | self.validating.metrics(self.steps.global_step)
+        return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
 
     def run_validation(self, sampling: SamplingParams) -> DataProto:
         """The rows of the validation's episodes."""

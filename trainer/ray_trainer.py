@@ -318,7 +318,7 @@ class RayPPOTrainer:
             self.samples.write_validation(rows, self.steps.global_step)
         result.samples = next(iter(answered.values()))[: self.config.trainer.log_val_generations]
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
-        return metrics | self.validating.metrics(self.steps.global_step)
+        return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
 
     def answer_validation_set(self) -> dict[Way, list[Sample]]:
         """Generates and scores the validation prompts. The numbers do not depend on data.val_batch_size."""
