@@ -302,6 +302,16 @@ _ALGORITHM: dict[str, Rule] = {
     "algorithm.rollout_is_veto_threshold": _VETO,
 }
 
+_SANDBOXES = ("reward.sandbox_fusion", "sandbox_fusion", "reward_model.sandbox_fusion")
+_SANDBOX: dict[str, Rule] = {
+    "url": Only(
+        (), "", "code runs in a sandbox beside the reward process; to ask a server, write an async function that does"
+    ),
+    "max_concurrent": NoEffect("each of reward.num_workers processes runs the code of one answer at a time"),
+    "memory_limit_mb": Only(
+        (1024,), "it is the sandbox's own limit", "memory_mb among the kwargs of the reward code says it"
+    ),
+}
 _REWARD: dict[str, Rule] = {
     "custom_reward_function.path": Renamed("reward.custom_reward_function.path"),
     "custom_reward_function.name": Renamed("reward.custom_reward_function.name"),
@@ -319,10 +329,8 @@ _REWARD: dict[str, Rule] = {
     "reward.reward_model.nnodes": NoEffect("the reward model shares the devices of the trainer"),
     "reward.reward_model.rollout": NoEffect("the reward model runs on the training engine, without an engine server"),
     "reward.reward_model.profiler": _PROFILER,
-    "reward.sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
-    "reward.sandbox_fusion": NoEffect("no code sandbox is used"),
-    "sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
-    "sandbox_fusion": NoEffect("no code sandbox is used"),
+    **{f"{name}.{key}": rule for name in _SANDBOXES for key, rule in _SANDBOX.items()},
+    **dict.fromkeys(_SANDBOXES, NoEffect("code runs in a sandbox beside the reward process, without a server")),
     "reward_model.model.input_tokenizer": Means(
         "reward_model.retokenize", True, "the answer is decoded by the policy's tokenizer (model.tokenizer_path)"
     ),
@@ -353,8 +361,6 @@ _REWARD: dict[str, Rule] = {
     "reward_model.overlong_buffer": Renamed("reward.overlong_buffer"),
     "reward_model.num_workers": Renamed("reward.num_workers"),
     "reward_model.launch_reward_fn_async": NoEffect("rewards are always computed while other samples generate"),
-    "reward_model.sandbox_fusion.url": Only((), "", "the code sandbox is not here yet"),
-    "reward_model.sandbox_fusion": NoEffect("no code sandbox is used"),
 }
 
 _KEEP_ONE = {True: 1, "True": 1, "true": 1, False: None, "False": None, "false": None}
