@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from trainer.needs import is_on_policy, needs_critic, needs_greedy_baseline, needs_old_log_prob, needs_reward_function
 from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
+from verl_lite.rewards.parts import reward_parts
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 
@@ -181,12 +182,13 @@ def _critic_rows(config: PPOConfig) -> list[PlanRow]:
 
 
 def _score_rows(config: PPOConfig) -> list[PlanRow]:
-    """What an answer's score is made of, where a reward model has a part in it."""
+    """What an answer's score is made of, where it has several parts."""
+    has_function, functions = needs_reward_function(config), reward_parts(config.reward.functions)
+    terms = " + ".join(f"{part.weight:g} {part.label}" for part in functions) if has_function else ""
     if not config.reward_model.enable:
-        return []
-    parts = [f"{config.reward_model.weight:g} model"]
-    if needs_reward_function(config):
-        parts.insert(0, f"{config.reward.function_weight:g} function")
+        return [PlanRow("score of an answer", terms, "reward.functions")] if terms else []
+    parts = [f"{config.reward.function_weight:g} function{f' ({terms})' if terms else ''}"] if has_function else []
+    parts.append(f"{config.reward_model.weight:g} model")
     return [PlanRow("score of an answer", " + ".join(parts), "reward.function_weight, reward_model.weight")]
 
 

@@ -49,7 +49,8 @@ class RewardConfig:
     remote: RemoteRewardConfig = section(RemoteRewardConfig, "a reward over HTTP")
     functions: dict[str, Any] = opt(
         {},
-        "several rewards by name, each {reward: a registered one, or path: FILE.py and name:, weight: 1, kwargs: {}}",
+        "several rewards, PART: {reward: a registered one, or path: FILE.py and name:; weight: 1, kwargs: {}, "
+        "style: sample, outcome: false}; neither reward nor path = by data_source",
     )
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "penalty of long answers")
     function_weight: float = opt(1.0, "weight of the function's score; 0 = reward_model alone, no function is called")

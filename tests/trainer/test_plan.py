@@ -116,6 +116,17 @@ def test_a_reward_model_has_a_pass_and_its_part_of_the_score() -> None:
     assert table(config, slots=8)["score of an answer"][0] == "0.5 model"
 
 
+def test_several_rewards_stand_in_the_table_with_their_weights() -> None:
+    config = gsm8k()
+    config.reward.functions = {"accuracy": {}, "format": {"reward": "format", "weight": 0.1}}
+    rows = table(config, slots=8)
+    assert rows["score of an answer"] == ("1 accuracy + 0.1 format", "reward.functions")
+    config.reward_model.enable, config.reward.function_weight = True, 2.0
+    assert table(config, slots=8)["score of an answer"][0] == "2 function (1 accuracy + 0.1 format) + 1 model"
+    config.reward.function_weight = 0.0
+    assert table(config, slots=8)["score of an answer"][0] == "1 model"
+
+
 def test_engines_are_counted_by_tensor_parallel_groups() -> None:
     config = gsm8k()
     config.rollout.name = "vllm"
