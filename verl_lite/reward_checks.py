@@ -15,6 +15,7 @@ from typing import Any
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.config_checks import value_of
 from verl_lite.config_keys import KEYS
+from verl_lite.rewards import code, judge
 from verl_lite.rewards.parts import part_problems, reward_parts
 
 Problems = Iterator[str]
@@ -153,7 +154,13 @@ def _parts(config: PPOConfig) -> Problems:
                 f"{part.option}.path={part.path}: there is no file {Path(part.path).expanduser().absolute()} (a module "
                 "is given as pkg://package.module)"
             )
-    if all(part.weight == 0 for part in parts):
+        if part.path is None and part.reward in ("code", "rule/code"):
+            yield from code.time_problems(part.kwargs, config.reward.timeout_s, f"{part.option}.kwargs")
+        if part.path is None and part.reward in ("judge", "rule/judge"):
+            yield from judge.option_problems(part.kwargs, f"{part.option}.kwargs")
+    if (
+        all(part.weight == 0 for part in parts) and not config.reward_model.enable
+    ):  # beside a model, parts may be logged
         yield "reward.functions: every weight is 0, so nothing scores: give one of the parts a weight"
 
 

@@ -168,6 +168,9 @@ def test_every_key_that_is_not_taken_as_it_is_has_its_sentence(gsm8k: LoadedConf
         ("reward_model.reward_manager=prime", "naive"),
         ("reward.reward_manager.name=gdpo", "naive"),
         ("data.tool_config_path=tools.yaml", "list of schemas in data.tools_path"),
+        ("reward.sandbox_fusion.url=http://x/run_code", "beside the reward process"),
+        ("sandbox_fusion.memory_limit_mb=512", "memory_mb among the kwargs"),
+        ("reward_model.sandbox_fusion.memory_limit_mb=512", "memory_mb among the kwargs"),
         ("trainer.default_hdfs_dir=hdfs://x", "HDFS"),
         ("trainer.v1.trainer_mode=separate_async", "asynchronous"),
         ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
@@ -382,6 +385,17 @@ def test_every_rule_leads_to_a_key_or_says_why() -> None:
             assert all(judge(name, harmless).refusal is None for harmless in (*rule.harmless, None))
         else:
             assert rule.why, name
+
+
+def test_verls_keys_of_data_mean_what_they_say() -> None:
+    given = ["data.custom_cls.path=pkg://my.rows", "data.custom_cls.name=Rows", "data.reward_fn_key=source"]
+    given += ["data.sampler.class_path=pkg://my.order", "data.sampler.class_name=EasyFirst"]
+    loaded = load_config(["model.path=m", *given])
+    found = loaded.config.data
+    assert (found.custom_cls.path, found.custom_cls.name) == ("pkg://my.rows", "Rows")
+    assert (found.sampler.class_path, found.sampler.class_name) == ("pkg://my.order", "EasyFirst")
+    assert found.columns == {"data_source": "source"}
+    assert load_config(["model.path=m", "data.reward_fn_key=data_source"]).config.data.columns == {}
 
 
 def test_a_misspelt_key_of_verl_is_not_swallowed() -> None:

@@ -127,3 +127,39 @@ def test_parts_can_be_given_whole_or_entry_by_entry() -> None:
     expected = {"accuracy": {"weight": 1}, "format": {"reward": "format", "weight": 0.1}}
     assert whole.config.reward.functions == parts.config.reward.functions == expected
     assert list(parts.config.reward.functions) == ["accuracy", "format"]
+
+
+JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("part", "reward", "reason"),
+    [
+        ({"reward": "code"}, {"timeout_s": 20}, "reward.timeout_s=20: all tests of a program may take 23 s"),
+        (
+            {"reward": "code", "kwargs": {"timeout_s": 10, "total_timeout_s": 10}},
+            {},
+            "may take 30 s (reward.functions.part.kwargs: total_timeout_s 10, and 2 times timeout_s 10",
+        ),
+        ({"reward": "judge"}, {}, "reward.functions.part.kwargs: The judge's base_url=None"),
+        ({"reward": "judge", "kwargs": {**JUDGE, "verdict": "x"}}, {}, "verdict='x': one of number, json, yes_no"),
+        (
+            {"reward": "rule/judge", "kwargs": {**JUDGE, "api_key_env": "NO_SUCH_KEY"}},
+            {},
+            "kwargs.api_key_env=NO_SUCH_KEY: this environment variable is not set",
+        ),
+        (
+            {"reward": "judge", "kwargs": {**JUDGE, "verdict": "json", "pattern": "x"}},
+            {},
+            "kwargs.pattern=x has no effect with verdict=json",
+        ),
+    ],
+)
+def test_programs_have_time_and_judges_an_address(part: dict[str, Any], reward: dict[str, Any], reason: str) -> None:
+    [problem] = problems({"part": part}, **reward)
+    assert reason in problem
+
+
+def test_a_judge_and_programs_that_are_fine() -> None:
+    judge = {"reward": "judge", "kwargs": JUDGE}
+    assert problems({"code": {"reward": "code"}, "quality": judge}) == []

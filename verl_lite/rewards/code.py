@@ -7,9 +7,10 @@ process in which the answer runs. Where the machine cannot hold untrusted code, 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from verl_lite.sandbox.runs import Functions, Outcome, run_script, run_snippets
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
+_CLOCK_FACTOR = 2.0
+"""So many seconds by the clock may a test take for each of processor time."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,22 @@ def compute_score(
     code = extract_code(solution_str)
     if not code.strip():
         return _report(_Verdict(False, 0, 1, 0, "the answer has no code"), partial)
-    sandbox = _sandbox(Limits(cpu_s=timeout_s, wall_s=2 * timeout_s, memory_mb=memory_mb), allow_unsafe)
+    sandbox = _sandbox(Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb), allow_unsafe)
     return _report(_judge(sandbox, code, tests, not partial, time.monotonic() + total_timeout_s), partial)
+
+
+def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> Iterator[str]:
+    """One sentence if all tests of an answer may take longer than reward.timeout_s, which would make a slow program a
+    failure of the reward. kwargs: of `compute_score`, as `option` gives them."""
+    defaults = inspect.signature(compute_score).parameters
+    test_s, total_s = (kwargs.get(name, defaults[name].default) for name in ("timeout_s", "total_timeout_s"))
+    longest = total_s + _CLOCK_FACTOR * test_s
+    if longest >= timeout_s:
+        yield (
+            f"reward.timeout_s={timeout_s:g}: all tests of a program may take {longest:g} s ({option}: total_timeout_s "
+            f"{total_s:g}, and {_CLOCK_FACTOR:g} times timeout_s {test_s:g} for the last test), and a program that is "
+            "too slow would be no 0 but a failure: raise reward.timeout_s, or lower those"
+        )
 
 
 def extract_code(solution_str: str) -> str:

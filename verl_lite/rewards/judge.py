@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import math
+import os
 import re
 import sqlite3
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +126,20 @@ async def compute_score(
     if verdict == "yes_no":
         return {"score": rating, "acc": rating, **seen}
     return {"score": (rating - lowest) / (highest - lowest), **seen}
+
+
+def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
+    """What is wrong with the arguments of `compute_score`, as `option` gives them, as far as no server is asked."""
+    defaults = inspect.signature(compute_score).parameters
+    values = {name: kwargs.get(name, each.default) for name, each in defaults.items()}
+    try:
+        _checked_url(*(values[name] for name in ("base_url", "model", "verdict", "lowest", "highest")))
+    except UserError as error:
+        yield f"{option}: {error}"
+    if (variable := values["api_key_env"]) and not os.environ.get(variable):
+        yield f"{option}.api_key_env={variable}: this environment variable is not set"
+    if values["pattern"] is not None and values["verdict"] != "number":
+        yield f"{option}.pattern={values['pattern']} has no effect with verdict={values['verdict']}: leave it out"
 
 
 def read_verdict(reply: str, verdict: str, pattern: str | None, lowest: float, highest: float) -> float:
