@@ -26,8 +26,8 @@ _ENCODE_ROWS = 1000
 _TEMPLATE_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding")
 """What is asked of the chat template here, and so is not the user's to say."""
 
-CACHED_FROM = 20_000
-"""Prompts from which tokens are kept on disk: fewer take about as long to read back as to make (recipes/LOG.md)."""
+CACHED_FROM = 5_000
+"""Prompts from which tokens are kept on disk: fewer are made in less than two seconds of one core (recipes/LOG.md)."""
 
 logger = logging.getLogger(__name__)
 

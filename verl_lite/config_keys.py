@@ -237,11 +237,14 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
 
     A single value becomes a list of one where a list is expected, nested lists of files are flattened, numbers that
     YAML read as text (`"1e-6"`) become numbers, and a text that YAML read as something else (`experiment_name=0012`)
-    stays the text that was typed. Interpolations pass: they are converted when they are resolved.
+    stays the text that was typed, with any # and line end in it. Interpolations pass: they are converted when they are
+    resolved.
 
     Raises:
         WrongValue: the value cannot have that type.
     """
+    if key.kind == "str" and raw is not None and _is_typed_text(value, raw):
+        return raw.strip()
     if value is None:
         if key.kind == "list":
             return []
@@ -255,6 +258,17 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
     if key.kind == "list":
         return _convert_list(key, value, raw)
     return _convert_scalar(key.kind, value, raw)
+
+
+def _is_typed_text(value: Any, raw: str) -> bool:
+    """Whether the text of a command line is meant as it was typed, although YAML reads less in it or something else: a
+    # begins no comment there, and {prompt} is a place in a text."""
+    text = raw.strip()
+    if isinstance(value, dict):
+        return text[:1] == "{" and set(value.values()) == {None}
+    if value is None:
+        return text[:1] == "#"
+    return isinstance(value, str) and text[:1] not in "'\"|>&!" and not is_interpolation(value)
 
 
 def _convert_list(key: Key, value: Any, raw: str | None) -> list[Any]:

@@ -421,3 +421,27 @@ def test_options_of_a_reference_that_is_no_model_of_its_own_are_said(given: list
     notes = [note for note in load(OFFLOAD, CUT, *given).notes if note.startswith("ref.")]
     assert notes == [] if said is None else re.match(said, " ".join(notes)), notes
     assert [note for note in load(*given).notes if note.startswith("ref.")] == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("#### (.+)", "#### (.+)"),
+        ("{prompt}", "{prompt}"),
+        ("Solve {prompt} after ####", "Solve {prompt} after ####"),
+        ("a\nb", "a\nb"),
+        ("Be kind: always", "Be kind: always"),
+        ("'#### x'", "#### x"),
+        ('"a\\nb"', "a\nb"),
+        ("null", None),
+        ("~", None),
+    ],
+)
+def test_text_of_a_command_line_is_what_was_typed(typed: str, meant: str | None) -> None:
+    assert load_config(["model.path=m", f"data.prompt_template={typed}"]).config.data.prompt_template == meant
+
+
+@pytest.mark.parametrize("typed", ["[a]", "{a: b}"])
+def test_a_mapping_or_list_is_no_text(typed: str) -> None:
+    with pytest.raises(ConfigError, match="data.prompt_template"):
+        load_config(["model.path=m", f"data.prompt_template={typed}"])
