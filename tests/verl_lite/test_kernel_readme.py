@@ -20,7 +20,15 @@ from verl_lite.config_loader import load_config
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 
 PAGE = (Path(core_algos.__file__).parent / "README.md").read_text()
-SOURCES = ("core_algos", "advantages", "agentic_algos", "policy_losses", "reinforce_losses", "covariance_losses")
+SOURCES = (
+    "core_algos",
+    "advantages",
+    "agentic_algos",
+    "policy_losses",
+    "reinforce_losses",
+    "covariance_losses",
+    "reward_shaping",
+)
 SECTIONS = {part.split("\n", 1)[0].strip(): part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
 
 
