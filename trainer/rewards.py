@@ -7,7 +7,6 @@ masked, so that it has no weight in any loss, metric or group statistic, and `tr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from trainer.reward_failures import FailureLog
-from trainer.samples import PREDICTION
+from trainer.samples import is_prediction
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -161,8 +160,8 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray) -> dict[str, 
     metrics = {}
     for name, column in columns.items():
         values = [value for value in column[counted] if value is not None]
-        is_prediction = re.split(r"[/.]", name)[-1] == PREDICTION
-        if values and not is_prediction and not any(isinstance(value, str) for value in values):
+        are_numbers = not any(isinstance(value, str) for value in values)
+        if values and are_numbers and not is_prediction(name.removeprefix("reward/")):
             metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
     return metrics
 

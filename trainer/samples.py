@@ -15,6 +15,11 @@ from trainer.validation_metrics import PREDICTION
 from verl_lite.protocol import DataProto
 
 
+def is_prediction(name: str) -> bool:
+    """Whether an entry of a reward's result, or of one of its parts, is a prediction: no measure, even as a number."""
+    return name.split(".")[-1] == PREDICTION
+
+
 @dataclass(frozen=True)
 class Sample:
     """One prompt, its answer, and what the answer was worth. `score` is null where the reward failed, because it was

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.report import printable
+from trainer.samples import is_prediction
 from trainer.saved_answers import SavedAnswer
 from verl_lite.rewards import RewardResult
 
@@ -77,8 +78,8 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
         ]
         found = compare([answer for answer, _ in pairs], [result for _, result in pairs])
         compared = found.same + found.higher + found.lower
-        shares = [f"{number} ({number / compared:.1%})" if compared else "-" for number in
-                  (found.same, found.higher, found.lower)]  # fmt: skip
+        same = f"{found.same} ({found.same / compared:.1%})" if compared else "-"
+        shares = [same, str(found.higher), str(found.lower)]
         means = ["-" if mean is None else f"{mean:.4f}" for mean in (found.before, found.now)]
         failed = [str(number) for number in (found.failed_before, found.failed)]
         table.add_row(source or "all", str(found.answers), *means, *shares, *failed)
@@ -87,7 +88,7 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
 
 def extras_line(results: Sequence[RewardResult]) -> str:
     """The means of what the reward returned besides the score, `acc 0.75, format 0.50`; empty if there is nothing."""
-    names = sorted({name for result in results for name in result.extra})
+    names = sorted({name for result in results for name in result.extra if not is_prediction(name)})
     values = {name: [result.extra[name] for result in results if name in result.extra] for name in names}
     return ", ".join(
         f"{name} {_mean([float(value) for value in column]):.4f}"
