@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
+import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,8 +31,10 @@ from verl_lite.sandbox.runs import Functions, Outcome, run_script, run_snippets
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
-_CLOCK_FACTOR = 2.0
+_CLOCK_FACTOR = 3.0
 """So many seconds by the clock may a test take for each of processor time."""
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def compute_score(
 ) -> dict[str, float | str]:
     """score: 1.0 if all tests pass, else 0.0; with `partial` the share that passes.
 
-    timeout_s: processor time of one test (by the clock twice as much). total_timeout_s: seconds by the clock
+    timeout_s: processor time of one test (by the clock three times as much). total_timeout_s: seconds by the clock
     after which no further test of an answer begins, so that it has failed; with one more test that has to be less than
     reward.timeout_s. memory_mb: of the program. max_tests: only the first ones. allow_unsafe: run where the sandbox
     cannot hold code.
@@ -71,8 +75,11 @@ def compute_score(
     code = extract_code(solution_str)
     if not code.strip():
         return _report(_Verdict(False, 0, 1, 0, "the answer has no code"), partial)
-    sandbox = _sandbox(Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb), allow_unsafe)
-    return _report(_judge(sandbox, code, tests, not partial, time.monotonic() + total_timeout_s), partial)
+    limits = Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb)
+    with _ONE_AT_A_TIME:
+        sandbox = _sandbox(limits, allow_unsafe, os.getpid())
+        verdict = _judge(sandbox, code, tests, not partial, time.monotonic() + total_timeout_s)
+    return _report(verdict, partial)
 
 
 def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> Iterator[str]:
@@ -157,10 +164,10 @@ def _report(verdict: _Verdict, partial: bool) -> dict[str, float | str]:
 
 
 @functools.cache
-def _sandbox(limits: Limits, allow_unsafe: bool) -> Sandbox:
-    """One fork server for each set of limits, for the life of the process. What holds is printed once."""
+def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
+    """One fork server for each set of limits, for the life of the process `pid`. What holds is printed once."""
     sandbox = Sandbox(limits, allow_unsafe=allow_unsafe)
     protection = sandbox.protection
-    missing = ", ".join(protection.missing()) or "nothing known"
-    print(f"Code runs in a sandbox: {'; '.join(protection.layers)}. It can still: {missing}.")
+    missing = ", ".join(protection.missing()) or "do nothing that was tried"
+    print(f"Code runs in a sandbox: {'; '.join(protection.layers)}. It could {missing}.")
     return sandbox

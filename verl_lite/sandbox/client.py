@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +34,10 @@ from verl_lite.sandbox.values import MESSAGE_BYTES_MAX, Unreadable, parse_messag
 
 _WATCH_S = 0.1
 _START_S = 60.0
+_LONGEST_CPU_S = 3600.0
 _STDERR_BYTES = 1 << 14
 _CHUNK = 1 << 16
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CHANNEL_BYTES_MAX = 4 * MESSAGE_BYTES_MAX
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -266,6 +268,8 @@ class Sandbox:
         folder = Path(tempfile.mkdtemp(prefix="verl_lite-sandbox-"))
         process = Process(next(self._jobs), limits, folder, ours, stdin.encode("utf-8", "surrogatepass"))
         self._running[process.job] = process
+        if program != "program":  # it runs many tests, each with a clock of its own
+            limits = replace(limits, cpu_s=_LONGEST_CPU_S)
         request = {"job": process.job, "program": program, "limits": asdict(limits), "folder": str(folder)}
         try:
             self._send({**request, "fds": list(theirs)}, list(theirs.values()))
@@ -336,7 +340,7 @@ class Sandbox:
             )
             self._server = subprocess.Popen(
                 [sys.executable, "-S", "-s", "-c", run],
-                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env=_ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -380,7 +384,7 @@ def _readable_folders() -> list[str]:
     """What code may read: Python, its packages, and the system's libraries."""
     paths = sysconfig.get_paths()
     python = {os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    python |= {os.path.realpath(Path(sysconfig.get_paths(vars={"base": sys.base_prefix})["stdlib"]))}
+    python |= {os.path.realpath(Path(sys.base_prefix, name)) for name in ("lib", "lib64")}  # conda's shared libraries
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"]
     return [*sorted(python), *system, "/etc/ld.so.cache", "/etc/localtime"]
 

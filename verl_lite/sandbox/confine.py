@@ -31,12 +31,13 @@ _CAPABILITIES_VERSION_3 = 0x20080522
 class Limits:
     """What one run of untrusted code may use.
 
-    cpu_s: seconds of processor time, of all its threads together. wall_s: seconds by the clock. memory_mb: address
-    space, MiB. output_kb: what it prints. file_mb: each file; folder_mb: its folder, looked at ten times a second.
+    cpu_s: seconds of processor time for one test, of all its threads together; wall_s: by the clock, which is for those
+    that sleep. memory_mb: address space, MiB. output_kb: what it prints. file_mb: each file; folder_mb: its folder,
+    looked at ten times a second.
     """
 
     cpu_s: float = 4.0
-    wall_s: float = 8.0
+    wall_s: float = 12.0
     memory_mb: int = 1024
     output_kb: int = 4096
     file_mb: int = 16

@@ -130,17 +130,12 @@ class _Server:
 
     def _report_ended(self) -> None:
         for job, pid in list(self._jobs.items()):
-            ended, status, usage = os.wait4(pid, os.WNOHANG)
-            if ended:
-                self._end_group(pid)
-                del self._jobs[job]
-                self._connection.send(json.dumps(_end_report(job, status, usage)).encode())
-
-    def _end_group(self, pid: int) -> None:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it was alone
-            pass
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            self._end(pid)  # its group, while nobody else can have its number
+            _, status, usage = os.wait4(pid, 0)
+            del self._jobs[job]
+            self._connection.send(json.dumps(_end_report(job, status, usage)).encode())
 
 
 def _end_report(job: int, status: int, usage: resource.struct_rusage) -> dict[str, float]:

@@ -64,6 +64,14 @@ def test_functions_are_called_with_plain_values(sandbox: Sandbox) -> None:
     functions.close()
 
 
+def test_each_test_has_its_own_clock(sandbox: Sandbox) -> None:
+    seen = "import resource\nlimit = resource.getrlimit(resource.RLIMIT_CPU)[0]\n"
+    assert run_script(sandbox, f"{seen}print(limit)", "").value == "3\n"  # the kernel's, behind the parent's 2 s
+    functions = Functions(sandbox, f"{seen}def f(): return limit")
+    assert functions.call("f", []).value >= 600
+    functions.close()
+
+
 def test_a_method_of_solution(sandbox: Sandbox) -> None:
     code = "class Solution:\n    n = 0\n    def f(self, x):\n        self.n += x\n        return self.n"
     functions = Functions(sandbox, code)
