@@ -14,6 +14,7 @@ import pytest
 from tests.tiny_model import tiny_qwen2
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import KEYS, schema_of
+from verl_lite.reward_training_config import RewardTrainingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "trainer" / "REWARD_MODELS.md").read_text()
@@ -22,6 +23,7 @@ GUIDE = (ROOT / "trainer" / "REWARD_MODELS.md").read_text()
 def test_the_keys_of_the_guide_exist() -> None:
     named = set(re.findall(r"\b(?:reward|reward_model|algorithm|data|actor|rollout|trainer|model)(?:\.\w+)+", GUIDE))
     foreign = {"reward_model.model.input_tokenizer", "reward_model.max_length", "trainer.main_ppo"}
+    foreign |= set(schema_of(RewardTrainingConfig).keys) | {"trainer.main_rm"}
     known = set(KEYS) | set(schema_of(PPOConfig).sections) | foreign | {"reward_failures.jsonl"}
     assert len(named) > 10 and not named - known
 

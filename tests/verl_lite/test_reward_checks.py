@@ -163,3 +163,11 @@ def test_programs_have_time_and_judges_an_address(part: dict[str, Any], reward: 
 def test_a_judge_and_programs_that_are_fine() -> None:
     judge = {"reward": "judge", "kwargs": JUDGE}
     assert problems({"code": {"reward": "code"}, "quality": judge}) == []
+
+
+def test_parts_that_are_only_logged_may_stand_beside_a_reward_model() -> None:
+    config = PPOConfig()
+    config.reward.functions = {"truth": {"weight": 0}}
+    assert "every weight is 0" in " ".join(rewards(config))
+    config.reward_model.enable, config.reward_model.model.path = True, "a/model"
+    assert list(rewards(config)) == []
