@@ -100,16 +100,16 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
 
 def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
     """Scores two rows of each dataset, and finds the reward of every data source, before anything heavy starts. Where
-    algorithm.filter_groups names an entry of what rewards return, a row of each source of the first dataset."""
+    algorithm.filter_groups names an entry of what rewards return, a row of each source of the training data."""
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
     try:
         for data in datasets:
             positions = list(range(min(2, len(data))))
-            if names_entry(config) and data is datasets[0]:
+            if names_entry(config) and data.split == "train":
                 positions = sorted({*positions, *(int(places[0]) for places in data.positions_by_source().values())})
             rows = [data.row(position) for position in positions]
             results = pool.dry_run(rows, data.data_sources())
-            if data is datasets[0]:
+            if data.split == "train":
                 check_entries(config, [row["data_source"] for row in rows], results)
     finally:
         pool.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import RESPONSE, Parts, make
+from trainer.build import try_rewards
 from trainer.data_order import MixtureBatches, build_train_loader
 from trainer.dynamic_sampling import DynamicSampling, NothingToLearn, PromptStream, joined, refill_size
 from trainer.group_metrics import check_entries, group_shares, groups_of
@@ -456,3 +457,38 @@ def test_a_mini_batch_is_whole_prompts() -> None:
     assert rows_of_prompts(batch, 2, n=8) == [5, 6, 3]
     assert rows_of_prompts(batch, 9, n=8) == [14]
     assert rows_of_prompts(batch.select(batch_keys=[]), 2, n=8) == 16
+
+
+def test_a_row_of_each_source_is_tried_for_the_metric_before_the_run(tmp_path: Path) -> None:
+    """The fourth row is the first of its source; its reward has no such entry."""
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 1.0, 'acc': 1.0} if data_source == 'a' else {'score': 1.0, 'format': 0.5}\n"
+    )
+    rows = [
+        {"data_source": source, "prompt": [], "reward_model": {"ground_truth": "1"}, "extra_info": {}}
+        for source in "aaab"
+    ]
+
+    class Rows:
+        split = "train"
+        row = staticmethod(rows.__getitem__)
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def data_sources(self) -> list[str]:
+            return ["a", "b"]
+
+        def positions_by_source(self) -> dict[str, np.ndarray]:
+            return {"a": np.arange(3), "b": np.array([3])}
+
+    data: Any = Rows()
+    config = configured(2)
+    config.reward.num_workers = 0
+    config.reward.custom_reward_function.path = str(tmp_path / "reward.py")
+    config.algorithm.filter_groups.metric = "acc"
+    with pytest.raises(UserError, match="metric=acc: the reward of data_source='b' returns no such number but format"):
+        try_rewards(config, [data])
+    config.algorithm.filter_groups.metric = None
+    try_rewards(config, [data])
