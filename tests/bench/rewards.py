@@ -94,12 +94,12 @@ def _measure_kinds(compare: Callable[..., float], rounds: int, waiting: int) -> 
     cases.append(("reasoning_gym", *gym_case(REWARDS), REWARDS // 2))
     cases += [(name, *case, waiting // 2) for name, case in code_cases(waiting).items()]
     plain = _plain_call(compare, rounds)
-    print(f"\n{'for 1,000 rewards':32s} {'cpu s':>9s} {'wall s':>9s} {'ratio of cpu':>13s}")
-    print(f"{'a plain call':32s} {plain * 1e3:9.4f} {plain * 1e3:9.4f} {1:13.1f}")
+    print(f"\n{'ms for 1,000 rewards':32s} {'cpu':>10s} {'wall':>10s} {'ratio of cpu':>13s}")
+    print(f"{'a plain call':32s} {plain * 1e6:10.2f} {plain * 1e6:10.2f} {1:13.0f}")
     with judge_case(waiting) as judge:
         for name, config, items, right in (*cases, ("judge", *judge, waiting // 2)):
             found = cost(load_scorer(config), items, right)
-            print(f"{name:32s} {found.cpu_s * 1e3:9.4f} {found.wall_s * 1e3:9.4f} {found.cpu_s / plain:13.1f}")
+            print(f"{name:32s} {found.cpu_s * 1e6:10.1f} {found.wall_s * 1e6:10.1f} {found.cpu_s / plain:13.0f}")
 
 
 def _plain_call(compare: Callable[..., float], rounds: int) -> float:
