@@ -1,0 +1,29 @@
+"""Where the recipe begins without a model of the user's own: problems made by rule, and a small model that was shown
+how a careless teacher solves them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+NAME = "gsm8k"
+MODEL_SEED = DATA_SEED = 1
+WARM_START_STEPS, WARM_START_ROWS = 360, 64
+LONGEST_CONVERSATION = 64
+
+
+def build(folder: Path) -> None:
+    """Writes model/ (after the warm start) and data/ into `folder`."""
+    from recipes.embedded import byte_tokenizer, warm_start, write_qwen2
+    from recipes.gsm8k.problems import WORDS, write_data
+
+    write_qwen2(folder / "random", byte_tokenizer(WORDS), MODEL_SEED, layers=4, hidden=64, intermediate=256)
+    write_data(folder / "data", DATA_SEED)
+    shutil.move(folder / "data" / "demonstrations.parquet", folder)
+    sizes = {"steps": WARM_START_STEPS, "rows": WARM_START_ROWS, "max_length": LONGEST_CONVERSATION}
+    warm_start(folder, NAME, **sizes, lr=4e-3)
+
+
+def made_from() -> list[Path]:
+    """The files that decide what `build` writes."""
+    return [Path(__file__).with_name(name) for name in ("start.py", "problems.py", "rows.py")]

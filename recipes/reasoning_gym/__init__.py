@@ -1,0 +1,1 @@
+"""Several tasks of reasoning-gym, mixed by weight, with a curriculum."""

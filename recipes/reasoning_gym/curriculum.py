@@ -1,0 +1,129 @@
+"""A curriculum as a sampler: questions of the open levels of each task, and a further level when the last is learnt.
+
+For `data.sampler`: rows need extra_info["level"], a whole number from 1. Half of a task's questions are of its highest
+open level, the others of all open ones alike. A level opens when in the last STEPS steps more than BOUND of the answers
+to the highest open one were right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from recipes.reasoning_gym.tasks import WEIGHTS, source
+from trainer.data import PromptDataset
+from trainer.group_metrics import outcomes_of
+from verl_lite.config import DataConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+
+BOUND, STEPS = 0.7, 3
+SHARES = {source(task): weight for task, weight in WEIGHTS.items()}
+
+
+class Curriculum:
+    """See `trainer.data_order.Sampler`. Sources that have no share in WEIGHTS get that of the smallest."""
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
+        self.pools = pools_of(data_source)
+        self.sources = sorted({name for name, _ in self.pools})
+        shares = np.array([SHARES.get(name, min(SHARES.values())) for name in self.sources])
+        self.shares = shares / shares.sum()
+        self.batch_size = data_config.train_batch_size
+        self.batches = len(data_source) // self.batch_size
+        self.rng = np.random.default_rng(data_config.seed)
+        self.drawn = 0  # of this epoch
+        self.levels = {name: min(level for source, level in self.pools if source == name) for name in self.sources}
+        self.recent: dict[str, list[tuple[float, int]]] = {name: [] for name in self.sources}
+        smallest = min(len(pool) for pool in self.pools.values())
+        if smallest < self.batch_size:
+            raise UserError(
+                f"data.train_batch_size={self.batch_size}: the curriculum has a level of {smallest} questions, which "
+                "cannot fill a batch; lower it, or make more questions"
+            )
+
+    def __len__(self) -> int:
+        return self.batches * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        taken: set[int] = set()
+        while self.drawn < len(self):
+            if self.drawn % self.batch_size == 0:
+                taken = set()
+            position = self._draw(taken)
+            taken.add(position)
+            self.drawn += 1
+            yield position
+        self.drawn = 0
+
+    def _draw(self, taken: set[int]) -> int:
+        """A question that this batch does not have yet."""
+        name = self.sources[self.rng.choice(len(self.sources), p=self.shares)]
+        level, opened = self.levels[name], self._opened(name)
+        if self.rng.random() < 0.5:
+            level = opened[self.rng.integers(len(opened))]
+        pool = self.pools[name, level]
+        while (position := int(pool[self.rng.integers(len(pool))])) in taken:
+            pass
+        return position
+
+    def _opened(self, name: str) -> list[int]:
+        return sorted(level for source, level in self.pools if source == name and level <= self.levels[name])
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Counts what was right at the highest open levels, and opens further ones."""
+        outcomes, counted = outcomes_of(batch, None)
+        columns = batch.non_tensor_batch
+        levels = np.array([info["level"] for info in columns["extra_info"]])
+        logged = {}
+        for name in self.sources:
+            rows = (columns["data_source"] == name) & (levels == self.levels[name]) & counted.numpy()
+            right, answers = float(outcomes.numpy()[rows].sum()), int(rows.sum())
+            if answers:
+                self.recent[name] = [*self.recent[name], (right, answers)][-STEPS:]
+                logged[f"{name}/accuracy"] = right / answers
+            self._open_next(name)
+            logged[f"{name}/level"] = float(self.levels[name])
+        return logged
+
+    def _open_next(self, name: str) -> None:
+        right, answers = (
+            (sum(column) for column in zip(*self.recent[name], strict=True)) if self.recent[name] else (0, 0)
+        )
+        higher = [level for source, level in self.pools if source == name and level > self.levels[name]]
+        if higher and len(self.recent[name]) == STEPS and right > BOUND * answers:
+            self.levels[name], self.recent[name] = min(higher), []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "random": self.rng.bit_generator.state,
+            "drawn": self.drawn,
+            "levels": dict(self.levels),
+            "recent": {name: list(steps) for name, steps in self.recent.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["random"]
+        self.drawn, self.levels = state["drawn"], dict(state["levels"])
+        self.recent = {name: [(right, answers) for right, answers in steps] for name, steps in state["recent"].items()}
+
+
+def pools_of(data: PromptDataset) -> dict[tuple[str, int], np.ndarray]:
+    """Positions by data source and level. Raises UserError for a row without a level."""
+    found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    position = 0
+    for batch in data.batches(batch_size=1000):
+        columns = batch.non_tensor_batch
+        for name, info in zip(columns["data_source"], columns["extra_info"], strict=True):
+            level = info.get("level")
+            if not isinstance(level, int):
+                raise UserError(
+                    f"data.sampler: the curriculum needs extra_info['level'] in every row, a whole number; row "
+                    f"{position} of data.train_files has {level!r}"
+                )
+            found[name, level].append(position)
+            position += 1
+    return {key: np.array(places) for key, places in sorted(found.items())}

@@ -1,0 +1,215 @@
+"""The recipe of grade-school problems: GSM8K prepared from copies of all kinds, problems made by rule, settings."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes.embedded import byte_tokenizer
+from recipes.gsm8k import prepare, problems, recipe
+from recipes.gsm8k.rows import INSTRUCTION
+from trainer.recipe import recipe_overrides
+from verl_lite.config_loader import load_config, validate
+from verl_lite.rewards.dispatch import default_compute_score
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---------------------------------------------------------------------------------------------------- GSM8K prepared
+
+ROWS = [  # of the form of GSM8K, with its calculator annotations
+    {"question": "Tom had 3 eggs and ate 1. How many are left?", "answer": "He has 3-1=<<3-1=2>>2 eggs.\n#### 2"},
+    {"question": "A car costs $1,000 and a bike a tenth. Both?", "answer": "100 and 1,000 are $1,100.\n#### 1,100"},
+    {"question": "How deep?", "answer": "Below the sea.\n#### -5"},
+]
+
+
+def expected(index: int, split: str, truth: str) -> dict[str, Any]:
+    """verl's row."""
+    question, answer = ROWS[index]["question"], ROWS[index]["answer"]
+    asked = f'{question} Let\'s think step by step and output the final answer after "####".'
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": asked}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+    }
+
+
+def write_jsonl(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """As in OpenAI's repository, beside the socratic version, which is not taken."""
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / f"{split}_socratic.jsonl").write_text("\n".join(map(json.dumps, rows[:1])))
+
+
+def write_hub(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """As a copy of the hub's folder."""
+    for name in ("main", "socratic"):
+        (folder / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            pq.write_table(pa.Table.from_pylist(rows), folder / name / f"{split}-00000-of-00001.parquet")
+
+
+def write_dataset(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """As `datasets` saves it."""
+    split = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(folder)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_hub, write_dataset])
+def test_gsm8k_becomes_verls_rows_from_any_copy(write: Any, tmp_path: Path) -> None:
+    write(tmp_path / "copy", ROWS)
+    assert prepare.main(["--from", str(tmp_path / "copy"), "--to", str(tmp_path / "out")]) == 0
+    for split in ("train", "test"):
+        rows = pq.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist()
+        assert rows == [expected(index, split, truth) for index, truth in enumerate(("2", "1100", "-5"))]
+        for row in rows:
+            source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+            assert default_compute_score(source, row["extra_info"]["answer"], truth) == 1
+            assert default_compute_score(source, f"#### {truth}1", truth) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "1+1?", "answer": "two"}], "train row 0: the answer 'two' has no number behind ####"),
+        ([*ROWS, {"question": "1+1?", "solution": "#### 2"}], "train row 3: no text in the column 'answer'"),
+    ],
+)
+def test_a_wrong_row_is_named(
+    rows: list[dict[str, Any]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "copy", rows)
+    assert prepare.main(["--from", str(tmp_path / "copy"), "--to", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(["--from", str(tmp_path), "--to", str(tmp_path / "out")]) == 2
+    assert "no train file there" in capsys.readouterr().err
+
+
+def test_a_name_that_datasets_cannot_load_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def load_dataset(name: str, configuration: str, split: str) -> None:
+        asked.append((name, configuration, split))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert prepare.main(["--from", "openai/gsm8k", "--to", str(tmp_path / "out")]) == 2
+    assert asked == [("openai/gsm8k", "main", "train")]
+    assert "ConnectionError: no network); without a network give a folder" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------- problems by rule
+
+
+def made(number: int, seed: int = 0) -> list[problems.Problem]:
+    return list(islice(problems.draw(random.Random(seed)), number))
+
+
+def test_solutions_are_right_and_their_lines_are_true() -> None:
+    for problem in made(300):
+        *lines, last = problems.solution(problem).split("\n")
+        value = problem.start
+        for line, (sign, number) in zip(lines, problem.steps, strict=True):
+            left, result = line.split("=")
+            assert left == f"{value}{sign}{number}" and eval(left) == int(result) >= 0
+            value = int(result)
+        assert last == f"#### {value}" and 1 <= len(lines) <= 2
+    assert len({problem.steps[0][0] for problem in made(300)}) == 3
+
+
+def test_a_question_says_its_numbers() -> None:
+    problem = problems.Problem("Tom has 12 apples.", 12, (("+", 5), ("-", 8)))
+    assert problems.solution(problem) == "12+5=17\n17-8=9\n#### 9"
+    for problem in made(50):
+        spoken = [int(word.strip(".,?")) for word in problem.question.split() if word.strip(".,?").isdigit()]
+        assert spoken == [problem.start, *(number for _, number in problem.steps)]
+
+
+def test_the_teacher_is_careless_but_not_always() -> None:
+    rng = random.Random(1)
+    scores = []
+    for problem in made(600):
+        truth = problems.solution(problem).rpartition("#### ")[2]
+        scores.append(default_compute_score("openai/gsm8k", problems.careless(problem, rng), truth))
+    assert 0.5 < sum(scores) / len(scores) < 0.75
+
+
+def test_the_files_share_no_question_and_fit_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("TEST_ROWS", 30), ("TRAIN_ROWS", 60), ("DEMONSTRATIONS", 90)):
+        monkeypatch.setattr(problems, name, number)
+    for name in ("one", "two"):
+        problems.write_data(tmp_path / name, seed=7)
+    config = load_config(["recipe=gsm8k"], recipe_loader=recipe_overrides).config
+    tokenizer, seen = byte_tokenizer(problems.WORDS), set()
+    for split, number in (("test", 30), ("train", 60), ("demonstrations", 90)):
+        file = tmp_path / "one" / f"{split}.parquet"
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+        rows = pq.read_table(file).to_pylist()
+        assert len(rows) == number
+        for row in rows:
+            question = (row.get("prompt") or row.get("messages"))[0]["content"]
+            assert question.endswith(INSTRUCTION) and question not in seen
+            seen.add(question)
+            assert len(tokenizer(question)["input_ids"]) + 2 <= config.data.max_prompt_length
+            answer = row["extra_info"]["answer"] if "extra_info" in row else row["messages"][1]["content"]
+            tokens = tokenizer(answer)["input_ids"]
+            assert len(tokens) + 1 <= config.data.max_response_length and tokenizer.decode(tokens) == answer
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The recipe's cache, with files that are there and no more."""
+    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
+    recipe.cache_folder.cache_clear()
+    folder = recipe.cache_folder()
+    for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("{}")
+    yield folder
+    recipe.cache_folder.cache_clear()
+
+
+def test_the_settings_are_sound_and_say_what_a_real_run_takes(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(["recipe=gsm8k"], recipe_loader=recipe_overrides).config
+    config.trainer.n_gpus_per_node = 2
+    validate(config, slots=2, available=2)
+    recipe.prepare(config)
+    told = capsys.readouterr().out
+    assert "python -m recipes.gsm8k.prepare --from" in told and "recipes/gsm8k/real_model.yaml" in told
+
+
+def test_the_settings_for_a_real_model_are_sound(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.parquet").write_text("")
+    files = [f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/test.parquet"]
+    yaml = str(ROOT / "recipes/gsm8k/real_model.yaml")
+    config = load_config(
+        ["recipe=gsm8k", "--config", yaml, "model.path=a/model", *files], recipe_loader=recipe_overrides
+    ).config
+    config.trainer.n_gpus_per_node = 2
+    validate(config, slots=2, available=2)
+    assert config.trainer.total_training_steps is None and config.data.max_response_length == 1024
+    recipe.prepare(config)
+    assert capsys.readouterr().out == "", "nothing is made for a run that has its own model and data"

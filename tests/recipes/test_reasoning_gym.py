@@ -1,0 +1,218 @@
+"""The recipe of reasoning-gym's tasks: its questions, its curriculum, which resumes exactly, and its settings."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recipes.embedded import byte_tokenizer
+from recipes.reasoning_gym import data, recipe
+from recipes.reasoning_gym.curriculum import BOUND, STEPS, Curriculum
+from recipes.reasoning_gym.tasks import LEVELS, TOKENS, WEIGHTS, source
+from trainer.data_order import SamplerBatches
+from trainer.recipe import recipe_overrides
+from verl_lite.config import DataConfig
+from verl_lite.config_loader import load_config, validate
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto, as_column
+from verl_lite.rewards.dispatch import default_compute_score
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "POOL", 60)
+        patch.setattr(data, "DEMONSTRATIONS", 100)
+        data.write_data(folder, seed=3)
+    return folder
+
+
+def rows(folder: Path, split: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pq.read_table(folder / f"{split}.parquet").to_pylist()
+    return found
+
+
+def test_every_task_has_every_level_and_its_own_scorer_accepts_the_answer(folder: Path) -> None:
+    levels = {(source(task), level + 1) for task, entries in LEVELS.items() for level in range(len(entries))}
+    for split in ("train", "test"):
+        found = rows(folder, split)
+        assert {(row["data_source"], row["extra_info"]["level"]) for row in found} == levels
+        for row in found[::7]:
+            truth = row["reward_model"]["ground_truth"]
+            for answer, score in ((truth, 1.0), (truth + "0", 0.0), ("", 0.0)):
+                scored = default_compute_score(row["data_source"], answer, truth, row["extra_info"])
+                assert scored == score, (row["prompt"], answer)
+
+
+def test_test_questions_stand_nowhere_else(folder: Path) -> None:
+    tested = {row["prompt"][0]["content"] for row in rows(folder, "test")}
+    trained = {row["prompt"][0]["content"] for row in rows(folder, "train")}
+    shown = {row["messages"][0]["content"] for row in rows(folder, "demonstrations")}
+    assert tested and not tested & (trained | shown) and shown <= trained
+
+
+def test_questions_are_in_reasoning_gyms_words_and_fit_the_settings(folder: Path) -> None:
+    config = load_config(["recipe=reasoning_gym"], recipe_loader=recipe_overrides).config
+    tokenizer = byte_tokenizer(TOKENS)
+    for row in rows(folder, "train") + rows(folder, "test"):
+        question = row["prompt"][0]["content"]
+        assert question == json.loads(row["extra_info"]["entry"])["question"]
+        assert len(tokenizer(question)["input_ids"]) + 2 <= config.data.max_prompt_length
+        assert len(row["reward_model"]["ground_truth"]) + 1 <= config.data.max_response_length
+
+
+# --------------------------------------------------------------------------------------------------------- curriculum
+
+
+class Rows:
+    """Thirty rows of each level, as many of them as a `PromptDataset` would serve at once."""
+
+    def __init__(self, level: Any = None) -> None:
+        keys = [(source(task), number + 1) for task, levels in LEVELS.items() for number in range(len(levels))]
+        self.keys = [(name, number if level is None else level) for name, number in keys for _ in range(30)]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def batch(self, positions: list[int]) -> DataProto:
+        keys = [self.keys[position] for position in positions]
+        return DataProto.from_dict(
+            non_tensors={
+                "data_source": as_column([name for name, _ in keys]),
+                "extra_info": as_column([{"level": level} for _, level in keys]),
+            }
+        )
+
+    def batches(self, batch_size: int) -> Iterator[DataProto]:
+        for start in range(0, len(self), batch_size):
+            yield self.batch(list(range(len(self)))[start : start + batch_size])
+
+
+def curriculum(batch_size: int = 20) -> Curriculum:
+    return Curriculum(data_source=Rows(), data_config=DataConfig(train_batch_size=batch_size, seed=1))  # type: ignore[arg-type]
+
+
+def answered(positions: list[int], right: dict[tuple[str, int], float], answers: int = 4) -> DataProto:
+    """Those questions with `answers` answers each, of which a share is right, by source and level."""
+    data_rows = Rows()
+    batch = data_rows.batch([position for position in positions for _ in range(answers)])
+    keys = [data_rows.keys[position] for position in positions]
+    scores = [float(number < right.get(key, 0.0) * answers) for key in keys for number in range(answers)]
+    mask = torch.ones(len(scores), 2, dtype=torch.long)
+    tensors = {"response_mask": mask, "token_level_scores": torch.tensor(scores)[:, None] * torch.tensor([0.0, 1.0])}
+    return DataProto.from_dict(tensors, non_tensors=dict(batch.non_tensor_batch))
+
+
+def levels_of(positions: list[int]) -> Counter[tuple[str, int]]:
+    return Counter(Rows().keys[position] for position in positions)
+
+
+def test_it_begins_with_the_lowest_levels_and_keeps_the_shares() -> None:
+    sampler = curriculum()
+    drawn = [list(islice(sampler, 20)) for _ in range(1)][0]
+    assert len(set(drawn)) == 20 and {level for _, level in levels_of(drawn)} == {1}
+    many = [position for _ in range(50) for position in curriculum_epoch()]
+    shares = Counter(name for name, _ in levels_of(many).elements())
+    for task, weight in WEIGHTS.items():
+        assert shares[source(task)] / len(many) == pytest.approx(weight, abs=0.08)
+
+
+def curriculum_epoch() -> list[int]:
+    return list(curriculum())
+
+
+def test_a_level_opens_when_the_answers_of_some_steps_were_right_and_not_before() -> None:
+    sampler = curriculum()
+    batches = SamplerBatches(sampler, "Curriculum", len(Rows()), 20, seed=1, fingerprint="")
+    sums, spelling = source("chain_sum"), source("spell_backward")
+    served = iter(batches)
+    for step in range(1, STEPS + 3):
+        positions = next(served)
+        logged = batches.update(answered(positions, {(sums, 1): 1.0, (spelling, 1): 0.5}))
+        assert logged[f"sampler/{sums}/accuracy"] == (1.0 if step <= STEPS else 0.0)
+        assert logged[f"sampler/{sums}/level"] == (2 if step >= STEPS else 1)
+        assert logged[f"sampler/{spelling}/level"] == 1, f"half is less than {BOUND}"
+        opened = {level for name, level in levels_of(positions) if name == sums}
+        assert opened == {1} if step <= STEPS else 2 in opened, "half of the questions are of the new level"
+
+
+def test_the_highest_level_stays() -> None:
+    sampler = curriculum()
+    everything = {(source(task), level): 1.0 for task in LEVELS for level in (1, 2, 3)}
+    for _ in range(12):
+        sampler.update(answered(list(islice(sampler, 20)), everything))
+    assert set(sampler.levels.values()) == {3}
+
+
+def test_it_goes_on_exactly_where_it_was() -> None:
+    def step(batches: SamplerBatches, served: Iterator[list[int]]) -> tuple[list[int], dict[str, float]]:
+        positions = next(served)
+        return positions, batches.update(answered(positions, {(source("chain_sum"), level): 0.75 for level in (1, 2)}))
+
+    def made() -> SamplerBatches:
+        return SamplerBatches(curriculum(), "Curriculum", len(Rows()), 20, seed=1, fingerprint="")
+
+    def endless(batches: SamplerBatches) -> Iterator[list[int]]:
+        while True:
+            yield from batches
+
+    whole = made()
+    served = endless(whole)
+    expected = [step(whole, served) for _ in range(30)]  # more than two epochs of 13 batches
+    for interrupted in (1, 5, 13, 20):
+        first, second = made(), made()
+        served = endless(first)
+        for _ in range(interrupted):
+            step(first, served)
+        second.load_state_dict(first.state_dict())
+        served = endless(second)
+        assert [step(second, served) for _ in range(30 - interrupted)] == expected[interrupted:]
+
+
+def test_rows_without_a_level_and_batches_larger_than_a_level_are_refused() -> None:
+    with pytest.raises(UserError, match="needs extra_info.'level'. in every row, a whole number; row 0 .* has 'easy'"):
+        Curriculum(data_source=Rows("easy"), data_config=DataConfig(train_batch_size=4, seed=1))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="data.train_batch_size=31: the curriculum has a level of 30 questions"):
+        curriculum(batch_size=31)
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+def test_the_settings_are_sound_with_the_curriculum_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
+    recipe.cache_folder.cache_clear()
+    for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
+        (recipe.cache_folder() / file).parent.mkdir(parents=True, exist_ok=True)
+        (recipe.cache_folder() / file).write_text("{}")
+    mixed = ["--config", str(ROOT / "recipes/reasoning_gym/mixed.yaml")]
+    for arguments in ([], mixed):
+        config = load_config(["recipe=reasoning_gym", *arguments], recipe_loader=recipe_overrides).config
+        config.trainer.n_gpus_per_node = 2
+        validate(config, slots=2, available=2)
+        assert (config.data.sampler.class_path is None) == bool(arguments)
+    weights = {name: entry["weight"] for name, entry in config.data.sources.items()}
+    assert weights == {source(task): weight for task, weight in WEIGHTS.items()}
+    recipe.cache_folder.cache_clear()
+
+
+def test_shares_of_a_batch_are_random_but_seeded() -> None:
+    assert curriculum_epoch() == curriculum_epoch()
+    other = Curriculum(data_source=Rows(), data_config=DataConfig(train_batch_size=20, seed=2))  # type: ignore[arg-type]
+    assert list(other) != curriculum_epoch() and np.isclose(len(other), 260)

@@ -1,0 +1,122 @@
+"""The recipe of reward models: its pairs, its settings, and its run from a random start."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes.quickstart import recipe as quickstart
+from recipes.quickstart.data import add_questions, sort_questions, verl_row
+from recipes.quickstart.model import write_model
+from recipes.reward_model import pairs, recipe, start
+from recipes.reward_model.start import training_settings
+from trainer.needs import needs_reference
+from trainer.recipe import recipe_overrides
+from trainer.run import run_ppo
+from verl_lite.config_loader import load_config, validate
+
+# -------------------------------------------------------------------------------------------------------------- pairs
+
+
+def write_questions(folder: Path, rows: int) -> None:
+    """The quickstart's files, smaller."""
+    folder.mkdir(parents=True)
+    for split, seed in (("train", 1), ("test", 2)):
+        rng = random.Random(seed)
+        questions = [next(source(rng)) for _ in range(rows // 2) for source in (sort_questions, add_questions)]
+        table = pa.Table.from_pylist([verl_row(question, split, index) for index, question in enumerate(questions)])
+        pq.write_table(table, folder / f"{split}.parquet")
+
+
+def truths(folder: Path, split: str) -> dict[str, str]:
+    rows = pq.read_table(folder / f"{split}.parquet").to_pylist()
+    return {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in rows}
+
+
+def test_the_better_answer_has_more_right_characters_but_for_one_label_in_ten(tmp_path: Path) -> None:
+    write_questions(tmp_path / "data", 400)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        pairs.write_pairs(tmp_path / "data", tmp_path / name, seed=3)
+    for file, split, wrong in (("pairs", "train", 0.1), ("held_out_pairs", "test", 0.0)):
+        path = tmp_path / "one" / f"{file}.parquet"
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+        rows, answers = pq.read_table(path).to_pylist(), truths(tmp_path / "data", split)
+        assert set(rows[0]) == {"prompt", "chosen", "rejected"} and len(rows) >= 2 * len(answers)
+        worse = 0
+        for row in rows:
+            truth = answers[row["prompt"]]
+            better, other = (sum(map(str.__eq__, row[key], truth)) for key in ("chosen", "rejected"))
+            assert better != other and len(row["chosen"]) == len(row["rejected"]) == len(truth)
+            worse += better < other
+        assert worse / len(rows) == pytest.approx(wrong, abs=0.04 if wrong else 0)
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Both caches, empty; gives the recipe's folder."""
+    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
+    folders = (recipe.cache_folder, quickstart.cache_folder)
+    for folder in folders:
+        folder.cache_clear()
+    yield recipe.cache_folder()
+    for folder in folders:
+        folder.cache_clear()
+
+
+def test_the_score_is_the_models_and_the_truth_is_only_logged(cache: Path) -> None:
+    for folder, files in (
+        (cache, ("model/config.json",)),
+        (quickstart.cache_folder(), ("model/config.json", "data/train.parquet", "data/test.parquet")),
+    ):
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text("{}")
+    for arguments in ([], ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.001"]):
+        config = load_config(["recipe=reward_model", *arguments], recipe_loader=recipe_overrides).config
+        config.trainer.n_gpus_per_node = 2
+        validate(config, slots=2, available=2)
+        assert needs_reference(config) == (not arguments)
+    assert config.reward.functions == {"truth": {"weight": 0.0}}
+    assert config.reward_model.model.path == str(cache / "model")
+    recipe.prepare(config)  # everything is there
+    assert sorted(path.name for path in cache.iterdir()) == ["model"]
+
+
+@pytest.mark.slow
+def test_it_trains_a_reward_model_and_two_steps_by_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quickstart without its warm start; a reward model of two steps."""
+    write_questions(quickstart.cache_folder() / "data", 64)
+    write_model(quickstart.cache_folder() / "model", 1)
+    monkeypatch.setattr(start, "EPOCHS", 1)
+    run = tmp_path / "run"
+    arguments = (
+        "recipe=reward_model data.train_batch_size=8 actor.ppo_mini_batch_size=8 rollout.n=2 rollout.name=hf "
+        "trainer.backend=inline trainer.n_gpus_per_node=1 trainer.device=cpu trainer.total_training_steps=2 "
+        "trainer.save_freq=0 trainer.logger=jsonl data.val_max_samples=8 reward.num_workers=0 "
+        f"trainer.default_local_dir={run}"
+    )
+    assert run_ppo(arguments.split()) == 0
+    assert (cache / "model" / "model.safetensors").is_file()
+    steps = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step in (step for step in steps if "actor/pg_loss" in step):
+        assert step["critic/score/mean"] == pytest.approx(step["reward/model/mean"])
+        assert 0 <= step["reward/truth/mean"] <= 1 and "actor/kl_loss" in step
+    assert "val-aux/mean_of_sources/model/mean@1" in steps[0] and "val-aux/mean_of_sources/acc/mean@1" in steps[0]
+
+
+def test_the_reward_model_begins_as_the_policy(tmp_path: Path) -> None:
+    config = training_settings(tmp_path, tmp_path / "policy")
+    assert config.model.path == str(tmp_path / "policy" / "model")
+    assert config.data.val_files == [str(tmp_path / "held_out_pairs.parquet")]
