@@ -140,6 +140,7 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
         values = [result.extra.get(name) for result in results]
         is_text = any(isinstance(value, str) for value in values)
         columns[f"reward/{name}"] = [None if value is None else str(value) if is_text else value for value in values]
+    columns = {name: [_encodable(value) for value in values] for name, values in columns.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     pyarrow.parquet.write_table(pyarrow.table(columns), draft)
@@ -149,6 +150,11 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
 def truth_text(ground_truth: Any) -> str:
     """A ground truth as text."""
     return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, default=str)
+
+
+def _encodable(value: Any) -> Any:
+    """Half of a surrogate pair, which json can spell, becomes a question mark: it has no place in UTF-8."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -218,6 +218,12 @@ def test_what_a_file_lacks_is_said_with_the_row(tmp_path: Path, row: Any, reason
         read_saved(jsonl(tmp_path / "a.jsonl", [row]), None, ScoreConfig())
 
 
+def test_half_of_a_surrogate_pair_in_an_answer_is_written_as_a_question_mark(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"data_source": "exact_match", "response": "a\ud800", "ground_truth": "a"}])
+    assert score(file, [INLINE, f"out={tmp_path / 'new.parquet'}"]) == 0
+    assert parquet_of(tmp_path / "new.parquet")[0]["response"] == "a?"
+
+
 def test_rewards_of_the_answer_alone_need_no_ground_truth(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"data_source": "s", "response": "<think>a</think><answer>b</answer>"}])
     out = tmp_path / "new.parquet"

@@ -1,8 +1,8 @@
 """Whether an answer is JSON of the wanted shape, by JSON Schema (https://json-schema.org, the jsonschema library).
 
 The JSON is the whole answer, or else the last fenced block of it (``` or ```json). NaN and Infinity, which JSON does
-not have, and values nested deeper than 100 levels are wrong answers. References in a schema lead to places inside it;
-nothing is fetched.
+not have, numbers beyond 1e300, and values nested deeper than 100 levels are wrong answers. References in a schema lead
+to places inside it; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from verl_lite.rewards.dispatch import register_reward
 
 DEEPEST = 100
+LARGEST = 1e300
 
 _SHOWN_CHARACTERS = 200
 
@@ -74,7 +75,7 @@ def last_fenced(text: str) -> str | None:
 
 def _parsed(text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_number, parse_int=_number)
     except RecursionError:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from None
     layer = [value]
@@ -87,6 +88,14 @@ def _parsed(text: str) -> Any:
 
 def _inside(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _number(digits: str) -> float:
+    """The number that is written. Raises ValueError beyond 1e300, where arithmetic of a schema (multipleOf) overflows."""
+    number = float(digits)
+    if abs(number) > LARGEST:
+        raise ValueError(f"a number beyond {LARGEST:g}")
+    return int(digits) if digits.lstrip("-").isdigit() else number
 
 
 def _refuse(constant: str) -> Any:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from verl_lite.rewards import REWARDS, default_compute_score, find_named_reward, format, json_schema, regex
+from verl_lite.rewards import REWARDS, default_compute_score, find_named_reward, format, json_schema, read_score, regex
 from verl_lite.rewards.marks import last_boxed, last_tagged
 from verl_lite.rewards.math_dapo import normalize
 from verl_lite.rewards.multiple_choice import find_letter, right_letter
@@ -23,6 +25,26 @@ def test_each_rule_is_found_by_its_short_and_its_full_name() -> None:
         assert find_named_reward(name) is find_named_reward(f"rule/{name}") is REWARDS[f"rule/{name}"]
     assert find_named_reward("openai/gsm8k") is find_named_reward("gsm8k")
     assert find_named_reward("reasoning_gym/chain_sum") is REWARDS["reasoning_gym/*"]
+
+
+PIECES = [
+    "\\boxed{", "\\text{", "}", "{", "$", "=", "<answer>", "</answer>", "<think>", "</think>", "```json\n", "```", "\n",
+    "Answer: ", "(", ")", "A", "B", "or", "frac", "sqrt", "####", "72", ".", ",", "[", "]", '"', "NaN", "1e999", "null",
+    "\ud800", "\x00", "٣", "İ",
+]  # fmt: skip
+TRUTHS = {
+    "exact_match": "72", "gsm8k": "72", "math_dapo": "72", "exact_answer": "72", "multiple_choice": "B", "format": "",
+    "regex": r"\d+", "json_schema": {"type": "object"},
+}  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join))
+def test_no_answer_makes_a_rule_fail(answer: str) -> None:
+    """A reward that raises is a failed sample: the policy must not be able to bring that about."""
+    for rule, truth in TRUTHS.items():
+        score, _ = read_score(mark(rule, answer, truth))
+        assert score in (-1.0, 0.0, 0.25, 1.0)
 
 
 # ----------------------------------------------------------------------------------------------------- final answers
@@ -257,6 +279,16 @@ def test_json_of_the_wanted_shape(answer: str, score: float, parses: float) -> N
     result = mark("json_schema", answer, SCHEMA)
     assert (result["score"], result["acc"], result["parses"]) == (score, score, parses)
     assert bool(result["problem"]) == (score == 0)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e301", "1" * 400, "1" * 5000])
+def test_a_number_that_no_arithmetic_can_hold_is_a_wrong_answer_and_no_failure(number: str) -> None:
+    for step in (0.1, 3):
+        assert (
+            mark("json_schema", number, {"type": "number", "multipleOf": step})["problem"] == "a number beyond 1e+300"
+        )
+    assert mark("json_schema", "1" * 290, {"multipleOf": 0.1})["parses"] == 1.0
+    assert mark("json_schema", "-3", {"type": "integer"})["score"] == mark("json_schema", "-0.5", {})["score"] == 1.0
 
 
 def test_a_schema_may_be_text_or_a_file_or_an_option(tmp_path: Path) -> None:
