@@ -153,6 +153,12 @@ JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
             {},
             "kwargs.pattern=x has no effect with verdict=json",
         ),
+        ({"reward": "judge", "kwargs": {**JUDGE, "template": "{question}"}}, {}, "template has no {answer}"),
+        (
+            {"reward": "judge", "kwargs": {**JUDGE, "template": "{answer}", "rubric": "x"}},
+            {},
+            "kwargs.rubric has no effect",
+        ),
     ],
 )
 def test_programs_have_time_and_judges_an_address(part: dict[str, Any], reward: dict[str, Any], reason: str) -> None:

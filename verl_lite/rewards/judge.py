@@ -101,17 +101,15 @@ async def compute_score(
     read.
     """
     url = _checked_url(base_url, model, verdict, lowest, highest)
-    places = {
-        "question": _last_question(prompt),
-        "conversation": "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt or ()),
-        "answer": solution_str,
-        "ground_truth": "" if ground_truth is None else str(ground_truth),
-        "rubric": rubric,
-        "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
-    }
-    message = _PLACE.sub(
-        lambda found: places[found[1]], template
-    )  # in one go: what is filled in is not looked at again
+    message = _filled(
+        template,
+        question=_last_question(prompt),
+        conversation="\n\n".join(f"{message['role']}: {message['content']}" for message in prompt or ()),
+        answer=solution_str,
+        ground_truth="" if ground_truth is None else str(ground_truth),
+        rubric=rubric,
+        form=_FORMS[verdict].format(lowest=lowest, highest=highest),
+    )
     messages = [{"role": "system", "content": system}] if system else []
     limits = {"temperature": temperature, "max_tokens": max_tokens}
     body: dict[str, Any] = {"model": model, "messages": [*messages, {"role": "user", "content": message}]}
@@ -138,6 +136,10 @@ def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
         yield f"{option}: {error}"
     if (variable := values["api_key_env"]) and not os.environ.get(variable):
         yield f"{option}.api_key_env={variable}: this environment variable is not set"
+    if "{answer}" not in values["template"]:
+        yield f"{option}.template has no {{answer}}, so that the judge would not see what it judges: put it in"
+    if "rubric" in kwargs and "{rubric}" not in values["template"]:
+        yield f"{option}.rubric has no effect, because the template has no {{rubric}}: put it in, or leave the rubric out"
     if values["pattern"] is not None and values["verdict"] != "number":
         yield f"{option}.pattern={values['pattern']} has no effect with verdict={values['verdict']}: leave it out"
 
@@ -169,6 +171,11 @@ def _checked_url(base_url: str | None, model: str | None, verdict: str, lowest: 
     if not lowest < highest:
         raise UserError(f"The judge's lowest={lowest:g} has to be less than highest={highest:g}")
     return base_url.rstrip("/") + "/chat/completions"
+
+
+def _filled(template: str, **places: str) -> str:
+    """The template with its places filled, all in one go: what is filled in is not looked at again."""
+    return _PLACE.sub(lambda found: places[found[1]], template)
 
 
 def _last_question(prompt: list[dict[str, str]] | None) -> str:
