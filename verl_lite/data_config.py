@@ -57,7 +57,7 @@ class DataConfig:
     sampler: SamplerConfig = section(SamplerConfig, "the order of the training prompts")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "a dataset class of your own")
     train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)")
-    val_batch_size: int | None = opt(None, "prompts per validation call; null = the whole set at once")
+    val_batch_size: int | None = opt(None, "prompts that a validation asks at one time; changes no number; null = all")
     max_prompt_length: int = opt(512, "tokens; see `truncation` for longer prompts")
     max_response_length: int = opt(512, "tokens generated at most per sample")
     truncation: str = opt("error", "what to do with a longer prompt: error | left | right | middle")

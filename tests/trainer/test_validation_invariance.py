@@ -47,6 +47,20 @@ def test_ranks_and_batch_sizes_change_no_bit(config: PPOConfig, tmp_path: Path) 
         assert metrics == first_metrics, case
 
 
+def test_a_time_budget_changes_how_many_are_asked_and_no_answer(config: PPOConfig, tmp_path: Path) -> None:
+    whole = {row.uid: row for row in validated(config, tmp_path, ranks=1)[1]}
+    config = copy.deepcopy(config)
+    config.data.val_batch_size, config.trainer.val_time_budget_s = 4, 1e-9
+    metrics, rows, scored = validated(config, tmp_path, ranks=2)
+    assert len(rows) == len(scored) == 4 and metrics["val/scored_frac"] == 4 / PROMPTS
+    assert rows == [whole[row.uid] for row in rows]
+    counts = {row.data_source: metrics[f"val-aux/{row.data_source}/prompts"] for row in rows}
+    assert sum(counts.values()) == 4
+    config.trainer.val_time_budget_s = 1e9
+    metrics, rows, _ = validated(config, tmp_path, ranks=2)
+    assert metrics["val/scored_frac"] == 1.0 and rows == list(whole.values()), "asked in another order, shown in this"
+
+
 @pytest.mark.parametrize("killed_after", [0, 1, 3])
 def test_what_a_killed_evaluation_kept_is_not_asked_again(config: PPOConfig, tmp_path: Path, killed_after: int) -> None:
     """Ended while its chunk number `killed_after` was on its way; continued on other ranks and with other chunks."""
