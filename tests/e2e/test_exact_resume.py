@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,32 @@ def reward_by_parity(data_source: str, solution_str: str, ground_truth: str, ext
     """Something that is equal for about half of all pairs of answers."""
     total = sum(map(ord, solution_str))
     return {"score": total % 7 / 7, "acc": total % 2}
+
+
+class ByScore:
+    """A sampler whose next prompt depends on the scores of the last step."""
+
+    def __init__(self, data_source: Any, data_config: Any) -> None:
+        self.size, self.start, self.given = len(data_source), 0, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.size - self.given % self.size):
+            self.given += 1
+            yield (self.start + self.given) % self.size
+
+    def update(self, batch: Any) -> dict[str, float]:
+        assert "advantages" in batch
+        self.start += round(7 * float(batch.batch["token_level_scores"].sum()))
+        return {"start": self.start}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.start, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start, self.given = state["start"], state["given"]
 
 
 def main_in_child(argv: list[str], folder: str, log: str) -> None:
@@ -167,9 +194,10 @@ KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "alg
 GAE = ["algorithm.adv_estimator=gae", "algorithm.lam=0.9", "critic.optim.lr=1e-3"]
 RUNNING = [
     "algorithm.adv_estimator=reinforce", "algorithm.norm_mean_type=running", "algorithm.norm_std_type=running",
-    "trainer.async_save=true",
+    "trainer.async_save=true", "data.sources={odd: {weight: 3}, even: {weight: 1}}",
 ]  # fmt: skip
 LORA = ["model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=[q_proj,down_proj]", "actor.use_kl_loss=true"]
+LORA += [f"data.sampler.class_path={__file__}", "data.sampler.class_name=ByScore"]
 FILTERED = [
     "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "data.sources.odd.n=3",
     "reward.custom_reward_function.name=reward_by_parity", "reward.overlong_buffer.enable=true",
@@ -188,8 +216,8 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
         pytest.param(3, 4, 2, 4, [], ACTOR, id="fewer rows than a batch"),
         pytest.param(12, 4, 1, 3, [*GAE, "trainer.critic_warmup=2"], CRITIC, id="critic, within its warm-up"),
         pytest.param(12, 4, 2, 3, [*GAE, "trainer.critic_warmup=1"], CRITIC, id="critic, after its warm-up"),
-        pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background"),
-        pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference"),
+        pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background, a mixture"),
+        pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference, a sampler that learns"),
         pytest.param(14, 4, 3, 4, FILTERED, ACTOR, id="dynamic sampling, prompts with their own number of answers"),
         pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic, saved in the background"),
     ],
@@ -209,6 +237,9 @@ def test_train_kill_resume_is_train(
     states = [driver_state(end) for end in ends]
     assert {"steps", "kl_coef", "running_moments", "random", "config"} <= set(states[0]) and differences(*states) == []
     assert differences(history(whole), history(killed)) == [] and len(history(whole)) == total
+    if options is LORA:
+        starts = [row["sampler/start"] for row in history(whole).values()]
+        assert len(set(starts)) == total, "the sampler hears of every step"
     first = models_of(whole / "global_step_1", parts)
     assert differences(first, models[0]), "training changes nothing: equality shows nothing"
 
