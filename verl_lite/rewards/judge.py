@@ -139,7 +139,7 @@ def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
     if "{answer}" not in values["template"]:
         yield f"{option}.template has no {{answer}}, so that the judge would not see what it judges: put it in"
     if "rubric" in kwargs and "{rubric}" not in values["template"]:
-        yield f"{option}.rubric has no effect, because the template has no {{rubric}}: put it in, or leave the rubric out"
+        yield f"{option}.rubric has no effect, because the template has no {{rubric}}: put it in, or leave this out"
     if values["pattern"] is not None and values["verdict"] != "number":
         yield f"{option}.pattern={values['pattern']} has no effect with verdict={values['verdict']}: leave it out"
 
