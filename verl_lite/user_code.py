@@ -1,10 +1,11 @@
-"""Objects from files of the user's own: a Python file, or a module given as pkg://package.module."""
+"""Code of the user's own: a Python file, or a module given as pkg://package.module. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
 
     The code runs once, here; what it raises is raised. Raises UserError if there is no such file, module or callable.
     """
-    module = _load_module(path, path_key)
+    module = load_module(path, path_key)
     found = getattr(module, name, None)
     if not callable(found):
         known = sorted(
@@ -34,7 +35,11 @@ def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
     return found
 
 
-def _load_module(path: str, key: str) -> ModuleType:
+def load_module(path: str, key: str) -> ModuleType:
+    """Runs a Python file, or imports pkg://package.module. key: the configuration key, for messages.
+
+    Raises UserError if there is no such file or module; what the code raises is raised.
+    """
     if path.startswith(MODULE_PREFIX):
         name = path.removeprefix(MODULE_PREFIX)
         try:
@@ -48,7 +53,7 @@ def _load_module(path: str, key: str) -> ModuleType:
         raise UserError(
             f"{key}={path!r}: no such file (looked for {file.absolute()}). Give a Python file or pkg://package.module"
         )
-    module_name = f"user_code_{file.stem}"
+    module_name = f"user_code_{file.stem}_{zlib.crc32(str(file.absolute()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"{key}={path!r} is not a Python file; expected NAME.py")

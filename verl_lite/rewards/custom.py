@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
-from pathlib import Path
 from types import ModuleType
 
 from verl_lite.errors import UserError
 from verl_lite.rewards.dispatch import RewardFunction
-
-_MODULE_PREFIX = "pkg://"
+from verl_lite.user_code import load_module
 
 
 def load_reward_function(path: str, name: str, option: str = "reward.custom_reward_function") -> RewardFunction:
@@ -23,22 +17,7 @@ def load_reward_function(path: str, name: str, option: str = "reward.custom_rewa
     option: the group of keys that names it. Raises UserError if there is no such file, or no such function (with those
     found).
     """
-    return function_of(load_module(path, option), path, name, option)
-
-
-def load_module(path: str, option: str) -> ModuleType:
-    """Runs a Python file, or imports pkg://package.module. Raises UserError if there is no such file."""
-    if path.startswith(_MODULE_PREFIX):
-        return importlib.import_module(path.removeprefix(_MODULE_PREFIX))
-    file = _existing_file(path, option)
-    module_name = f"custom_reward_{file.stem}_{zlib.crc32(str(file.absolute()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{option}.path={path!r} is not a Python file; expected NAME.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look their module up here
-    spec.loader.exec_module(module)
-    return module
+    return function_of(load_module(path, f"{option}.path"), path, name, option)
 
 
 def function_of(module: ModuleType, path: str, name: str, option: str) -> RewardFunction:
@@ -51,13 +30,3 @@ def function_of(module: ModuleType, path: str, name: str, option: str) -> Reward
             f"functions found: {', '.join(found) or 'none'}. Set {option}.name to one of them."
         )
     return function
-
-
-def _existing_file(path: str, option: str) -> Path:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(
-            f"{option}.path={path!r}: no such file (looked for {file.absolute()}). "
-            "Give a Python file or pkg://package.module."
-        )
-    return file

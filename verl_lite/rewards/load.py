@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_lite.reward_config import RewardConfig
-from verl_lite.rewards.custom import function_of, load_module, load_reward_function
+from verl_lite.rewards.custom import function_of, load_reward_function
 from verl_lite.rewards.dispatch import (
     NAMED,
     REWARDS,
@@ -33,6 +33,7 @@ from verl_lite.rewards.weighted import (
     WeightedPlain,
     weighted_scorer,
 )
+from verl_lite.user_code import load_module
 
 SampleScorer = PlainScorer | WeightedPlain
 AwaitingScorer = AsyncScorer | WeightedAsync
@@ -83,7 +84,7 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
         function = find_named_reward(str(part.reward))
     else:
         if part.path not in modules:
-            modules[part.path] = load_module(part.path, part.option)
+            modules[part.path] = load_module(part.path, f"{part.option}.path")
         function = function_of(modules[part.path], part.path, part.name, part.option)
     check_kwargs(function, part.kwargs, part.option)
     return function
