@@ -17,7 +17,9 @@ from trainer.kept_answers import KeptAnswers, claim_folder, content_of, plain, r
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.resume import flat_config, is_bound
 from trainer.samples import Sample
+from trainer.validation import Way
 from verl_lite.config import PPOConfig
+from verl_lite.protocol import DataProto
 
 RESULTS = "results.json"
 CHUNKS = "answers"
@@ -74,6 +76,12 @@ def load_weights(trainer: RayPPOTrainer) -> None:
         trainer.steps.global_step = read_state(folder)["steps"]["global_step"]
 
 
+def stop_if_asked(trainer: RayPPOTrainer) -> None:
+    """Between two chunks: whoever asked the run to end gets it, as what was answered so far is kept."""
+    if trainer.steps.stop_asked:
+        raise KeyboardInterrupt
+
+
 class Evaluation(RayPPOTrainer):
     """Validates once; continues where an earlier try in this folder was ended."""
 
@@ -93,6 +101,11 @@ class Evaluation(RayPPOTrainer):
     def resume(self) -> None:
         """Takes the weights."""
         load_weights(self)
+
+    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
+        """Answers, unless the user wants no more."""
+        stop_if_asked(self)
+        return super().answer_for_validation(prompts, way)
 
     def kept_answers(self) -> KeptAnswers[Sample]:
         """In the run folder."""

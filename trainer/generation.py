@@ -18,10 +18,10 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.data import PromptDataset
-from trainer.evaluation import CHUNKS, answer_settings, load_weights
+from trainer.evaluation import CHUNKS, answer_settings, load_weights, stop_if_asked
 from trainer.kept_answers import KeptAnswers, claim_folder, plain, read_settings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
-from trainer.validation import Prompts, answer_in_chunks, chunks_of, ways_of
+from trainer.validation import Prompts, Way, answer_in_chunks, chunks_of, ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -71,6 +71,11 @@ class Generation(RayPPOTrainer):
         write_answers(output_of(self.run_dir), self.val_data, answered[way], way.n)
         kept.clear()
         return FitResult()
+
+    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
+        """Answers, unless the user wants no more."""
+        stop_if_asked(self)
+        return super().answer_for_validation(prompts, way)
 
     def plain_answers(self, batch: DataProto) -> list[GeneratedAnswer]:
         """The rows of an answered batch."""

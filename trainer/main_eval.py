@@ -63,7 +63,9 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
         console.note(f"{target.name} was evaluated before under the same settings: {folder}")
         console.print(validation_table(known, known))
     else:
-        status = run_ppo([*argv, f"{FOLDER}{folder}"], trainer_class=Evaluation)
+        # auto: a folder that has numbers already may be gone on with; Evaluation takes no weights from it
+        again = ["trainer.resume_mode=auto"] if target.is_model else []
+        status = run_ppo([*argv, *again, f"{FOLDER}{folder}"], trainer_class=Evaluation)
         if status:
             return Evaluated(status)
     return Evaluated(0, *read_results(folder))
@@ -112,8 +114,12 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         from trainer.console import Console
         from trainer.report import steps_table
+        from verl_lite.errors import UserError
 
         targets = [each for name in names for each in find_targets(name, all_checkpoints=ALL_CHECKPOINTS in argv)]
+        given = [item for item in options if item.startswith(FOLDER)]
+        if given and len(targets) > 1:
+            raise UserError(f"{given[-1]}: each of the {len(targets)} targets has a folder of its own; leave it out")
         done: list[tuple[str, Evaluated]] = []
         for target in targets:
             outcome = evaluate(target, options)

@@ -137,7 +137,7 @@ def answering(
     parts: Any = {
         "actor": ActorRole(group, config),
         "rewards": Rewards(pool, config.reward, folder),  # type: ignore[arg-type]
-        "steps": SimpleNamespace(global_step=0),
+        "steps": SimpleNamespace(global_step=0, stop_asked=False),
         "val_data": PromptDataset(config.data.val_files, tokenizer, config.data, split="val"),
         "tokenizer": tokenizer,
         "tracking": quiet,

@@ -67,6 +67,19 @@ def test_a_killed_generation_goes_on_and_gives_the_same_file(config: Any, tmp_pa
     assert [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()] == rows
 
 
+def test_who_asks_it_to_stop_keeps_what_is_answered(config: Any, tmp_path: Path) -> None:
+    """As Ctrl-C does, which asks the run to end after the chunk at hand."""
+
+    class Stopped(Generation):
+        def plain_answers(self, batch: Any) -> Any:
+            self.steps.stop_asked = True
+            return super().plain_answers(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        generated(config, tmp_path / "out.parquet", 1, Stopped)
+    assert len(list(tmp_path.glob("out.parquet.run/answers/chunk-*"))) == 1 and not (tmp_path / "out.parquet").exists()
+
+
 def test_values_of_several_types_are_refused_at_the_start_of_a_parquet_and_fit_json_lines(tmp_path: Path) -> None:
     config = task(tmp_path, prompts=2)
     rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]

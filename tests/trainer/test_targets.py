@@ -127,6 +127,11 @@ def test_commands_without_a_target_say_how_they_are_called(capsys: pytest.Captur
         assert "usage: python -m trainer.main_" in capsys.readouterr().err
 
 
+def test_several_targets_do_not_share_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_eval([str(run), "--all-checkpoints", "trainer.default_local_dir=x"]) == 2
+    assert "each of the 2 targets has a folder of its own" in capsys.readouterr().err
+
+
 def test_settings_are_what_answers_depend_on_and_no_more(tmp_path: Path) -> None:
     config = task(tmp_path, prompts=2)
 
