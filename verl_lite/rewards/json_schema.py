@@ -91,7 +91,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _number(digits: str) -> float:
-    """The number as written. Raises ValueError beyond 1e300, where a schema's arithmetic (multipleOf) would overflow."""
+    """The number as written. Raises ValueError beyond 1e300, where a schema's arithmetic (multipleOf) may overflow."""
     number = float(digits)
     if abs(number) > LARGEST:
         raise ValueError(f"a number beyond {LARGEST:g}")
