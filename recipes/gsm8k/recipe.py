@@ -6,7 +6,6 @@ the recipe runs anywhere at once; `real_model.yaml` has the settings for GSM8K i
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,6 @@ def prepare(config: PPOConfig) -> None:
     make_where_wanted(config, cache_folder(), NAME, build)
 
 
-@cache
 def cache_folder() -> Path:
     """The folder of this version of model, data and warm start."""
     return folder_of(NAME, made_from())

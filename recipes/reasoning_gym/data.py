@@ -23,7 +23,8 @@ POOL = 2400
 """Questions of a task and level at most; of single-digit sums there are fewer."""
 
 TEST_SHARE, TEST_MOST = 0.2, 48
-DEMONSTRATIONS = 8192
+DEMONSTRATIONS = 12_288
+DEMONSTRATED_TASKS = {"spell_backward": 3, "chain_sum": 3, "letter_counting": 1}
 DEMONSTRATED_LEVELS = (5, 2, 1)
 WRONG_SHARE = 0.12
 
@@ -74,8 +75,8 @@ def questions(task: str, level: int, seed: int) -> list[Question]:
 
 
 def draw(train: dict[tuple[str, int], list[Question]], rng: random.Random) -> Question:
-    """A question to demonstrate: tasks alike, levels by DEMONSTRATED_LEVELS."""
-    task = rng.choice(list(LEVELS))
+    """A question to demonstrate, by DEMONSTRATED_TASKS and DEMONSTRATED_LEVELS."""
+    [task] = rng.choices(list(LEVELS), weights=[DEMONSTRATED_TASKS[task] for task in LEVELS])
     [level] = rng.choices(range(1, len(LEVELS[task]) + 1), weights=DEMONSTRATED_LEVELS[: len(LEVELS[task])])
     return rng.choice(train[task, level])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 NAME = "reasoning_gym"
 MODEL_SEED = DATA_SEED = 1
-WARM_START_STEPS, WARM_START_ROWS = 360, 64
+WARM_START_STEPS, WARM_START_ROWS = 450, 64
 LONGEST_CONVERSATION = 96
 
 
@@ -21,7 +21,7 @@ def build(folder: Path) -> None:
     write_data(folder / "data", DATA_SEED)
     shutil.move(folder / "data" / "demonstrations.parquet", folder)
     sizes = {"steps": WARM_START_STEPS, "rows": WARM_START_ROWS, "max_length": LONGEST_CONVERSATION}
-    warm_start(folder, NAME, **sizes, lr=4e-3)
+    warm_start(folder, NAME, **sizes, lr=3e-3)
 
 
 def made_from() -> list[Path]:

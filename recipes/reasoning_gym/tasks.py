@@ -14,8 +14,8 @@ LEVELS: dict[str, tuple[dict[str, int], ...]] = {
     ),
     "chain_sum": (
         {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
         {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
-        {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2},
     ),
     "letter_counting": (
         {"min_words": 1, "max_words": 1},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -177,16 +176,14 @@ def test_the_files_share_no_question_and_fit_the_settings(tmp_path: Path, monkey
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The recipe's cache, with files that are there and no more."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
-    recipe.cache_folder.cache_clear()
     folder = recipe.cache_folder()
     for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("{}")
-    yield folder
-    recipe.cache_folder.cache_clear()
+    return folder
 
 
 def test_the_settings_are_sound_and_say_what_a_real_run_takes(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

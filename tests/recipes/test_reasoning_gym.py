@@ -197,7 +197,6 @@ def test_the_settings_are_sound_with_the_curriculum_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
-    recipe.cache_folder.cache_clear()
     for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
         (recipe.cache_folder() / file).parent.mkdir(parents=True, exist_ok=True)
         (recipe.cache_folder() / file).write_text("{}")
@@ -209,7 +208,6 @@ def test_the_settings_are_sound_with_the_curriculum_and_without(
         assert (config.data.sampler.class_path is None) == bool(arguments)
     weights = {name: entry["weight"] for name, entry in config.data.sources.items()}
     assert weights == {source(task): weight for task, weight in WEIGHTS.items()}
-    recipe.cache_folder.cache_clear()
 
 
 def test_shares_of_a_batch_are_random_but_seeded() -> None:

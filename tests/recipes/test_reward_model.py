@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,20 +61,15 @@ def test_the_better_answer_has_more_right_characters_but_for_one_label_in_ten(tm
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Both caches, empty; gives the recipe's folder."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    folders = (recipe.cache_folder, quickstart.cache_folder)
-    for folder in folders:
-        folder.cache_clear()
-    yield recipe.cache_folder()
-    for folder in folders:
-        folder.cache_clear()
+    return recipe.cache_folder()
 
 
 def test_the_score_is_the_models_and_the_truth_is_only_logged(cache: Path) -> None:
     for folder, files in (
-        (cache, ("model/config.json",)),
+        (cache, ("model/config.json", "model/tokenizer_config.json")),
         (quickstart.cache_folder(), ("model/config.json", "data/train.parquet", "data/test.parquet")),
     ):
         for file in files:
