@@ -200,12 +200,12 @@ def test_the_settings_are_sound_with_the_curriculum_and_without(
     for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
         (recipe.cache_folder() / file).parent.mkdir(parents=True, exist_ok=True)
         (recipe.cache_folder() / file).write_text("{}")
-    mixed = ["--config", str(ROOT / "recipes/reasoning_gym/mixed.yaml")]
-    for arguments in ([], mixed):
+    mixed, real = (["--config", str(ROOT / f"recipes/reasoning_gym/{name}.yaml")] for name in ("mixed", "real_model"))
+    for arguments in ([], real, mixed):
         config = load_config(["recipe=reasoning_gym", *arguments], recipe_loader=recipe_overrides).config
         config.trainer.n_gpus_per_node = 2
         validate(config, slots=2, available=2)
-        assert (config.data.sampler.class_path is None) == bool(arguments)
+        assert (config.data.sampler.class_path is None) == (arguments is mixed)
     weights = {name: entry["weight"] for name, entry in config.data.sources.items()}
     assert weights == {source(task): weight for task, weight in WEIGHTS.items()}
 
