@@ -19,7 +19,7 @@ setup(
         for top in ("verl_lite", "trainer", "workers", "recipes")
         for name in (top, *(f"{top}.{sub}" for sub in find_packages(top)))
     ],
-    package_data={"recipes": ["*/*.md", "*/*.sh"]},
+    package_data={"recipes": ["*.md", "*/*.md", "*/*.sh", "*/*.yaml"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.5",

@@ -7,7 +7,6 @@ them yet.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,6 @@ def prepare(config: PPOConfig) -> None:
     make_where_wanted(config, cache_folder(), NAME, build)
 
 
-@cache
 def cache_folder() -> Path:
     """The folder of this version of the warm start."""
     return folder_of(NAME, made_from())

@@ -5,7 +5,6 @@ Model, warm start and settings are those of agentic_frozen_lake; only the world 
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,6 @@ def prepare(config: PPOConfig) -> None:
     make_where_wanted(config, cache_folder(), NAME, build)
 
 
-@cache
 def cache_folder() -> Path:
     """The folder of this version of the warm start."""
     return folder_of(NAME, made_from())

@@ -6,7 +6,6 @@ A model of 1.1 million parameters learns to sort digits, to add and to spell bac
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +55,6 @@ def prepare(config: PPOConfig) -> None:
     make_where_wanted(config, cache_folder(), NAME, build)
 
 
-@cache
 def cache_folder() -> Path:
     """The folder of this version of model, data and warm start."""
     return folder_of(NAME, made_from())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,10 @@ SMALL = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "critic.ppo
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The quickstart's cache, empty."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    quickstart.cache_folder.cache_clear()
-    yield quickstart.cache_folder()
-    quickstart.cache_folder.cache_clear()
+    return quickstart.cache_folder()
 
 
 def test_it_is_valid_and_takes_model_and_data_from_the_quickstart(cache: Path) -> None:

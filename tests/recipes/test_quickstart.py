@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +128,9 @@ def test_the_same_seed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    recipe.cache_folder.cache_clear()
-    yield recipe.cache_folder()
-    recipe.cache_folder.cache_clear()
+    return recipe.cache_folder()
 
 
 def test_what_is_missing_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""CISPO (2506.13585) on the common task."""

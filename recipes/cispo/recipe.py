@@ -1,0 +1,19 @@
+"""CISPO (2506.13585): a ratio that grew too large is capped as a weight, so that no token loses its gradient."""
+
+from __future__ import annotations
+
+from recipes import common_task
+
+
+def overrides() -> dict[str, object]:
+    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    return common_task.settings() | {
+        "algorithm.adv_estimator": "grpo",
+        "actor.policy_loss.loss_mode": "cispo",
+        "actor.loss_agg_mode": "token-mean",
+        "actor.clip_ratio_low": 1.0,  # no lower bound, as in the paper
+        "actor.clip_ratio_high": 0.28,
+    }
+
+
+prepare = common_task.prepare

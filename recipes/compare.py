@@ -1,0 +1,290 @@
+"""`python -m recipes.compare`: all algorithms on one task, with one model, one budget and several seeds, as a table and
+a picture.
+
+    python -m recipes.compare                        # all algorithms, three seeds, as far as they are missing
+    python -m recipes.compare --recipes grpo rloo --seeds 5 --steps 80 --jobs 4
+    python -m recipes.compare --write                # and puts table and pictures where recipes/README.md shows them
+
+Each run is a `trainer.main_ppo` of its own, in this process's environment: inline, one thread, the Hugging Face engine.
+What is finished is kept with the settings that it was made with, and is not run again; a run that was interrupted, by
+kill -9 too, begins anew. A run that fails is reported and does not end the others; the next call tries it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipes import common_task
+from recipes.comparison_report import Outcome, Point, report
+from trainer.environment import prepare_driver
+from workers.child_inside import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[1]
+VALIDATIONS = 4
+"""In a run, beside the one before it."""
+
+INLINE = (
+    "trainer.backend=inline",
+    "trainer.n_gpus_per_node=1",
+    "trainer.device=cpu",
+    "rollout.name=hf",
+    "reward.num_workers=0",
+    "trainer.logger=[jsonl]",
+    "trainer.save_freq=0",
+)
+"""How a model this small runs with the fewest processor seconds."""
+
+_EACH_ITS_OWN = ("trainer.experiment_name", "trainer.default_local_dir")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A row of the table. answers, baselines: as of `common_task.budget`; arguments: beside the recipe's settings."""
+
+    name: str
+    recipe: str
+    answers: int = 8
+    baselines: int = 0
+    arguments: tuple[str, ...] = ()
+
+
+ALGORITHMS = (
+    Algorithm("grpo", "grpo"),
+    Algorithm("dr_grpo", "dr_grpo"),
+    Algorithm("dapo", "dapo"),
+    Algorithm("rloo", "rloo"),
+    Algorithm("reinforce_pp", "reinforce_pp", answers=1),
+    Algorithm("reinforce_pp_baseline", "reinforce_pp", arguments=("--config", "recipes/reinforce_pp/baseline.yaml")),
+    Algorithm("gspo", "gspo"),
+    Algorithm("gspo_wide", "gspo", arguments=("--config", "recipes/gspo/wide.yaml")),
+    Algorithm("cispo", "cispo"),
+    Algorithm("ppo_gae", "ppo_gae", answers=1, arguments=("critic.ppo_mini_batch_size=128",)),
+    Algorithm("remax", "remax", answers=1, baselines=1),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the comparison. folder: its own."""
+
+    algorithm: Algorithm
+    seed: int
+    steps: int
+    folder: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `trainer.main_ppo`, without where the run goes. The budget is said here, whatever a recipe says."""
+        budget = common_task.budget(self.algorithm.answers, self.algorithm.baselines) | {
+            "trainer.total_training_steps": self.steps,
+            "trainer.test_freq": max(1, self.steps // VALIDATIONS),
+            "trainer.seed": self.seed,
+        }
+        settings = [f"{key}={value}" for key, value in budget.items()]
+        return [f"recipe={self.algorithm.recipe}", *settings, *self.algorithm.arguments, *INLINE]
+
+    def fingerprint(self) -> str:
+        """A short name for the settings that are not defaults, those of the recipe included. Raises UserError if they
+        are not accepted."""
+        from trainer.resume import flat_config
+        from trainer.run import recipe_overrides
+        from verl_lite.config import PPOConfig
+        from verl_lite.config_loader import load_config
+
+        usual = flat_config(PPOConfig())
+        found = flat_config(load_config(self.arguments, recipe_loader=recipe_overrides).config)
+        chosen = {key: value for key, value in found.items() if value != usual[key] and key not in _EACH_ITS_OWN}
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
+    def result(self) -> Path:
+        """The file that says that the run is finished, and with what."""
+        return self.folder / "result.json"
+
+    def kept(self) -> Outcome | None:
+        """The outcome of this run where it is finished with these settings."""
+        try:
+            saved = json.loads(self.result.read_text())
+        except FileNotFoundError:
+            return None
+        if saved["fingerprint"] != self.fingerprint():
+            return None
+        return Outcome(self.algorithm.name, self.seed, saved["cpu_s"], [Point(**point) for point in saved["points"]])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 1 if a run failed."""
+    prepare_driver()
+    options = parser().parse_args(argv)
+    from trainer.ending import run_command
+
+    return run_command(lambda: compare(options))
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Runs what is missing and reports. Raises UserError if another comparison writes to the same folder."""
+    from verl_lite.device_lease import Holder, LeaseTaken, leased_file
+    from verl_lite.errors import UserError
+
+    options.to.mkdir(parents=True, exist_ok=True)
+    try:
+        with leased_file(options.to / "in_use", Holder.this_process(str(options.to))):
+            return run_and_report(options)
+    except LeaseTaken as error:
+        raise UserError(f"--to {options.to} is in use by {error}: wait, or give another folder") from None
+
+
+def run_and_report(options: argparse.Namespace) -> int:
+    """The comparison itself; returns the exit status."""
+    chosen = [algorithm for algorithm in ALGORITHMS if algorithm.name in options.recipes]
+    runs = [
+        Run(algorithm, seed, options.steps, options.to.absolute() / algorithm.name / f"seed-{seed}")
+        for seed in range(1, options.seeds + 1)
+        for algorithm in chosen
+    ]
+    prepare_once()
+    outcomes: list[Outcome] = []
+    failures: list[str] = []
+    for outcome in outcomes_of(runs, options.jobs):
+        if isinstance(outcome, Failure):
+            failures.append(str(outcome))
+        else:
+            outcomes.append(outcome)
+    names = [algorithm.name for algorithm in chosen]
+    report(outcomes, names, failures, options.to, write=options.write)
+    return 1 if failures else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    names = [algorithm.name for algorithm in ALGORITHMS]
+    found = argparse.ArgumentParser(prog="python -m recipes.compare", description="Algorithms on one task and budget.")
+    found.add_argument("--recipes", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    found.add_argument("--seeds", type=int, default=3, help="runs of each algorithm; default 3")
+    found.add_argument("--steps", type=int, default=common_task.RL_STEPS, help="training steps of a run")
+    found.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each; 0 = none, report")
+    found.add_argument("--to", type=Path, default=Path("runs/comparison"), help="folder of the runs; runs/comparison")
+    found.add_argument("--write", action="store_true", help="put table and pictures into recipes/")
+    return found
+
+
+def prepare_once() -> None:
+    """Makes the model that all runs begin with, before several want it at once."""
+    from trainer.run import recipe_overrides
+    from verl_lite.config_loader import load_config
+
+    common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not end well, and why."""
+
+    run: Run
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.run.algorithm.name}, seed {self.run.seed}: {self.reason}"
+
+
+def outcomes_of(runs: Sequence[Run], jobs: int) -> Iterator[Outcome | Failure]:
+    """What is kept, at once, and the others as they end; `jobs` processes at a time, which end with this one. Without
+    jobs what is not kept is left out."""
+    from verl_lite.errors import UserError
+
+    waiting = []
+    for run in runs:
+        try:
+            outcome = run.kept()
+        except UserError as error:
+            yield Failure(run, str(error))
+            continue
+        if outcome is None:
+            waiting.append(run)
+        else:
+            yield outcome
+    running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
+    try:
+        while jobs and (waiting or running):
+            while waiting and len(running) < jobs:
+                process = start(run := waiting.pop(0))
+                running[process.pid] = run, process
+            pid, status, usage = os.wait4(-1, 0)
+            if pid in running:
+                run, process = running.pop(pid)
+                process.returncode = os.waitstatus_to_exitcode(status)
+                yield finish(run, process.returncode, usage.ru_utime + usage.ru_stime)
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.wait()
+
+
+def start(run: Run) -> subprocess.Popen[bytes]:
+    """Starts a run from nothing; what it prints goes to its folder's output.log."""
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True)
+    print(f"{time.strftime('%H:%M:%S')} {run.algorithm.name}, seed {run.seed}", flush=True)
+    command = [sys.executable, "-m", "trainer.main_ppo", *run.arguments]
+    parent = os.getpid()
+    with (run.folder / "output.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, f"trainer.default_local_dir={run.folder / 'run'}"],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for this process, which ends them
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+
+
+def finish(run: Run, status: int, cpu_s: float) -> Outcome | Failure:
+    """Reads what a run measured, and files it; the file is whole or not there."""
+    log = run.folder / "output.log"
+    if status != 0:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return Failure(run, f"ended with status {status}: {lines[-1].strip() if lines else 'no output'} ({log})")
+    points = read_points(run.folder / "run" / "metrics.jsonl", run.algorithm.answers)
+    saved = {"fingerprint": run.fingerprint(), "cpu_s": cpu_s, "points": [asdict(point) for point in points]}
+    building = run.result.with_suffix(".building")
+    building.write_text(json.dumps(saved, indent=1))
+    building.replace(run.result)
+    return Outcome(run.algorithm.name, run.seed, cpu_s, points)
+
+
+def read_points(metrics: Path, answers: int) -> list[Point]:
+    """The validations of a run. answers: to each question, where dynamic sampling asked more of them than it kept."""
+    from trainer.report import validation_means
+    from trainer.tracking import read_metrics
+
+    points, sampled_so_far = [], 0.0
+    for step, row in read_metrics(metrics).items():
+        if step > 0:
+            asked = row.get("groups/generated")
+            sampled_so_far += common_task.SAMPLES if asked is None else asked * answers
+        means = validation_means(row)
+        if means:
+            greedy = [mean.value for mean in means if mean.greedy]
+            sampled = [mean.value for mean in means if not mean.greedy]
+            points.append(Point(step, sampled_so_far, sum(sampled) / len(sampled), sum(greedy) / len(greedy)))
+    return points
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""GRPO (2402.03300) on the common task."""

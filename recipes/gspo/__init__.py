@@ -1,0 +1,1 @@
+"""GSPO (2507.18071) on the common task."""

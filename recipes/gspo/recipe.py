@@ -1,0 +1,19 @@
+"""GSPO (2507.18071): ratio and clip of whole answers, since the score is one of the whole answer."""
+
+from __future__ import annotations
+
+from recipes import common_task
+
+
+def overrides() -> dict[str, object]:
+    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    return common_task.settings() | {
+        "algorithm.adv_estimator": "grpo",
+        "actor.policy_loss.loss_mode": "gspo",
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor.clip_ratio_low": 3e-4,
+        "actor.clip_ratio_high": 4e-4,
+    }
+
+
+prepare = common_task.prepare

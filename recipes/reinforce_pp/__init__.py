@@ -1,0 +1,1 @@
+"""REINFORCE++ (2501.03262) on the common task."""

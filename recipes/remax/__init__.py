@@ -1,0 +1,1 @@
+"""ReMax (2310.10505) on the common task."""

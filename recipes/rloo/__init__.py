@@ -1,0 +1,1 @@
+"""RLOO (2402.14740) on the common task."""
