@@ -56,7 +56,13 @@ OPTIONS = [
     "trainer.val_before_train=true", "model.tokenizer_path={root}/tokenizer_strict",
     "model.tokenizer_path={root}/tokenizer_bare", "model.tokenizer_path={root}/tokenizer_silent",
     "reward.custom_reward_function.path=null", "trainer.save_freq=1", "data.shuffle=false", "data.val_batch_size=2",
-    "data.apply_chat_template_kwargs.x=1", "reward.function_weight=0",
+    "data.apply_chat_template_kwargs.x=1", "reward.function_weight=0", "data.system_prompt=be", "data.data_source=sums",
+    "data.prompt_template={prompt}=", "data.ground_truth_regex=(.)", "data.columns={prompt: prompt}",
+    "data.columns={prompt: extra_info.a, ground_truth: [data_source, prompt]}", "data.columns={n: extra_info}",
+    "data.columns={extra_info: [prompt, n], tools: prompt}", "data.columns={ground_truth: reward_model}",
+    "data.sources={sums: {weight: 1}}", "data.sources={sums: {n: 2}}", "data.train_files=[.]",
+    "data.sources={sums: {weight: 1}, x: {weight: 2}}", "data.train_files=[data0.jsonl@train]",
+    "data.train_files=[.:a@b]",
 ]  # fmt: skip
 
 
