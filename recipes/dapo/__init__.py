@@ -1,0 +1,1 @@
+"""DAPO on the task of the quickstart."""
