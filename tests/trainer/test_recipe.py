@@ -15,7 +15,7 @@ from trainer.agentic_pipeline import AgenticPipeline
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import built_in_recipes, load_recipe, prepare_recipe, recipe_overrides, trainer_of, worker_modules
 from verl_lite.config import PPOConfig
-from verl_lite.config_loader import ConfigError, load_config
+from verl_lite.config_loader import ConfigError, load_config, save_config
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 from verl_lite.errors import UserError
 
@@ -73,6 +73,16 @@ def test_a_path_from_anywhere(form: str, tmp_path: Path, monkeypatch: pytest.Mon
     # the saved configuration finds it from any other folder, and the run is called after it
     assert config.recipe in (str(folder), str(folder / "recipe.py"))
     assert (config.trainer.experiment_name or "").startswith("my-recipe-")
+
+
+def test_a_saved_configuration_finds_it_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "saved_one")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config(["recipe=./saved_one"], recipe_loader=recipe_overrides)
+    save_config(loaded, tmp_path / "config.yaml")
+    monkeypatch.chdir("/")
+    again = load_config(["--config", str(tmp_path / "config.yaml")], recipe_loader=recipe_overrides).config
+    assert again == loaded.config and worker_modules(again) == ["saved_one.recipe"]
 
 
 def test_a_file_of_another_name_and_its_neighbours(tmp_path: Path) -> None:
