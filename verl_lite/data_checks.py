@@ -87,8 +87,8 @@ def _prompts(data: DataConfig) -> Problems:
     template = data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield (
-            f"data.prompt_template={template!r}: the prompt stands for {{prompt}}, which is not in it; write for example "
-            "'{prompt} Put the answer after ####.'"
+            f"data.prompt_template={template!r}: the prompt stands for {{prompt}}, which is not in it; write for "
+            "example '{prompt} Put the answer after ####.'"
         )
     if data.ground_truth_regex is not None:
         yield from _regex(data.ground_truth_regex)
@@ -110,7 +110,7 @@ def _regex(pattern: str) -> Problems:
         return
     if not compiled.groups:
         yield (
-            f"data.ground_truth_regex={pattern!r}: no part of it is in parentheses, and the answer is what stands there: "
+            f"data.ground_truth_regex={pattern!r}: no part of it is in parentheses, and the answer is what is there; "
             "write for example '#### (.+)'"
         )
 
