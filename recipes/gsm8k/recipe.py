@@ -53,7 +53,7 @@ def overrides() -> dict[str, object]:
         "trainer.total_epochs": 100,
         "trainer.total_training_steps": RL_STEPS,
         "trainer.val_before_train": True,
-        "trainer.test_freq": 10,
+        "trainer.test_freq": 15,
     }
 
 

@@ -16,7 +16,7 @@ from recipes.reasoning_gym.start import NAME, build, made_from
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-RL_STEPS = 60
+RL_STEPS = 100
 
 
 def overrides() -> dict[str, object]:
