@@ -531,18 +531,18 @@ def edges() -> list[tuple[str, Callable[[PPOConfig], None]]]:
     cases: list[tuple[str, Callable[[PPOConfig], None]]] = []
     for name, least in AT_LEAST.items():
         cases.append((name, lambda c, n=name, v=least - 1: assert_names(c, n, v)))
-    for name in POSITIVE:
+    for name in sorted(POSITIVE):
         cases.append((name, lambda c, n=name: assert_names(c, n, 0.0)))
         cases.append((name, lambda c, n=name: assert_names(c, n, float("inf"))))
-    for name in AT_MOST_ONE:
+    for name in sorted(AT_MOST_ONE):
         cases.append((name, lambda c, n=name: assert_names(c, n, 1.01)))
         cases.append((name, lambda c, n=name: assert_in_range(c, n, 1.0)))
-    for name in NOT_NEGATIVE_SHARES:
+    for name in sorted(NOT_NEGATIVE_SHARES):
         cases.append((name, lambda c, n=name: assert_names(c, n, -0.01)))
-    for name in ALL_OR_AT_LEAST_ONE:
+    for name in sorted(ALL_OR_AT_LEAST_ONE):
         cases.append((name, lambda c, n=name: assert_names(c, n, 0)))
         cases.append((name, lambda c, n=name: assert_in_range(c, n, 1)))
-    for name in CHOICES:
+    for name in sorted(CHOICES):
         cases.append((name, lambda c, n=name: assert_names(c, n, "nonsense")))
     return cases
 
