@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
@@ -51,9 +52,10 @@ def test_remax_samples_what_grpo_samples_beside_what_greedy_validation_answers(t
     same = [*INLINE, "trainer.total_training_steps=1", "data.train_max_samples=16"]
     grpo = trained(tmp_path, "grpo", *same)
     files = OmegaConf.load(tmp_path / "grpo" / "config.yaml").data.train_files
+    pq.write_table(pq.read_table(files[0]).slice(0, 16), tmp_path / "sixteen.parquet")
     remax = trained(
-        tmp_path, "remax", *same, "algorithm.adv_estimator=remax", f"data.val_files={list(files)}",
-        "data.val_max_samples=16", "rollout.val_kwargs.do_sample=false", "rollout.val_kwargs.temperature=0.0",
+        tmp_path, "remax", *same, "algorithm.adv_estimator=remax", f"data.val_files={tmp_path}/sixteen.parquet",
+        "data.val_max_samples=-1", "rollout.val_kwargs.do_sample=false", "rollout.val_kwargs.temperature=0.0",
         "rollout.val_kwargs.n=1", "rollout.val_kwargs.greedy_too=false", f"trainer.validation_data_dir={tmp_path}/val",
     )  # fmt: skip
     first, second = (next(row for row in rows if "actor/grad_norm" in row) for rows in (remax, grpo))
