@@ -173,8 +173,8 @@ def steps(root: type, path: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def lineage(owner: str, field: str) -> set[str]:
-    """The classes that have the field, of a class and those it builds on: code that takes the one that declares it reads
-    it for all that build on that one."""
+    """The classes that have the field, of a class and those it builds on: code that takes the one that declares it
+    reads it for all that build on that one."""
     return {cls.__name__ for cls in CLASSES[owner].__mro__ if field in FIELDS.get(cls.__name__, {})}
 
 
