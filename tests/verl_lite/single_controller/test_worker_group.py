@@ -181,6 +181,8 @@ def test_process_group(groups: Groups, backend: str) -> None:
         return
     with pytest.raises(ValueError, match="n_gpus_per_node=1"):  # one process cannot be four ranks
         groups["collective"].sum_of_ranks()
+    if torch.distributed.is_initialized():  # an engine that an earlier test built in this process made it
+        torch.distributed.destroy_process_group()
     alone = create_worker_groups("inline", ResourcePool([1]), {"c": ClassWithInitArgs(Collective)})["c"]
     assert alone.sum_of_ranks() == [0.0]
     alone.shutdown()
