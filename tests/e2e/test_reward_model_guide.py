@@ -51,6 +51,6 @@ def test_the_commands_of_the_guide_run(tmp_path: Path) -> None:
     steps = [step for step in steps if "actor/pg_loss" in step]
     assert len(steps) == 2
     for step in steps:
-        assert step["critic/score/mean"] == pytest.approx(step["reward/model/mean"])
+        assert step["critic/score/mean"] == pytest.approx(step["reward/model/mean"], abs=1e-6)  # fp32
         assert step["reward/model/min"] < step["reward/model/max"]
     assert steps[0]["reward/model/mean"] != steps[1]["reward/model/mean"]

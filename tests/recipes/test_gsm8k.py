@@ -196,8 +196,9 @@ def test_the_settings_are_sound_and_say_what_a_real_run_takes(cache: Path, capsy
 
 
 def test_the_settings_for_a_real_model_are_sound(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # then the name of a model is not looked up
     for split in ("train", "test"):
         (tmp_path / f"{split}.parquet").write_text("")
     files = [f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/test.parquet"]

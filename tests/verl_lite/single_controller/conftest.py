@@ -1,4 +1,4 @@
-"""One private Ray cluster for the tests of this folder, started by the first that wants one."""
+"""One private Ray cluster for the tests of this folder, started by the first that wants one; its environment is theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from verl_lite.config import RayInitConfig
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
 
