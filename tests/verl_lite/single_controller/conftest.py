@@ -1,4 +1,4 @@
-"""One private Ray cluster for the tests of this folder, started by the first that wants one; its environment is theirs."""
+"""One private Ray cluster for the tests of this folder, whose environment it changes."""
 
 from __future__ import annotations
 
