@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from codetiming import Timer
@@ -18,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.advantage import compute_advantage, compute_token_reward
 from trainer.agentic_advantage import shape_scores, token_estimator
 from trainer.baselines import take_greedy_baselines
-from trainer.checkpoint import find_checkpoint, read_state
+from trainer.checkpoint import find_checkpoint, read_state, saved_steps
 from trainer.data import PromptDataset
-from trainer.dynamic_sampling import ANSWERS, DynamicSampling
+from trainer.dynamic_sampling import ANSWERS, DynamicSampling, NothingToLearn
 from trainer.group_metrics import group_shares
 from trainer.kept_answers import KeptAnswers
 from trainer.needs import needs_greedy_baseline
@@ -161,7 +162,11 @@ class RayPPOTrainer:
         """Adds what the policy samples for the step; with dynamic sampling scored groups, until enough are kept."""
         if self.dynamic_sampling is None:
             return self.answer(prompts)
-        batch, metrics = self.dynamic_sampling.collect(prompts, self.answer_and_judge)
+        try:
+            batch, metrics = self.dynamic_sampling.collect(prompts, self.answer_and_judge)
+        except NothingToLearn:
+            self.save_before(self.dynamic_sampling.steps.before)
+            raise
         self.metrics |= metrics
         return batch
 
@@ -358,17 +363,31 @@ class RayPPOTrainer:
 
     def save(self) -> None:
         """Writes a checkpoint of this step, and logs how long it kept the training."""
+        with self.timed("save_checkpoint"):
+            is_last = self.steps.is_last or self.steps.stopping
+            self.write_checkpoint(self.steps.global_step, self.steps.state_dict(), is_last)
+        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
+
+    def save_before(self, steps: dict[str, Any] | None) -> None:
+        """Writes a checkpoint of the steps before this one, which cannot be done, so that they are not lost.
+
+        steps: their state; None = this process has done none. Nothing is written where trainer.save_freq is 0, or
+        where they have a checkpoint already.
+        """
+        last = self.steps.global_step - 1
+        if steps is not None and self.config.trainer.save_freq != 0 and last not in saved_steps(self.run_dir):
+            self.write_checkpoint(last, steps, is_last=True)
+
+    def write_checkpoint(self, step: int, steps: dict[str, Any], is_last: bool) -> None:
+        """steps: where the data stands after `step`; everything else is as it is now."""
         state = {
             "config": flat_config(self.config),
-            "steps": self.steps.state_dict(),
+            "steps": steps,
             "kl_coef": self.kl_ctrl.value,
             "running_moments": {domain: moments.state_dict() for domain, moments in self.running_moments.items()},
             "random": get_random_state(),
         }
-        with self.timed("save_checkpoint"):
-            is_last = self.steps.is_last or self.steps.stopping
-            self.saver.save(self.steps.global_step, state, is_last=is_last)
-        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
+        self.saver.save(step, state, is_last=is_last)
 
     def resume(self) -> None:
         """Continues from the checkpoint that `trainer.resume_mode` names, if any."""

@@ -244,6 +244,23 @@ def test_train_kill_resume_is_train(
     assert differences(first, models[0]), "training changes nothing: equality shows nothing"
 
 
+def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, 60, 2, [*FILTERED, "trainer.total_training_steps=4", "trainer.save_freq=-1"])
+    whole = runs.finish("whole")
+    asked = [row["groups/gen_batches"] for row in history(whole).values()]
+    budget = int(max(asked[1:]) - 1)
+    assert asked[0] <= budget, asked
+    process, ended, log = runs.start("ended", f"algorithm.filter_groups.max_num_gen_batches={budget}")
+    process.join(120)
+    assert process.exitcode == 2 and "its budget of generation batches is used up" in log.read_text()
+    done = next(step for step, number in enumerate(asked) if number > budget)
+    assert int((ended / MARKER).read_text()) == done == len(history(ended))
+    runs.finish("ended", "trainer.resume_mode=auto")
+    assert differences(*(models_of(folder / "global_step_4", ACTOR) for folder in (whole, ended))) == []
+    assert differences(*(driver_state(folder / "global_step_4") for folder in (whole, ended))) == []
+    assert differences(history(whole), history(ended)) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(number: signal.Signals, tmp_path: Path) -> None:
     runs = Runs(tmp_path, 12, 4, ["trainer.total_training_steps=5", "trainer.save_freq=-1"])
