@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.embedded import ONE_GROUP, make_where_wanted
 from recipes.embedded import cache_folder as folder_of
+from recipes.embedded import make_where_wanted
+from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym.start import NAME, build, made_from
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ RL_STEPS = 100
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
     folder = cache_folder()
-    return {
+    return quickstart.overrides() | {
         "model.path": str(folder / "model"),
-        "model.enable_gradient_checkpointing": False,
         "data.train_files": [str(folder / "data" / "train.parquet")],
         "data.val_files": [str(folder / "data" / "test.parquet")],
         "data.sampler.class_path": "pkg://recipes.reasoning_gym.curriculum",
@@ -32,22 +32,9 @@ def overrides() -> dict[str, object]:
         "data.train_batch_size": 64,
         "data.max_prompt_length": 80,
         "data.max_response_length": 12,
-        "rollout.n": 8,
-        "rollout.kv_cache_memory_mb": 128,
-        "rollout.max_num_seqs": 512,
-        "rollout.val_kwargs.do_sample": True,
-        "rollout.val_kwargs.temperature": 1.0,
-        "rollout.val_kwargs.greedy_too": True,
         "actor.ppo_mini_batch_size": 64,
-        "actor.calculate_entropy": True,
-        "actor.optim.lr": 3e-4,
         "actor.optim.lr_warmup_steps": 5,
-        "actor.optim.betas": [0.9, 0.95],
-        "actor.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
-        "actor.fsdp_config.reshard_after_forward": False,
-        "trainer.total_epochs": 100,
         "trainer.total_training_steps": RL_STEPS,
-        "trainer.val_before_train": True,
         "trainer.test_freq": 20,
     }
 
