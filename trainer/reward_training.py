@@ -16,13 +16,11 @@ import torch.nn.functional as F
 from trainer.preference_data import collate_pairs, load_pairs, texts_of
 from trainer.supervised import SupervisedWorker, Task, Trained, check, train
 from verl_lite.config import ModelConfig
-from verl_lite.device import dist_backend, get_device
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.reward_training_config import RewardTrainingConfig
 from verl_lite.single_controller.decorator import Dispatch, register
-from workers.engine.fsdp import FSDPEngine
 from workers.policy.sequence_score import new_sequence_score, scored_rows
 from workers.policy.tokenizer import load_tokenizer
 
@@ -61,18 +59,7 @@ class RewardTrainingWorker(SupervisedWorker):
     """One rank of a reward model's training."""
 
     def __init__(self, config: RewardTrainingConfig, total_training_steps: int) -> None:
-        super().__init__()
-        device = get_device(config.trainer.device)
-        self.init_process_group(dist_backend(device))
-        self.engine = FSDPEngine(
-            config.model,
-            config.fsdp_config,
-            config.optim,
-            device=device,
-            total_training_steps=total_training_steps,
-            build_policy=new_sequence_score,
-            seed=config.trainer.seed,
-        )
+        super().__init__(config, total_training_steps, new_sequence_score)
         self.pad_token_id = self.engine.hf_config.get_text_config().pad_token_id
         self.loss = partial(pair_loss, center_coefficient=config.loss.center_rewards_coefficient)
 

@@ -15,13 +15,11 @@ import torch
 from trainer.sft_data import collate, load_examples
 from trainer.supervised import SupervisedWorker, Task, check, train
 from verl_lite.config import SFTConfig
-from verl_lite.device import dist_backend, get_device
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.model_checks import adapter
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
-from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
 from workers.policy.tokenizer import load_tokenizer
 
@@ -39,18 +37,7 @@ class SFTWorker(SupervisedWorker):
     """One rank of supervised fine-tuning."""
 
     def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
-        super().__init__()
-        device = get_device(config.trainer.device)
-        self.init_process_group(dist_backend(device))
-        self.engine = FSDPEngine(
-            config.model,
-            config.fsdp_config,
-            config.optim,
-            device=device,
-            total_training_steps=total_training_steps,
-            build_policy=causal_lm(LOG_PROB_CHUNK_TOKENS),
-            seed=config.trainer.seed,
-        )
+        super().__init__(config, total_training_steps, causal_lm(LOG_PROB_CHUNK_TOKENS))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:

@@ -20,7 +20,7 @@ import torch
 
 from trainer.environment import worker_environment
 from verl_lite.config import SupervisedConfig
-from verl_lite.device import cpu_count, device_type
+from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.device_claim import Wish, claimed_gpus
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
@@ -31,6 +31,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
+from workers.policy.loading import PolicyBuilder
 
 
 class Sized(Protocol):
@@ -59,9 +60,21 @@ class Task(Generic[Row]):
 
 
 class SupervisedWorker(Worker):
-    """One rank's training engine. A subclass builds it and knows the loss."""
+    """One rank's training engine. A subclass names the policy and knows the loss."""
 
-    engine: FSDPEngine
+    def __init__(self, config: SupervisedConfig, total_training_steps: int, build_policy: PolicyBuilder) -> None:
+        super().__init__()
+        device = get_device(config.trainer.device)
+        self.init_process_group(dist_backend(device))
+        self.engine = FSDPEngine(
+            config.model,
+            config.fsdp_config,
+            config.optim,
+            device=device,
+            total_training_steps=total_training_steps,
+            build_policy=build_policy,
+            seed=config.trainer.seed,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
