@@ -1,0 +1,269 @@
+"""Clips and prompts for reward flow: metadata.csv -> checked clips -> the batch of each step, decoded ahead.
+
+`VideoDataset` reads the csv files and decodes single clips; its `check` looks into every file before anything heavy
+starts. `VideoLoader` gives the batch of any step: which rows, and which noise, is a function of the seed and the step
+alone, so a resumed run needs no state. VIDEO_DATA.md beside this file is the guide; `python -m trainer.video_data
+FILE.csv` checks data and shows what becomes of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainer.video_reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
+from trainer.video_table import VideoRow, read_tables
+from verl_lite.diffusion_config import VideoDataConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+from verl_lite.video_checks import video_data
+
+_SHOWN_PROBLEMS = 5
+_LIST_ALL = "`python -m trainer.video_data FILE.csv`, with the same data.* options, lists all"
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """video: uint8 (F, H, W, 3), not to be written to. row: in the dataset. extra: further columns of the csv."""
+
+    video: Frames
+    prompt: str
+    row: int
+    path: Path
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a file: the frames that are taken, by number, and the size that they are brought to."""
+
+    header: Header
+    numbers: list[int]
+    height: int
+    width: int
+
+
+class VideoDataset:
+    """The clips of data.train_files, by row; the rows of several files stand one after another.
+
+    Decoded clips are kept until they take data.cache_gb; those that find no room are decoded again each time (an epoch
+    asks for every clip once, so that dropping one for another would gain nothing). May be read from several threads.
+    Raises UserError for options that do not fit each other and for csv files that cannot be used.
+    """
+
+    def __init__(self, config: VideoDataConfig) -> None:
+        problems = list(video_data(config))
+        if problems:
+            raise UserError("\n".join(problems))
+        self.config = config
+        self.rows: list[VideoRow] = read_tables(config)
+        self._plans: dict[Path, Plan] = {}
+        self._cache: dict[Path, Frames] = {}
+        self._cache_bytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Clip:
+        """Raises UserError for a file that cannot be decoded, and IndexError."""
+        entry = self.rows[row]
+        frames = self._cache.get(entry.path)
+        if frames is None:
+            try:
+                plan = self.plan(row)
+                frames = read_frames(entry.path, plan.numbers, plan.height, plan.width)
+            except ClipError as error:
+                raise UserError(self.sentence(row, error)) from error
+            frames.setflags(write=False)
+            self._keep(entry.path, frames)
+        return Clip(frames, entry.prompt, row % len(self), entry.path, entry.extra)
+
+    def plan(self, row: int) -> Plan:
+        """What becomes of a row's file, from its header. Raises ClipError for one that is no clip."""
+        path, config = self.rows[row].path, self.config
+        if path not in self._plans:
+            header = read_header(path, config.num_frames, config.fps)
+            numbers = choose_frames(header, config.num_frames, config.fps)
+            exact = None if config.height is None or config.width is None else (config.height, config.width)
+            height, width = fitted_size(
+                header.height, header.width, max_pixels=config.max_pixels, multiple=config.side_multiple, exact=exact
+            )
+            self._plans[path] = Plan(header, numbers, height, width)
+        return self._plans[path]
+
+    def plans(self) -> list[Plan | ClipError]:
+        """What becomes of every row; headers are read by several threads."""
+
+        def look(row: int) -> Plan | ClipError:
+            try:
+                return self.plan(row)
+            except ClipError as error:
+                return error
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-check") as pool:
+            return list(pool.map(look, range(len(self))))
+
+    def check(self) -> None:
+        """Looks into every file. Raises UserError with the first few that cannot be used, and where clips come to
+        different sizes: a batch has one."""
+        plans = self.plans()
+        problems = [self.sentence(row, plan) for row, plan in enumerate(plans) if isinstance(plan, ClipError)]
+        if problems:
+            more = len(problems) - _SHOWN_PROBLEMS
+            rest = [f"... and {more} more, of {len(self)} rows. {_LIST_ALL}"] if more > 0 else []
+            raise UserError("\n".join(problems[:_SHOWN_PROBLEMS] + rest))
+        if sizes := self.size_problem(plans):
+            raise UserError(sizes)
+
+    def size_problem(self, plans: Sequence[Plan | ClipError]) -> str | None:
+        """What is wrong where usable clips come to several sizes; None if they come to one."""
+        sizes = {row: (plan.height, plan.width) for row, plan in enumerate(plans) if isinstance(plan, Plan)}
+        counted = Counter(sizes.values()).most_common()
+        if len(counted) < 2:
+            return None
+        height, width = counted[0][0]
+        odd = next(row for row, size in sizes.items() if size != (height, width))
+        listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counted[:_SHOWN_PROBLEMS])
+        return (
+            f"data.train_files: clips come to {len(counted)} sizes (width x height) at data.max_pixels="
+            f"{self.config.max_pixels}: {listed}; {self.rows[odd].place} is the first of another than the most "
+            f"frequent. All clips of a run have one size: data.height={height} data.width={width} scales and crops "
+            "them all to the most frequent one; else train on one size at a time"
+        )
+
+    def sentence(self, row: int, error: ClipError) -> str:
+        """What is wrong with the file of a row, with its place."""
+        return f"data.train_files: {self.rows[row].place}, {self.rows[row].path}: {error}"
+
+    def _keep(self, path: Path, frames: Frames) -> None:
+        with self._lock:
+            if path not in self._cache and self._cache_bytes + frames.nbytes <= self.config.cache_gb * 2**30:
+                self._cache[path] = frames
+                self._cache_bytes += frames.nbytes
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+def steps_per_epoch(num_rows: int, config: VideoDataConfig) -> int:
+    """Optimizer steps of one pass; its last batch may be smaller."""
+    return -(-num_rows * config.repeat // config.train_batch_size)
+
+
+def rows_of_step(step: int, num_rows: int, config: VideoDataConfig, seed: int) -> list[int]:
+    """The rows of the batch of a step, which count from 1. An epoch has every row data.repeat times; its order depends
+    on (seed, epoch) alone, and is that of the files without data.shuffle."""
+    epoch, number = divmod(step - 1, steps_per_epoch(num_rows, config))
+    order = np.tile(np.arange(num_rows), config.repeat)
+    if config.shuffle:
+        order = np.random.default_rng([seed, epoch]).permutation(order)
+    return order[number * config.train_batch_size : (number + 1) * config.train_batch_size].tolist()
+
+
+def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None = None) -> list[int]:
+    """A seed in [0, 2^63) for the noise of each sample: a hash of (seed, step, row, how often the row came before in
+    the batch). constant: for all of them instead."""
+    if constant is not None:
+        return [constant] * len(rows)
+    found, before = [], Counter[int]()
+    for row in rows:
+        text = f"{seed},{step},{row},{before[row]}"
+        found.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
+        before[row] += 1
+    return found
+
+
+def collate(clips: Sequence[Clip], noise_seeds: Sequence[int]) -> DataProto:
+    """A batch with video (B, F, 3, H, W) float32 in [0, 1], noise_seed and row (B,) int64, prompt and extra_info (B,).
+
+    Clips of one size. The caller adds meta_info.
+    """
+    frames, height, width, colours = clips[0].video.shape
+    video = np.empty((len(clips), frames, colours, height, width), dtype=np.float32)
+    for row, clip in enumerate(clips):
+        for colour in range(colours):  # straight into place: a permuted copy of all takes twice the time and memory
+            np.divide(clip.video[..., colour], np.float32(255.0), out=video[row, :, colour])
+    columns = {
+        "video": torch.from_numpy(video),
+        "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
+        "row": torch.tensor([clip.row for clip in clips], dtype=torch.int64),
+    }
+    prompts, extra = np.empty(len(clips), dtype=object), np.empty(len(clips), dtype=object)
+    prompts[:] = [clip.prompt for clip in clips]
+    extra[:] = [clip.extra for clip in clips]
+    return DataProto.from_dict(columns, non_tensors={"prompt": prompts, "extra_info": extra})
+
+
+class VideoLoader:
+    """The batch of each step, its clips decoded while the step before was trained; a context that ends the threads.
+
+    seed: trainer.seed. noise_seed: sampler.noise_seed. last_step: nothing is decoded beyond it.
+    """
+
+    def __init__(self, data: VideoDataset, *, seed: int, noise_seed: int | None, last_step: int) -> None:
+        self.data, self.seed, self.noise_seed, self.last_step = data, seed, noise_seed, last_step
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode")
+        self._coming: dict[int, dict[int, Future[Clip]]] = {}
+
+    def __enter__(self) -> VideoLoader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(len(self.data), self.data.config)
+
+    def batch(self, step: int) -> DataProto:
+        """The batch of a step, from 1, with meta_info["global_step"]; decoding of the next step's begins.
+
+        Raises UserError for a file that cannot be decoded.
+        """
+        coming = self._coming.pop(step, None) or self._begin(step)
+        self._coming = {step + 1: self._begin(step + 1)} if step < self.last_step else {}
+        rows = rows_of_step(step, len(self.data), self.data.config, self.seed)
+        batch = collate([coming[row].result() for row in rows], noise_seeds(step, rows, self.seed, self.noise_seed))
+        batch.meta_info["global_step"] = step
+        return batch
+
+    def batches(self, first_step: int = 1) -> Iterator[tuple[int, DataProto]]:
+        """(step, its batch) up to the last step."""
+        for step in range(first_step, self.last_step + 1):
+            yield step, self.batch(step)
+
+    def _begin(self, step: int) -> dict[int, Future[Clip]]:
+        """By row: one that comes several times is decoded once."""
+        rows = rows_of_step(step, len(self.data), self.data.config, self.seed)
+        return {row: self._pool.submit(self.data.__getitem__, row) for row in dict.fromkeys(rows)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command that checks data; returns the exit status."""
+    from trainer.environment import prepare_driver
+    from trainer.video_report import USAGE, show
+
+    prepare_driver()
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or (argv[0] != "--help-config" and (argv[0].startswith("-") or "=" in argv[0])):
+        print(USAGE, file=sys.stderr)
+        return 2
+    from trainer.ending import run_command
+
+    return run_command(lambda: show(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The noise-free sampler of a flow-matching model: its grid of sigmas, which expert works where, Euler steps, and how
+far a velocity is from the base model's.
+
+The model predicts v = dx / dsigma on the way from noise (sigma = 1) to data (sigma = 0); it is told the timestep
+1000 sigma. Pure functions; tensors are (b, ...). `flow_sde` beside this file has the sampler with noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+TRAIN_TIMESTEPS = 1000  # what a model is told for sigma = 1
+
+
+def predicts_velocity(scheduler: Mapping[str, object]) -> bool:
+    """Whether a model with this scheduler_config.json of diffusers says v, and not the noise or the data.
+
+    Those named FlowMatch... take nothing else; the others say so by prediction_type. `use_flow_sigmas` alone does not:
+    it is a grid.
+    """
+    name = str(scheduler.get("_class_name", ""))
+    return name.startswith("FlowMatch") or scheduler.get("prediction_type") == "flow_prediction"
+
+
+def flow_sigmas(num_inference_steps: int, shift: float) -> list[float]:
+    """N + 1 sigmas from 1 to 0: shift s / (1 + (shift - 1) s) with s = 1 - i / N.
+
+    For N = 8 and shift 5 the timesteps are 1000, 972.22, 937.5, 892.86, 833.33, 750, 625, 416.67, 0. A scheduler of
+    diffusers gives these for set_timesteps(sigmas=[1 - i / N ...]); set_timesteps(N) is another grid, because it
+    shifts ends that were shifted already. Raises ValueError for fewer than one step or a shift that is not above 0.
+    """
+    if num_inference_steps < 1:
+        raise ValueError(f"sampler.num_inference_steps={num_inference_steps}: expected at least 1")
+    if not shift > 0:
+        raise ValueError(f"sampler.shift={shift}: expected a number above 0")
+    places = [1 - i / num_inference_steps for i in range(num_inference_steps + 1)]
+    return [shift * s / (1 + (shift - 1) * s) for s in places]
+
+
+def high_noise_steps(sigmas: list[float], boundary_ratio: float | None) -> int:
+    """How many of the first steps are the high-noise expert's: those with timestep >= 1000 boundary_ratio.
+
+    sigmas: from `flow_sigmas`, falling. boundary_ratio: None = there is one expert, and none of the steps is.
+    """
+    if boundary_ratio is None:
+        return 0
+    boundary = boundary_ratio * TRAIN_TIMESTEPS
+    return sum(sigma * TRAIN_TIMESTEPS >= boundary for sigma in sigmas[:-1])
+
+
+def euler_step(x: torch.Tensor, velocity: torch.Tensor, sigma: float, next_sigma: float) -> torch.Tensor:
+    """x at next_sigma, in the dtype of x (fp32: eight rounded steps would add up)."""
+    return x + (next_sigma - sigma) * velocity.to(x.dtype)
+
+
+def flow_kl(velocity: torch.Tensor, base_velocity: torch.Tensor, sigma: float) -> torch.Tensor:
+    """mean((v - v0)^2 / (2 sigma^2)) of each sample, (b,), fp32 (fp64 for fp64): exactly 0 where both are equal.
+
+    ROLL's reward flow: the divergence of two Gaussians around the steps, up to the steps' own scale.
+    """
+    dtype = torch.promote_types(velocity.dtype, torch.float32)
+    difference = velocity.to(dtype) - base_velocity.to(dtype)
+    return difference.square().flatten(1).mean(1) / (2 * sigma**2)

@@ -1,0 +1,77 @@
+"""Denoising with noise: the stochastic sampler of a rectified flow, whose steps are actions of known probability.
+
+A rectified flow moves x_t = (1 - t) x_0 + t x_1 from noise (t = 1, x_1 ~ N(0, I)) to data (t = 0) along
+v(x, t) = E[x_1 - x_0 | x_t = x]; here t is sigma. The ODE dx = v dt leaves nothing to choose. Noise of any strength
+g(t) may be added without changing the distribution at any t, if the drift pays for it (the Fokker-Planck equation; Song
+et al. 2021, Score-based generative modeling through stochastic differential equations): backwards in time
+
+    dx = [v - g^2 / 2 * score] dt + g dw,    score(x, t) = -E[x_1 | x_t = x] / t = -(x + (1 - t) v) / t,
+
+since x_1 = x_t + (1 - t) (x_1 - x_0). With g(t) = a sqrt(t / (1 - t)) this is Flow-GRPO's sampler (Liu et al. 2025,
+arXiv 2505.05470), a its noise level. One Euler-Maruyama step from t to t' < t is a Gaussian,
+
+    mean = x + [v + g^2 / (2 t) * (x + (1 - t) v)] (t' - t),    std = g sqrt(t - t'),
+
+so a path from noise to an image has a log-probability, and policy gradients need nothing else: T steps take the place
+of T tokens. The noise is infinite at t = 1; there the first step takes 1 - t of its end, as Flow-GRPO's code does.
+
+Pure functions; tensors are (b, ...) with the latent dimensions behind the first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def step_std(sigma: float, sigma_next: float, noise_level: float) -> float:
+    """Standard deviation of a step, g(sigma) sqrt(sigma - sigma_next).
+
+    Raises ValueError unless 1 >= sigma > sigma_next >= 0 and noise_level >= 0.
+    """
+    return _diffusion(sigma, sigma_next, noise_level) * math.sqrt(sigma - sigma_next)
+
+
+def step_mean(
+    x: torch.Tensor, velocity: torch.Tensor, sigma: float, sigma_next: float, noise_level: float
+) -> torch.Tensor:
+    """Mean of a step from x (b, ...); with noise level 0 the Euler step of the ODE. velocity: v(x, sigma), (b, ...)."""
+    noise = x + (1 - sigma) * velocity  # E[x_1 | x]
+    drift = velocity + _diffusion(sigma, sigma_next, noise_level) ** 2 / (2 * sigma) * noise
+    return x + drift * (sigma_next - sigma)
+
+
+def step_log_prob(x_next: torch.Tensor, mean: torch.Tensor, std: float) -> torch.Tensor:
+    """log N(x_next; mean, std^2 I), (b,), as the mean over the latent dimensions; differentiable in `mean`.
+
+    The mean, as in Flow-GRPO's code, not the sum that a density has: a clip range then means the same for latents of
+    any size, and ratios of thousands of dimensions do not overflow. It is to the sum what GSPO's ratio is to that of a
+    whole answer, and the gradient is the sum's divided by the number of dimensions.
+    Raises ValueError for std = 0: a step without noise is no action.
+    """
+    if std <= 0:
+        raise ValueError(f"step_log_prob: std={std}; a step without noise has no density (noise_level must be > 0)")
+    squares = ((x_next - mean) / std).square() / 2
+    return -squares.flatten(1).mean(1) - math.log(std) - math.log(2 * math.pi) / 2
+
+
+def step_kl(mean: torch.Tensor, reference_mean: torch.Tensor, std: float) -> torch.Tensor:
+    """KL(N(mean, std^2 I) || N(reference_mean, std^2 I)), (b,), as the mean over the latent dimensions, like
+    `step_log_prob`: (mean - reference_mean)^2 / (2 std^2). Both steps have the same noise, so it needs no samples.
+
+    Raises ValueError for std = 0.
+    """
+    if std <= 0:
+        raise ValueError(f"step_kl: std={std}; steps without noise are infinitely far apart (noise_level must be > 0)")
+    return ((mean - reference_mean) / std).square().flatten(1).mean(1) / 2
+
+
+def _diffusion(sigma: float, sigma_next: float, noise_level: float) -> float:
+    """g(sigma) = noise_level sqrt(sigma / (1 - sigma)); at sigma = 1 with 1 - sigma_next in its place."""
+    starts_as_noise = math.isclose(sigma, 1.0)
+    if not (starts_as_noise or sigma < 1) or not sigma > sigma_next >= 0:
+        raise ValueError(f"sigma={sigma}, sigma_next={sigma_next}: a step goes down, 1 >= sigma > sigma_next >= 0")
+    if noise_level < 0:
+        raise ValueError(f"noise_level={noise_level}: expected at least 0 (0 = the ODE)")
+    return noise_level * math.sqrt(sigma / (1 - (sigma_next if starts_as_noise else sigma)))

@@ -1,0 +1,31 @@
+"""Rewards for generated clips: how frames become a number through which the gradient flows.
+
+`base` says what a reward is, `identity` scores a likeness, `colour` what needs no face, `arcface` is the door for real
+face models, `contract` the promises of every reward, as a check for one of your own. How to write one: README.md.
+"""
+
+from verl_lite.visual_rewards import colour, identity
+from verl_lite.visual_rewards.base import (
+    VISUAL_REWARDS,
+    VisualReward,
+    VisualScore,
+    as_pixels,
+    build_visual_reward,
+    register_visual_reward,
+    score_frames,
+)
+from verl_lite.visual_rewards.identity import CosineIdentityReward, Faces
+
+__all__ = [
+    "VISUAL_REWARDS",
+    "CosineIdentityReward",
+    "Faces",
+    "VisualReward",
+    "VisualScore",
+    "as_pixels",
+    "build_visual_reward",
+    "colour",
+    "identity",
+    "register_visual_reward",
+    "score_frames",
+]

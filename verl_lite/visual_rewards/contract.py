@@ -1,0 +1,79 @@
+"""What every visual reward promises, as a check for one of your own.
+
+    from verl_lite.visual_rewards.contract import check_visual_reward
+    check_visual_reward(MyReward())
+
+in a test of yours; the project's tests run it over every registered reward. It raises `BrokenPromise` (an
+AssertionError) that says which promise does not hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_lite.contracts import BrokenPromise
+from verl_lite.errors import UserError
+from verl_lite.visual_rewards.base import VisualReward, VisualScore, score_frames
+
+
+def random_clip(seed: int, frames: int = 3, height: int = 48, width: int = 32) -> torch.Tensor:
+    """(F, 3, H, W) in [0, 1]: coloured stains that move, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    stains = torch.rand(1, 3, 6, 4, generator=generator).repeat(frames, 1, 1, 1)
+    stains = (stains + 0.1 * torch.rand(stains.shape, generator=generator)) / 1.1
+    return torch.nn.functional.interpolate(stains, (height, width), mode="bilinear")
+
+
+def check_visual_reward(
+    reward: VisualReward,
+    clip: torch.Tensor | None = None,
+    other: torch.Tensor | None = None,
+    *,
+    depends_on_reference: bool = True,
+) -> None:
+    """Raises `BrokenPromise` unless the reward does what a run relies on.
+
+    clip, other: (F, 3, H, W) in [0, 1], two clips that differ in what is scored; None = random colours.
+    depends_on_reference: False for a reward that judges a clip by itself.
+    """
+    clip = random_clip(1) if clip is None else clip
+    other = random_clip(2) if other is None else other
+    reference, foreign = reward.prepare(clip), reward.prepare(other)
+    frames = clip * 2 - 1
+    score = _score_with_gradient(reward, frames, reference)
+    again = score_frames(reward, frames, reference).value
+    _require(torch.equal(score.value.detach(), again), "the same frames have the same score")
+    _require(again.dtype == torch.float32, "the score is fp32, of frames of any precision", str(again.dtype))
+    _require(
+        score_frames(reward, frames.bfloat16(), reference).value.dtype == torch.float32,
+        "the score is fp32, of frames of any precision",
+    )
+    if depends_on_reference:
+        unlike = score_frames(reward, other * 2 - 1, reference).value.item()
+        _require(
+            unlike < again.item(),
+            "the reference's own frames score best (prepare takes them in [0, 1], score in [-1, 1])",
+            f"own {again.item():.4f}, those of another clip {unlike:.4f}",
+        )
+        moved = score_frames(reward, frames, foreign).value.item()
+        _require(moved != again.item(), "the score depends on the reference", f"{moved:.4f} with either")
+
+
+def _score_with_gradient(reward: VisualReward, frames: torch.Tensor, reference: Any) -> VisualScore:
+    leaf = frames.clone().requires_grad_()
+    try:
+        score = score_frames(reward, leaf * 0.9, reference)
+    except UserError as error:
+        raise BrokenPromise(str(error)) from None
+    _require(score.counted, "the clip that it was prepared for counts")
+    (gradient,) = torch.autograd.grad(score.value, leaf, allow_unused=True)
+    _require(gradient is not None and bool(gradient.abs().sum() > 0), "the score is differentiable in the frames")
+    _require(bool(torch.isfinite(gradient).all()), "the gradient is finite")
+    return score_frames(reward, frames.clone().requires_grad_(), reference)
+
+
+def _require(holds: bool, promise: str, found: str = "") -> None:
+    if not holds:
+        raise BrokenPromise(f"broken promise: {promise}" + (f"; found {found}" if found else ""))
