@@ -16,6 +16,7 @@ import torch
 
 from verl_lite.cgroup import cores_limit
 from verl_lite.errors import UserError
+from verl_lite.metric_docs import Health, MetricDoc
 
 GIB = 1 << 30
 DTYPES = {
@@ -80,9 +81,12 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def device_memory(device: torch.device) -> dict[str, float]:
     """Memory of this process in GiB, under verl's metric names (without the role in front).
 
-    host_rss_gb always; on CUDA also the peak allocated and reserved since the last `reset_peak_memory`.
+    host_rss_gb always, and its highest value since the process began where the system tells (host_peak_gb); on CUDA
+    also the peak allocated and reserved since the last `reset_peak_memory`.
     """
     figures = {"host_rss_gb": host_rss_bytes() / GIB}
+    if (peak := host_peak_bytes()) is not None:
+        figures["host_peak_gb"] = peak / GIB
     if device.type == "cuda":
         figures["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / GIB
         figures["max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / GIB
@@ -103,6 +107,14 @@ def host_rss_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def host_peak_bytes() -> int | None:
+    """The most resident memory that this process had; None where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(found[0]) << 10 if found else None
 
 
 def empty_cache(device: torch.device) -> None:
@@ -130,3 +142,29 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "actor/perf/host_peak_gb",
+        "the most resident host memory that a worker had since it began; what `trainer.plan` expects of it is in the "
+        "table at launch",
+        "GiB",
+    ),
+    MetricDoc(
+        "actor/perf/{host_rss_gb,max_memory_allocated_gb,max_memory_reserved_gb}",
+        "resident host memory of the fullest worker; on CUDA the peak of the update, allocated and reserved",
+        "GiB",
+        health=(
+            Health(
+                "a worker's memory grows from step to step: a leak, or ever longer answers",
+                "look at response_length/max first",
+                ("data.max_response_length",),
+                "after the first steps everything has its size; half as much again is growth",
+                high=1.5,
+                alarm_high=3.0,
+                of_start=True,
+            ),
+        ),
+    ),
+)

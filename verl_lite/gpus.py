@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -32,7 +32,10 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a part of one. index: of the whole device, in the order of the bus. uuid: GPU-... or MIG-..."""
+    """A GPU, or a part of one. index: of the whole device, in the order of the bus. uuid: GPU-... or MIG-...
+
+    utilisation: percent of the last moment in which something ran on it; None where the library does not tell.
+    """
 
     index: int
     uuid: str
@@ -40,6 +43,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     processes: tuple[GpuProcess, ...] = ()
+    utilisation: int | None = None
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
@@ -94,6 +98,10 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:  # not told of this kind of device, or not to this user; the memory in use still tells
         processes = []
+    try:
+        utilisation = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except nvml.NVMLError:  # parts of a device have none
+        utilisation = None
     return Gpu(
         index,
         _text(nvml.nvmlDeviceGetUUID(handle)),
@@ -101,6 +109,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         int(memory.total),
         int(memory.free),
         tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in processes),
+        utilisation,
     )
 
 
@@ -155,6 +164,15 @@ def _describe(process: GpuProcess) -> str:
         return f"pid {process.pid} of user {known.username()}, {memory}: {command[:100]}"
     except psutil.Error:
         return f"pid {process.pid}, {memory}, not visible from here (another container, or it just ended)"
+
+
+def without_processes(gpu: Gpu, own: Collection[int]) -> Gpu:
+    """The device as if these processes were not there: what others leave of it. Its utilisation is then not known."""
+    theirs = tuple(process for process in gpu.processes if process.pid not in own)
+    if len(theirs) == len(gpu.processes):
+        return gpu
+    freed = sum(process.used_bytes or 0 for process in gpu.processes if process.pid in own)
+    return replace(gpu, free_bytes=gpu.free_bytes + freed, processes=theirs, utilisation=None)
 
 
 def is_busy(gpu: Gpu) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.device import compute_dtype, device_memory, dist_backend, get_device
+from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -21,6 +22,7 @@ from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss, outputs_of_logits
 from workers.phase import Phase, process_phases
 from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.reference import ref_log_prob
 from workers.reward_pool import RewardItem
@@ -55,12 +57,11 @@ class ActorRolloutWorker(TrainingWorker):
         self.init_process_group(dist_backend(self.device))
         self.tokenizer = load_tokenizer(model)
         self.engine = FSDPEngine(
-            model,
+            token_network(model, causal_lm(config.actor.log_prob_chunk_tokens)),
             config.actor.fsdp_config,
             config.actor.optim,
             device=self.device,
             total_training_steps=self.total_training_steps,
-            build_policy=causal_lm(config.actor.log_prob_chunk_tokens),
             seed=config.trainer.seed,
         )
         self.phases.add(self.engine)
@@ -209,3 +210,9 @@ class ActorRolloutWorker(TrainingWorker):
 def _of_actor(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Metrics under actor/, where they have no place of their own."""
     return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+
+
+METRIC_DOCS = (
+    MetricDoc("rollout/tokens_per_second_per_gpu", "generated tokens / seconds of generation, all ranks", "tokens/s"),
+    MetricDoc("rollout/{slowest,mean}_rank_seconds", "generation: the slowest rank's time, and the ranks' mean", "s"),
+)

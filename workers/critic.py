@@ -10,13 +10,12 @@ from dataclasses import replace
 import torch
 
 from verl_lite.config import NetworkConfig, PPOConfig
-from verl_lite.device import dist_backend, get_device
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
-from workers.engine.fsdp import FSDPEngine
 from workers.losses import critic_loss
 from workers.phase import Phase, process_phases
+from workers.policy.loading import token_network
 from workers.policy.value_head import value_head
 from workers.training_worker import TrainingWorker
 
@@ -36,19 +35,14 @@ class CriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        device = get_device(self.config.trainer.device)
-        self.init_process_group(dist_backend(device))
-        self.engine = FSDPEngine(
-            critic_network(self.config),
+        self.build_engine(
+            token_network(critic_network(self.config), value_head),
             self.config.critic.fsdp_config,
             self.config.critic.optim,
-            device=device,
+            device=self.config.trainer.device,
             total_training_steps=self.total_training_steps,
-            build_policy=value_head,
             seed=self.config.trainer.seed,
         )
-        self.phases.add(self.engine)
-        self.engine.move_out()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

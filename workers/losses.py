@@ -22,6 +22,7 @@ from verl_lite.core_algos import (
     logprobs_from_logits,
     masked_sum,
 )
+from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.policy_losses import call_policy_loss
 from verl_lite.protocol import DataProto
@@ -46,7 +47,8 @@ def actor_loss(
     data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, rollout_is_weights, selected (b, R) and scores
         (b,) where the step needs them. Without old_log_probs the update is strictly on-policy and the ratio is 1 by
         construction.
-    outputs: log_probs (b, R) with gradient; entropys (b, R) where asked for.
+    outputs: log_probs (b, R) with gradient; entropys (b, R) where asked for; kl (b, R) with gradient where the policy
+        knows its KL to the reference in closed form, which is then not estimated from ref_log_prob.
     data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any); without
         them data is taken for the whole mini-batch.
     correction: with its bypass_mode old_log_probs are the rollout's, and the policy loss is corrected here.
@@ -68,7 +70,10 @@ def actor_loss(
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * parts["entropy_loss"]
     if config.use_kl_loss:
-        parts["kl_loss"] = aggregate(kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask))
+        kl = outputs.get("kl")
+        if kl is None:
+            kl = kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask)
+        parts["kl_loss"] = aggregate(kl)
         loss = loss + config.kl_loss_coef * parts["kl_loss"]
         metrics["kl_coef"] = Metric.last(config.kl_loss_coef)
     ratio, movement = policy_movement(log_probs, old_log_probs, batch["advantages"], mask, config, aggregate)
@@ -182,3 +187,85 @@ def critic_loss(
         "vpred_mean": Metric.mean(float(masked_sum(new_values.detach(), mask)), valid),
         "loss": value,
     }
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "actor/pg_loss",
+        "the policy loss of actor.policy_loss.loss_mode, aggregated as actor.loss_agg_mode says; its size says little, "
+        "since advantages are centred",
+    ),
+    MetricDoc(
+        "actor/{loss,total_loss}",
+        "pg_loss - entropy_coeff * entropy_loss + kl_loss_coef * kl_loss; of reward flow "
+        "-(score - baseline) / std * coef + kl_loss_coef * kl_loss, mean over the samples of the step",
+    ),
+    MetricDoc(
+        "actor/entropy",
+        "-sum_v p_v log p_v over the vocabulary, mean over valid tokens",
+        "nats",
+        "actor.calculate_entropy or entropy_coeff",
+        health=(
+            Health(
+                "the policy hardly varies its answers any more (entropy collapse): there is nothing left to compare",
+                "raise the upper clip range, give the entropy a bonus, or sample hotter",
+                ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature"),
+                "DAPO (arXiv:2503.14476) sees exploration end where the entropy falls by an order of magnitude",
+                low=0.1,
+                alarm_low=0.02,
+                of_start=True,
+            ),
+            Health(
+                "the policy becomes random: the update destroys what it knew",
+                "lower the learning rate or the entropy bonus",
+                ("actor.optim.lr", "actor.entropy_coeff"),
+                "a policy that learns grows surer; three times its first entropy is the other way",
+                high=3.0,
+                alarm_high=6.0,
+                of_start=True,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "actor/entropy_loss",
+        "the same entropies, aggregated as actor.loss_agg_mode says",
+        "nats",
+        "actor.calculate_entropy or entropy_coeff",
+    ),
+    MetricDoc(
+        "actor/kl_loss",
+        "KL(pi || reference) by actor.kl_loss_type, aggregated as actor.loss_agg_mode says; of reward flow "
+        "(v - v0)^2 / (2 sigma^2), mean over the latents, the steps with gradient and the samples",
+        "nats",
+        "actor.use_kl_loss, reward flow",
+        health=(
+            Health(
+                "the policy is far from the reference model",
+                "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
+                ("actor.kl_loss_coef", "actor.optim.lr"),
+                "0.5 nats: the reference finds each token 1.6 times less likely than the policy does",
+                high=0.5,
+                alarm_high=5.0,
+            ),
+        ),
+    ),
+    MetricDoc("actor/kl_coef", "actor.kl_loss_coef", when="actor.use_kl_loss"),
+    MetricDoc("critic/vf_loss", "clipped squared error of the values, aggregated as loss_agg_mode says", when="gae"),
+    MetricDoc("critic/loss", "the same as critic/vf_loss", when="gae"),
+    MetricDoc(
+        "critic/vf_clipfrac",
+        "tokens whose value was clipped to critic.cliprange_value around the old one / valid tokens",
+        "share",
+        "gae",
+        health=(
+            Health(
+                "the critic moves further in one step than its clip range lets it",
+                "widen the range, or lower the critic's learning rate",
+                ("critic.cliprange_value", "critic.optim.lr"),
+                "where most tokens are clipped the loss has no gradient for them",
+                high=0.5,
+            ),
+        ),
+    ),
+    MetricDoc("critic/vpred_mean", "values after each update's forward pass, mean over valid tokens", when="gae"),
+)

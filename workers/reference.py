@@ -13,6 +13,7 @@ from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.phase import Phase, process_phases
 from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import token_network
 
 
 class ReferenceWorker(Worker):
@@ -29,12 +30,11 @@ class ReferenceWorker(Worker):
         device = get_device(self.config.trainer.device)
         self.init_process_group(dist_backend(device))
         self.engine = FSDPEngine(
-            self.config.model,
+            token_network(self.config.model, causal_lm(self.config.actor.log_prob_chunk_tokens)),
             self.config.ref.fsdp_config,
             None,
             device=device,
             total_training_steps=0,
-            build_policy=causal_lm(self.config.actor.log_prob_chunk_tokens),
             seed=self.config.trainer.seed,
             forward_only=True,
         )

@@ -10,6 +10,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.phase import Phase, process_phases
+from workers.policy.loading import load_model_config, token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
 
 
@@ -27,16 +28,15 @@ class RewardModelWorker(Worker):
         device = get_device(self.config.trainer.device)
         self.init_process_group(dist_backend(device))
         self.engine = FSDPEngine(
-            self.config.reward_model.model,
+            token_network(self.config.reward_model.model, sequence_score),
             self.config.reward_model.fsdp_config,
             None,
             device=device,
             total_training_steps=0,
-            build_policy=sequence_score,
             seed=self.config.trainer.seed,
             forward_only=True,
         )
-        self.text_config = self.engine.hf_config.get_text_config()
+        self.text_config = load_model_config(self.config.reward_model.model).get_text_config()
         self.phases.add(self.engine)
         self.engine.move_out()
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
+from verl_lite.config import FSDPConfig, OptimConfig
+from verl_lite.device import dist_backend, get_device
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
+from workers.engine.network import NetworkBuilder
 from workers.phase import Phase, PhaseManager
 
 
@@ -13,6 +18,34 @@ class TrainingWorker(Worker):
 
     engine: FSDPEngine
     phases: PhaseManager
+    device: torch.device
+
+    def build_engine(
+        self,
+        network: NetworkBuilder,
+        fsdp_config: FSDPConfig,
+        optim_config: OptimConfig,
+        *,
+        device: str,
+        total_training_steps: int,
+        seed: int,
+    ) -> None:
+        """Makes `engine`, in the process group of this worker's kind, and moves it out until its phase comes.
+
+        device: auto | cpu | cuda. Other arguments as of `FSDPEngine`.
+        """
+        self.device = get_device(device)
+        self.init_process_group(dist_backend(self.device))
+        self.engine = FSDPEngine(
+            network,
+            fsdp_config,
+            optim_config,
+            device=self.device,
+            total_training_steps=total_training_steps,
+            seed=seed,
+        )
+        self.phases.add(self.engine)
+        self.engine.move_out()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, background: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 
@@ -23,7 +24,7 @@ class TrainableEngine(Protocol):
     """What the loops need of an engine."""
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
-        """Outputs (b, R) by name, and whether any of their entries counts."""
+        """Outputs (b, ...) by name, and whether any of their entries counts."""
         ...
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
@@ -77,7 +78,7 @@ def train_epochs(
 
 @torch.no_grad()
 def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lambda: None) -> dict[str, torch.Tensor]:
-    """The forward's outputs (n, R) for all rows in their order, zero where nothing was predicted; on the CPU."""
+    """The forward's outputs (n, ...) for all rows in their order, zero where nothing was predicted; on the CPU."""
     results: dict[str, torch.Tensor] = {}
     [mini_batches] = data.meta_info["schedule"]
     for mini_index, mini_batch in enumerate(mini_batches):
@@ -86,7 +87,7 @@ def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lam
             outputs, _ = engine.forward(_micro_batch(data, rows, {}))
             for name, values in outputs.items():
                 if name not in results:
-                    results[name] = torch.zeros(len(data), values.shape[1], dtype=values.dtype)
+                    results[name] = torch.zeros(len(data), *values.shape[1:], dtype=values.dtype)
                 results[name][rows] = values.cpu()
             between()
     return results
@@ -100,7 +101,27 @@ def _rows(data: DataProto, epoch: int, mini_index: int, micro_index: int) -> tor
 
 
 def _micro_batch(data: DataProto, rows: torch.Tensor, counts: dict[str, int]) -> DataProto:
-    """Those rows' tensors, with the mini-batch's global denominators in meta_info."""
+    """Those rows, with the mini-batch's global denominators in meta_info."""
     assert data.batch is not None
+    columns = {name: column[rows.numpy()] for name, column in data.non_tensor_batch.items()}
     meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"} | counts
-    return DataProto(batch=data.batch[rows], meta_info=meta_info)
+    return DataProto(data.batch[rows], columns, meta_info)
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "{actor,critic,train}/empty_mini_batch_frac",
+        "mini-batches without a valid token, which are no optimizer step / mini-batches",
+        "share",
+        health=(
+            Health(
+                "whole mini-batches had nothing to learn from: their rewards failed, or the correction rejected them",
+                "look at reward/error_rate and at the rejection of algorithm.rollout_correction",
+                ("algorithm.rollout_correction.rollout_rs_threshold", "actor.ppo_mini_batch_size"),
+                "each one is generation time without a step",
+                high=0.0,
+                alarm_high=0.5,
+            ),
+        ),
+    ),
+)

@@ -14,6 +14,7 @@ from verl_lite.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, Opti
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.packing import PackedSequences, _sdpa_runs, _varlen_attention
 from workers.policy.causal_lm import causal_lm, token_log_probs
+from workers.policy.loading import token_network
 
 pytestmark = pytest.mark.gpu
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
@@ -34,12 +35,13 @@ def process_group() -> Iterator[None]:
 
 def build(path: str, device: str, dtype: str, packed: bool = True, **fsdp: bool) -> FSDPEngine:
     return FSDPEngine(
-        ModelConfig(path=path, use_remove_padding=packed, enable_gradient_checkpointing=False),
+        token_network(
+            ModelConfig(path=path, use_remove_padding=packed, enable_gradient_checkpointing=False), causal_lm(16)
+        ),
         FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype=dtype), **fsdp),
         OptimConfig(lr=1e-3, eps=1e-3),
         device=torch.device(device),
         total_training_steps=10,
-        build_policy=causal_lm(16),
         seed=0,
     )
 

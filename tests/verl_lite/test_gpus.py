@@ -12,7 +12,7 @@ import pytest
 from verl_lite.device_claim import Host, Wish, claimed_gpus, tell_of_busy_host
 from verl_lite.device_lease import Holder, leased
 from verl_lite.errors import UserError
-from verl_lite.gpus import GIB, Gpu, GpuProcess, is_busy, list_gpus, visible_gpus
+from verl_lite.gpus import GIB, Gpu, GpuProcess, is_busy, list_gpus, visible_gpus, without_processes
 
 
 class FakeNvml:
@@ -68,6 +68,11 @@ class FakeNvml:
             raise self.NVMLError("no permission")
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in device["processes"]]
 
+    def nvmlDeviceGetUtilizationRates(self, device: dict[str, Any]) -> Any:
+        if "utilisation" not in device:
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(gpu=device["utilisation"], memory=0)
+
 
 def device(uuid: str, *processes: tuple[int, int | None], **more: Any) -> dict[str, Any]:
     used = GIB // 2 + sum(used or 0 for _, used in processes)
@@ -80,6 +85,15 @@ def four(*processes: tuple[int, int | None]) -> list[Gpu]:
     found = list_gpus(FakeNvml(*(device(name, *(processes if place == 1 else ())) for place, name in enumerate(names))))
     assert found is not None
     return found
+
+
+def test_what_others_leave_of_a_device() -> None:
+    gpus = list_gpus(FakeNvml(device("GPU-a", (7, 20 * GIB), (8, 4 * GIB), utilisation=90)))
+    assert gpus is not None and gpus[0].utilisation == 90
+    left = without_processes(gpus[0], {7, 99})
+    assert left.processes == (GpuProcess(8, 4 * GIB),) and left.free_bytes == gpus[0].free_bytes + 20 * GIB
+    assert left.utilisation is None, "whose it was is not known"
+    assert without_processes(gpus[0], {99}) is gpus[0]
 
 
 def test_devices_and_parts_are_listed() -> None:

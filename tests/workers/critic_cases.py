@@ -18,6 +18,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import critic_loss
+from workers.policy.loading import token_network
 from workers.policy.value_head import value_head
 
 CLIP = 0.5
@@ -58,7 +59,10 @@ def loss_named(name: str) -> Any:
 
 def build_critic(path: str, case: Case, lr: float = 1e-3, schedule: str = "cosine") -> FSDPEngine:
     return FSDPEngine(
-        NetworkConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=case.checkpointing),
+        token_network(
+            NetworkConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=case.checkpointing),
+            value_head,
+        ),
         FSDPConfig(
             fsdp_size=case.fsdp_size,
             reshard_after_forward=case.reshard_after_forward,
@@ -67,7 +71,6 @@ def build_critic(path: str, case: Case, lr: float = 1e-3, schedule: str = "cosin
         CriticOptimConfig(lr=lr, eps=1e-3, lr_warmup_steps=3, lr_scheduler_type=schedule),
         device=CPU,
         total_training_steps=10,
-        build_policy=value_head,
         seed=0,
     )
 

@@ -17,7 +17,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
-from workers.policy.loading import PolicyBuilder
+from workers.policy.loading import PolicyBuilder, token_network
 from workers.update import LossFunction
 
 PROMPT, RESPONSE = 8, 10
@@ -134,7 +134,10 @@ def build_engine(
 ) -> FSDPEngine:
     """build_policy: null = a language model. model: more options of `ModelConfig`; the rest are `FSDPConfig`'s."""
     return FSDPEngine(
-        ModelConfig(path, False, {}, case.checkpointing, case.packed, **(model or {})),
+        token_network(
+            ModelConfig(path, False, {}, case.checkpointing, case.packed, **(model or {})),
+            build_policy or causal_lm(case.chunk_tokens),
+        ),
         FSDPConfig(
             fsdp_size=case.fsdp_size,
             reshard_after_forward=case.reshard_after_forward,
@@ -144,7 +147,6 @@ def build_engine(
         optim or OptimConfig(lr=1e-3),
         device=CPU,
         total_training_steps=10,
-        build_policy=build_policy or causal_lm(case.chunk_tokens),
         seed=0,
     )
 

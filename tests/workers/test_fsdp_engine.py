@@ -32,6 +32,7 @@ from verl_lite.metrics import combine
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import token_network
 
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 
@@ -247,12 +248,11 @@ def test_a_save_in_the_background_that_fails_says_so_when_it_is_waited_for(
 
 def test_forward_only_engine(path: str) -> None:
     engine = FSDPEngine(
-        ModelConfig(path=path),
+        token_network(ModelConfig(path=path), causal_lm(16)),
         FSDPConfig(),
         None,
         device=CPU,
         total_training_steps=0,
-        build_policy=causal_lm(16),
         seed=0,
         forward_only=True,
     )
@@ -277,11 +277,10 @@ def test_wrong_input_is_one_sentence(path: str, tmp_path: Path) -> None:
         build_engine(str(tmp_path / "missing"), Case())
     with pytest.raises(UserError, match="override_config.hiden_size"):
         FSDPEngine(
-            ModelConfig(path=path, override_config={"hiden_size": 3}),
+            token_network(ModelConfig(path=path, override_config={"hiden_size": 3}), causal_lm(8)),
             FSDPConfig(),
             OptimConfig(),
             device=CPU,
             total_training_steps=1,
-            build_policy=causal_lm(8),
             seed=0,
         )

@@ -23,6 +23,7 @@ from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engine.fsdp import FSDPEngine
+from workers.policy.loading import token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
 from workers.reward_model import RewardModelWorker
 
@@ -152,7 +153,7 @@ def test_a_token_that_the_model_does_not_know_is_an_error(path: str) -> None:
 
 def build(path: str) -> FSDPEngine:
     return FSDPEngine(
-        NetworkConfig(path=path), PPOConfig().reward_model.fsdp_config, None, build_policy=sequence_score, device=CPU,
+        token_network(NetworkConfig(path=path), sequence_score), PPOConfig().reward_model.fsdp_config, None, device=CPU,
         total_training_steps=0, seed=0, forward_only=True,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ last micro-batch, so that one step costs one reduction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,27 +22,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl_lite.config import FSDPConfig, NetworkConfig, OptimConfig
+from verl_lite.config import FSDPConfig, OptimConfig
 from verl_lite.device import compute_dtype, dist_backend, empty_cache, keep_freed_memory
+from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import seed_random_state
 from workers.engine import checkpoint
+from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 from workers.engine.optimizer import ShardedAdamW, lr_factor
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.engine.parameters import fill_shards, gather_full
-from workers.policy.adapter import adapter_off, has_adapter, merged, scale_of
-from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
+from workers.policy.adapter import adapter_off, merged, scale_of
 from workers.update import Between, LossFunction, infer_batch, train_epochs
-
-PREFIX = "model."  # of parameter names in a policy, before the Hugging Face names
 
 
 class FSDPEngine:
     """A network that can be trained and asked for its outputs.
 
-    model: which network. fsdp: sharding, precision and offload. optim: None for an engine that never trains.
-    build_policy: what the network is and gives (`workers.policy`). total_training_steps: calls of `train` in the whole
+    build_network: what the network is and gives (`workers.engine.network`). fsdp_config: sharding, precision and
+    offload. optim_config: None for an engine that never trains. total_training_steps: calls of `train` in the whole
     run, for the learning-rate schedule. forward_only: a frozen model. All ranks of the default process group build it
     together; without a group it makes one of a single rank. What is frozen is held in the compute dtype, what learns in
     fp32; optimizer state and checkpoints are of the latter alone.
@@ -50,17 +48,16 @@ class FSDPEngine:
 
     def __init__(
         self,
-        model_config: NetworkConfig,
+        build_network: NetworkBuilder,
         fsdp_config: FSDPConfig,
         optim_config: OptimConfig | None,
         *,
-        build_policy: PolicyBuilder,
         device: torch.device,
         total_training_steps: int,
         seed: int,
         forward_only: bool = False,
     ) -> None:
-        self.model_config, self.fsdp_config, self.optim_config = model_config, fsdp_config, optim_config
+        self.fsdp_config, self.optim_config = fsdp_config, optim_config
         self.device, self.total_training_steps = device, total_training_steps
         self.scheduler_step = 0
         self.param_dtype = compute_dtype(fsdp_config.mixed_precision.param_dtype, device)
@@ -68,7 +65,7 @@ class FSDPEngine:
         ensure_process_group(device)
         self.mesh = shard_mesh(device, fsdp_config.fsdp_size)
         seed_random_state(seed)
-        self.policy = self._build_policy(build_policy, forward_only)
+        self.policy = self._build_policy(build_network, forward_only)
         self.parameters = self._sharded_parameters()
         self.optimizer = None
         if not forward_only and optim_config is not None:
@@ -81,43 +78,40 @@ class FSDPEngine:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _build_policy(self, build_policy: PolicyBuilder, forward_only: bool) -> Policy:
-        self.hf_config = load_model_config(self.model_config)
+    def _build_policy(self, build_network: NetworkBuilder, forward_only: bool) -> EngineNetwork:
         master_dtype = self.param_dtype if forward_only else torch.float32
-        policy = build_policy(
-            NetworkSpec(
-                self.model_config,
-                self.hf_config,
-                dtype=self.param_dtype if has_adapter(self.model_config) else master_dtype,
-                attention=PACKED_ATTENTION if self.model_config.use_remove_padding else "sdpa",
+        policy = build_network(
+            BuildArguments(
+                compute_dtype=self.param_dtype,
+                dtype=master_dtype,
+                trains=not forward_only,
                 with_weights=dist.get_rank() == 0,
+                device=self.device,
             )
         )
         if forward_only:
             policy.requires_grad_(False)
-        elif self.model_config.enable_gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         full = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         self._shard(policy, master_dtype)
         if dist.get_world_size() > 1:
             fill_shards(dict(policy.named_parameters()), full if dist.get_rank() == 0 else {}, self.device)
         return policy
 
-    def _shard(self, policy: Policy, master_dtype: torch.dtype) -> None:
-        """fully_shard on each decoder layer that is large enough, then on the whole."""
+    def _shard(self, policy: EngineNetwork, master_dtype: torch.dtype) -> None:
+        """fully_shard on each block that is large enough, then on the whole."""
         reduce_dtype = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
         arguments: dict[str, Any] = {
             "mesh": self.mesh,
             "reshard_after_forward": self.fsdp_config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if self.param_dtype == master_dtype else self.param_dtype,
+                param_dtype=None if self.param_dtype == master_dtype or not policy.is_cast else self.param_dtype,
                 reduce_dtype=None if reduce_dtype == self.param_dtype else reduce_dtype,
             ),
         }
         least = self.fsdp_config.wrap_policy.min_num_params
-        for layer in decoder_layers(policy.model):
-            if sum(parameter.numel() for parameter in layer.parameters()) >= max(1, least):
-                fully_shard(layer, **arguments)
+        for block in policy.blocks():
+            if sum(parameter.numel() for parameter in block.parameters()) >= max(1, least):
+                fully_shard(block, **arguments)
         fully_shard(policy, **arguments)
         for module in self._fsdp_modules(policy):
             module.set_gradient_divide_factor(1.0)
@@ -128,9 +122,9 @@ class FSDPEngine:
         return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
     def _sharded_parameters(self) -> dict[str, DTensor]:
-        """Parameters by Hugging Face name, tied ones once; DTensors, since nothing is gathered outside a forward."""
+        """Parameters by the network's own name, tied ones once; DTensors: nothing is gathered outside a forward."""
         self._reshard()
-        parameters = {name.removeprefix(PREFIX): value for name, value in self.policy.named_parameters()}
+        parameters = {name.removeprefix(self.policy.prefix): value for name, value in self.policy.named_parameters()}
         assert all(isinstance(value, DTensor) for value in parameters.values())
         return parameters  # type: ignore[return-value]
 
@@ -189,11 +183,10 @@ class FSDPEngine:
         return self.optim_config.lr * lr_factor(self.scheduler_step, self.optim_config, self.total_training_steps)
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
-        """Outputs (b, R) of one micro-batch, and whether any entry counts (see `workers.update`)."""
-        arrange: Callable[..., ModelInputs] = pack if self.model_config.use_remove_padding else pad
-        inputs = arrange(micro_batch.batch)
+        """Outputs (b, ...) of one micro-batch, and whether any entry counts (see `workers.update`)."""
+        inputs, is_counting = self.policy.arrange(micro_batch, self.device)
         micro_batch.to(self.device)
-        return self.policy(inputs.to(self.device), **self._forward_arguments), inputs.num_active > 0
+        return self.policy(inputs, **self._forward_arguments), is_counting
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Adds the gradients of `loss`. On the last micro-batch of a mini-batch they are summed over the ranks."""
@@ -213,7 +206,7 @@ class FSDPEngine:
     # -- weights out, checkpoints, memory ------------------------------------------------------------------------------
 
     def full_params(self, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, in the compute dtype, under its Hugging Face name; tied ones once. All ranks call it.
+        """Every parameter whole, in the compute dtype, under the network's own name; tied ones once. All ranks call it.
 
         bucket_bytes: full tensors gathered at one time; an adapter is held whole beside them, and merged. A tensor may
         share memory with the engine's own parameters: use or copy it before the next training step.
@@ -229,7 +222,7 @@ class FSDPEngine:
             yield from merged(base, adapter, scale_of(self.policy.adapter))
 
     def save(self, path: str, *, background: bool = False) -> None:
-        """Writes model, optimizer, schedule and random states under `path`, with the model's config and tokenizer.
+        """Writes model, optimizer, schedule and random states under `path`, with what the network adds.
 
         background: returns when model and optimizer are copied to the host (once more in its memory); `finish_save`
         waits for their files, which training may go on beside.
@@ -245,7 +238,7 @@ class FSDPEngine:
             checkpoint.save(path, self.trained, self.optimizer, self.scheduler_step)
         checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
-            checkpoint.save_model_assets(path, self.model_config, self.hf_config, self.policy.adapter)
+            self.policy.save_assets(path)
         dist.barrier()
 
     def finish_save(self) -> None:
@@ -311,12 +304,9 @@ def shard_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
-def decoder_layers(network: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a Hugging Face model: those it declares as not to be split."""
-    names = set(getattr(network, "_no_split_modules", None) or ())
-    return [module for module in network.modules() if type(module).__name__ in names]
-
-
 def parameter_count(network: nn.Module) -> int:
     """Parameters, tied ones once."""
     return sum(math.prod(parameter.shape) for parameter in network.parameters())
+
+
+METRIC_DOCS = (MetricDoc("{actor,critic,train}/lr", "learning rate of the step"),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,12 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import ModelInputs
-from workers.policy.adapter import count_trained_parameters
+from verl_lite.protocol import DataProto
+from workers.engine.checkpoint import save_model_assets
+from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
+from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
+from workers.policy.adapter import count_trained_parameters, has_adapter
 from workers.policy.guarded import told_as
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,32 @@ class NetworkSpec:
     with_weights: bool
 
 
-class Policy(nn.Module):
-    """A network and what is computed from its hidden states.
+class Policy(EngineNetwork):
+    """A network of tokens and what is computed from its hidden states.
 
     The parameters of `model` appear under the prefix `model.`, followed by their Hugging Face names. forward takes
     `ModelInputs` and options of its own, and gives outputs (b, R) by name. adapter: peft's config of the adapter that
-    is trained in place of `model`'s own parameters (`workers.policy.adapter`), if there is one.
+    is trained in place of `model`'s own parameters (`workers.policy.adapter`), if there is one. spec: what it was built
+    from, set by `token_network`.
     """
 
     model: PreTrainedModel
-    adapter: LoraConfig | None = None
+    spec: NetworkSpec
+    prefix = "model."
+
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers: the modules that a Hugging Face model declares as not to be split."""
+        return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
+
+    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
+        """The packed or the padded form of a micro-batch's tokens, and whether any predicted token counts."""
+        arrange: Callable[..., ModelInputs] = pack if self.spec.model.use_remove_padding else pad
+        inputs = arrange(micro_batch.batch)
+        return inputs.to(device), inputs.num_active > 0
+
+    def save_assets(self, path: str) -> None:
+        """Config, tokenizer and generation config; an adapter's config."""
+        save_model_assets(path, self.spec.model, self.spec.config, self.adapter)
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """The backbone's last hidden states: (1, T, H) packed or (b, S, H) padded."""
@@ -65,6 +81,26 @@ class Policy(nn.Module):
 
 
 PolicyBuilder = Callable[[NetworkSpec], Policy]
+
+
+def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkBuilder:
+    """The network of the engine: `model`'s, made a policy by `build_policy` (`workers.policy`)."""
+
+    def build(arguments: BuildArguments) -> Policy:
+        spec = NetworkSpec(
+            model,
+            load_model_config(model),
+            dtype=arguments.compute_dtype if has_adapter(model) else arguments.dtype,
+            attention=PACKED_ATTENTION if model.use_remove_padding else "sdpa",
+            with_weights=arguments.with_weights,
+        )
+        policy = build_policy(spec)
+        policy.spec = spec
+        if arguments.trains and model.enable_gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return policy
+
+    return build
 
 
 def load_model_config(model: NetworkConfig) -> PretrainedConfig:

@@ -1,0 +1,218 @@
+"""Pipelines in diffusers format: what is loaded, what the sampler makes of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.diffusion.tiny_wan import FRAMES, SIDE, clips, flow_config, planned, tiny_pipeline
+from verl_lite.errors import UserError
+from workers.diffusion.pipeline import load_pipeline
+from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
+from workers.engine.network import BuildArguments
+
+diffusers = pytest.importorskip("diffusers")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("pipelines")
+    return {
+        "i2v": tiny_pipeline(root / "i2v"),
+        "i2v wan": tiny_pipeline(root / "i2v_wan", vae="wan"),
+        "ti2v wan": tiny_pipeline(root / "ti2v_wan", layout="ti2v", vae="wan"),
+    }
+
+
+def build(path: str, **options: Any) -> RewardFlowPolicy:
+    arguments = BuildArguments(torch.float32, torch.float32, trains=True, with_weights=True, device=CPU)
+    policy = reward_flow_network(flow_config(path, **options))(arguments)
+    assert isinstance(policy, RewardFlowPolicy)
+    return policy
+
+
+class RollGrid(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc, name-defined]
+    """diffusers' scheduler on ROLL's sigmas, which its pipeline cannot be asked for."""
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:  # type: ignore[override]
+        steps = num_inference_steps
+        super().set_timesteps(sigmas=[1 - i / steps for i in range(steps)], device=device)
+
+
+@pytest.mark.parametrize("layout", ["i2v wan", "ti2v wan"])
+def test_frames_are_those_of_diffusers_own_pipeline(
+    folders: dict[str, str], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # its cleaning of prompts needs a package more; these have nothing to clean
+    monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan_i2v.prompt_clean", str)
+    policy = build(folders[layout])
+    data = planned(clips(2), world=1, micro_batch_size=2)[0]
+    inputs, _ = policy.arrange(data, CPU)
+    with torch.no_grad():
+        frames = policy(inputs, is_scored=False)["frames"]
+    pipeline = diffusers.WanImageToVideoPipeline.from_pretrained(folders[layout])
+    pipeline.scheduler = RollGrid(shift=5.0)
+    pipeline.set_progress_bar_config(disable=True)
+    for row in range(2):
+        expected = pipeline(
+            image=data.batch["video"][row, :1],
+            prompt=data.non_tensor_batch["prompt"][row],
+            height=SIDE, width=SIDE, num_frames=FRAMES, num_inference_steps=8, guidance_scale=1.0,
+            latents=inputs.noise[row : row + 1].clone(), output_type="pt", max_sequence_length=6,
+        ).frames[0]  # fmt: skip
+        torch.testing.assert_close(frames[row], expected, rtol=0, atol=1e-5)
+
+
+def test_the_low_noise_expert_learns_and_nothing_else(folders: dict[str, str]) -> None:
+    policy = build(folders["i2v"])
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained and all(".lora_" in name and name.startswith("model.blocks.") for name in trained)
+    assert policy.model is not policy._frozen.high_noise
+    assert all("lora" not in name for name, _ in policy._frozen.high_noise.named_parameters())  # type: ignore[union-attr]
+    # of 2 blocks: q, k, v, out of 2 attentions and 2 layers of the feed-forward, each with A and B
+    assert len(trained) == 2 * (2 * 4 + 2) * 2
+
+
+def test_a_rank_without_weights_has_the_same_buffers_and_dtypes(folders: dict[str, str]) -> None:
+    config = flow_config(folders["i2v"]).model
+    full, empty = (load_pipeline(config, torch.bfloat16, with_weights=with_weights) for with_weights in (True, False))
+    expected, found = full.low_noise, empty.low_noise
+    dtypes = {name: parameter.dtype for name, parameter in found.named_parameters()}
+    assert dtypes == {name: parameter.dtype for name, parameter in expected.named_parameters()}
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffer, found.get_buffer(name))
+
+
+def test_fused_adapters_are_in_the_weights_before_training_begins(folders: dict[str, str], tmp_path: Path) -> None:
+    name = "blocks.0.attn1.to_q"
+    down, up = torch.randn(2, 24), torch.randn(24, 2)
+    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    diffusers.WanImageToVideoPipeline.save_lora_weights(tmp_path, transformer_lora_layers=state)
+    config = flow_config(folders["i2v"])
+    before = load_pipeline(config.model, torch.float32)
+    for expert in ("transformer", "transformer_2"):
+        config.model.fused_loras = {expert: str(tmp_path / "pytorch_lora_weights.safetensors")}
+        after = load_pipeline(config.model, torch.float32)
+        for which in ("transformer", "transformer_2"):
+            weight = getattr(before, which).get_parameter(f"{name}.weight")
+            expected = weight + up @ down if which == expert else weight
+            torch.testing.assert_close(getattr(after, which).get_parameter(f"{name}.weight"), expected)
+        assert not any("lora" in key for key, _ in getattr(after, expert).named_parameters())
+
+
+def test_prompts_are_encoded_once_and_alone(folders: dict[str, str]) -> None:
+    policy = build(folders["i2v"])
+    calls: list[int] = []
+    policy.encode_prompts.text_encoder.register_forward_hook(lambda *_: calls.append(1))
+    both = policy.encode_prompts(["a red face", "a blue face smiles"], CPU)
+    again = policy.encode_prompts(["a  blue face smiles", "a red face", "a red face"], CPU)
+    assert len(calls) == 3  # the one with two blanks is another text
+    assert torch.equal(again[0], both[1]) and torch.equal(again[1], both[0])
+    assert both.shape == (2, 6, 16) and both[0, 4:].abs().max() == 0 and both[0, 3].abs().max() > 0
+
+
+def test_noise_depends_on_the_seed_alone(folders: dict[str, str]) -> None:
+    policy, data = build(folders["i2v"]), planned(clips(4), 1, 4)[0]
+    whole = policy.arrange(data, CPU)[0].noise
+    for row in (3, 1):
+        assert torch.equal(policy.arrange(data[[row]], CPU)[0].noise[0], whole[row])
+    assert abs(float(whole.mean())) < 0.3 and 0.7 < float(whole.std()) < 1.3
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["to_q", "q_proj"]}, r"model.target_modules=.*q_proj fits no linear layer.*attn1.to_q"),
+        ({"target_modules": []}, "model.target_modules=.*an empty list"),
+        ({"lora_rank": 0}, "model.lora_rank=0"),
+        ({"mid_timestep": 2}, "mid_timestep=2: the first 3 steps are the high-noise expert's.*expected 3 or more"),
+        ({"mid_timestep": 5, "final_timestep": 4}, "mid_timestep=5, sampler.final_timestep=4"),
+        ({"final_timestep": 8}, "final_timestep=8: expected .*<= 7"),
+        ({"fused_loras": {"transformer_3": "x"}}, "fused_loras.*transformer_3"),
+        ({"fused_loras": {"transformer": "/nowhere"}}, "fused_loras.transformer='/nowhere': there is no such"),
+    ],
+)
+def test_settings_that_cannot_work(folders: dict[str, str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(folders["i2v"], **options)
+
+
+def test_a_boundary_without_a_second_expert(folders: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="model.boundary_ratio=0.9: this pipeline has one expert"):
+        build(folders["ti2v wan"], boundary_ratio=0.9)
+
+
+def changed(source: str, target: Path, file: str, **entries: Any) -> str:
+    """A copy of a pipeline with other entries in one of its json files."""
+    shutil.copytree(source, target)
+    content = json.loads((target / file).read_text())
+    (target / file).write_text(json.dumps(content | entries))
+    return str(target)
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "message"),
+    [
+        ("model_index.json", {"boundary_ratio": None}, "boundary_ratio=null: this pipeline has two experts"),
+        ("model_index.json", {"text_encoder": [None, None]}, "names no text_encoder"),
+        ("model_index.json", {"vae": ["no.such.module", "Codec"]}, "vae is no.such.module.Codec, which cannot be imp"),
+        ("model_index.json", {"expand_timesteps": True}, "12 input channels; expected 4 in the layout TI2V"),
+        (
+            "scheduler/scheduler_config.json",
+            {"_class_name": "DDIMScheduler", "prediction_type": "epsilon"},
+            "scheduler DDIMScheduler has prediction_type='epsilon'; expected a flow model",
+        ),
+        (
+            "scheduler/scheduler_config.json",
+            {"_class_name": "DDIMScheduler"},  # whose default is the noise
+            "scheduler DDIMScheduler has prediction_type=None; expected a flow model",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_such_pipeline(
+    folders: dict[str, str], tmp_path: Path, file: str, entries: dict[str, Any], message: str
+) -> None:
+    path = changed(folders["i2v"], tmp_path / "changed", file, **entries)
+    with pytest.raises(UserError, match=message):
+        load_pipeline(flow_config(path).model, torch.float32)
+
+
+def test_a_folder_without_an_index(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no model_index.json: expected the folder of an image-to-video pipeline"):
+        load_pipeline(flow_config(str(tmp_path)).model, torch.float32)
+
+
+def test_weights_that_are_not_there(folders: dict[str, str], tmp_path: Path) -> None:
+    shutil.copytree(folders["i2v"], tmp_path / "broken")
+    for file in (tmp_path / "broken" / "transformer_2").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match="component transformer_2 .* cannot be loaded"):
+        load_pipeline(flow_config(str(tmp_path / "broken")).model, torch.float32)
+
+
+def test_clips_of_another_size_than_the_decoder_gives(folders: dict[str, str]) -> None:
+    policy, data = build(folders["i2v"]), planned(clips(1), 1, 1)[0]
+    for video, message in ((data.batch["video"][:, :4], "num_frames=4"), (data.batch["video"][..., :12], "width=12")):
+        wrong = data.select()
+        wrong.batch["video"] = video
+        with pytest.raises(UserError, match=message):
+            policy.arrange(wrong, CPU)
+
+
+def test_a_clip_that_the_reward_cannot_use_is_named(folders: dict[str, str]) -> None:
+    policy, data = build(folders["i2v"]), planned(clips(2), 1, 2)[0]
+    data.batch["video"][1] = 1.0
+    with pytest.raises(
+        UserError, match="row 1: the reward .*MeanColourReward cannot use this clip: all of it is white"
+    ):
+        policy.arrange(data, CPU)

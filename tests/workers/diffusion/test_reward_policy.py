@@ -1,0 +1,215 @@
+"""Sampling with gradient: which weights have one, that it is the plain one, and how the divergence begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.diffusion.tiny_wan import ALL_CHECKPOINTS, clips, flow_config, planned, tiny_pipeline
+from verl_lite.flow_match import flow_sigmas
+from verl_lite.protocol import DataProto
+from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
+from workers.diffusion.sampling import denoise_with_gradient
+from workers.engine.network import BuildArguments
+
+pytest.importorskip("diffusers")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_pipeline(tmp_path_factory.mktemp("pipeline"))
+
+
+def build(path: str, **options: Any) -> RewardFlowPolicy:
+    torch.manual_seed(5)
+    arguments = BuildArguments(torch.float32, torch.float32, trains=True, with_weights=True, device=CPU)
+    policy = reward_flow_network(flow_config(path, **options))(arguments)
+    assert isinstance(policy, RewardFlowPolicy)
+    return policy.train()
+
+
+def moved(policy: RewardFlowPolicy, scale: float = 0.2) -> RewardFlowPolicy:
+    """The adapter away from its start, where B = 0 and A has no gradient."""
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def outputs_of(policy: RewardFlowPolicy, data: DataProto) -> dict[str, torch.Tensor]:
+    outputs: dict[str, torch.Tensor] = policy(policy.arrange(data, CPU)[0])
+    return outputs
+
+
+def gradients(policy: RewardFlowPolicy, data: DataProto) -> dict[str, torch.Tensor]:
+    policy.zero_grad()
+    outputs_of(policy, data)["loss"].sum().backward()
+    return {name: value.grad for name, value in policy.named_parameters() if value.grad is not None}
+
+
+def batch(rows: int = 2, without_face: tuple[int, ...] = ()) -> DataProto:
+    return planned(clips(rows, without_face), world=1, micro_batch_size=rows)[0]
+
+
+def test_the_divergence_is_exactly_zero_at_the_start_and_positive_after(path: str) -> None:
+    policy = build(path)
+    assert outputs_of(policy, batch())["kl_loss"].tolist() == [0.0, 0.0]
+    assert (outputs_of(moved(policy), batch())["kl_loss"] > 0).all()
+
+
+def test_loss_divergence_and_frames_by_a_naive_loop(path: str) -> None:
+    """Step by step with two plain experts: one with the adapter in its weights, one without."""
+    policy, data = moved(build(path)), batch(2)
+    found = outputs_of(policy, data)
+    inputs, _ = policy.arrange(data, CPU)
+    base = build(path).model
+    base.disable_adapters()
+    high, sigmas, kl = policy._frozen.high_noise, flow_sigmas(8, 5.0), torch.zeros(2)
+    x = inputs.noise
+
+    @torch.no_grad()
+    def ask(expert: Any, sigma: float) -> torch.Tensor:
+        return expert(
+            torch.cat([x, inputs.condition], 1), torch.full((2,), 1000 * sigma), inputs.prompts, return_dict=False
+        )[0]
+
+    for step in range(8):
+        v = ask(high if step < 3 else policy.model, sigmas[step])
+        if step >= 4:
+            kl += ((v - ask(base, sigmas[step])) ** 2).mean((1, 2, 3, 4)) / (2 * sigmas[step] ** 2) / 4
+        x = x + (sigmas[step + 1] - sigmas[step]) * v
+    frames = policy.codec.decode(x)
+    score = frames[:, 1:, 0].mean((1, 2, 3)) - frames[:, 1:, 2].mean((1, 2, 3))
+    torch.testing.assert_close(found["kl_loss"], kl, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found["face_score"], score, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["loss"], -(score - 0.54) / 0.16 * 0.1 + kl, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["frames"], (frames + 1) / 2)
+
+
+def test_only_the_adapter_of_the_low_noise_expert_has_a_gradient(path: str) -> None:
+    policy = moved(build(path))
+    found = gradients(policy, batch())
+    assert set(found) == {name for name, value in policy.named_parameters() if ".lora_" in name}
+    assert all(value.abs().max() > 0 for value in found.values())
+    frozen = [*policy._frozen.high_noise.parameters(), *policy.codec.vae.parameters()]  # type: ignore[union-attr]
+    assert all(parameter.grad is None for parameter in frozen)
+
+
+def test_the_gradient_is_the_slope_of_the_loss(path: str) -> None:
+    """By central differences along the gradient itself, where every step of the expert that learns has one. Without the
+    divergence, whose base velocity has no gradient towards the latents that it is asked about."""
+    policy, data = moved(build(path, kl_loss_coef=0.0, mid_timestep=3)), batch()
+    found = gradients(policy, data)
+    norm = sum(float(value.square().sum()) for value in found.values()) ** 0.5
+
+    def loss_at(distance: float) -> float:
+        with torch.no_grad():
+            for name, value in found.items():
+                policy.get_parameter(name).add_(value, alpha=distance / norm)
+            loss = outputs_of(policy, data)["loss"].double().sum()
+            for name, value in found.items():
+                policy.get_parameter(name).sub_(value, alpha=distance / norm)
+        return float(loss)
+
+    slope = (loss_at(2e-2) - loss_at(-2e-2)) / 4e-2
+    assert slope == pytest.approx(norm, rel=2e-2)
+
+
+def test_steps_are_not_detached_from_each_other() -> None:
+    """v = a x with three steps: d x_3 / d a by hand, (1 + a d_1)(1 + a d_2)(1 + a d_3)."""
+    a = torch.tensor(0.5, requires_grad=True)
+    sigmas = [1.0, 0.7, 0.4, 0.2]
+    x, _ = denoise_with_gradient(torch.ones(1, 1), sigmas, range(3), lambda x, _: a * x, None, lambda x: x)
+    x.sum().backward()
+    factors = [1 + 0.5 * (after - before) for before, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
+    slopes = [after - before for before, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
+    whole = factors[0] * factors[1] * factors[2]
+    assert float(x.detach()) == pytest.approx(whole)
+    assert a.grad is not None
+    assert float(a.grad) == pytest.approx(sum(whole / f * s for f, s in zip(factors, slopes, strict=True)))
+
+
+def test_weights_used_in_steps_without_gradient_get_none(path: str) -> None:
+    """The last step alone is learnt: a parameter that acts in the steps before changes the frames and has no part."""
+    policy, data = moved(build(path, mid_timestep=7)), batch(1)
+    early = torch.zeros((), requires_grad=True)
+    used: list[bool] = []
+    velocity = policy._velocity
+
+    def with_early(expert: Any, inputs: Any) -> Any:
+        plain = velocity(expert, inputs)
+
+        def changed(x: torch.Tensor, sigma: float) -> torch.Tensor:
+            if sigma > 0.42:  # every step but the last
+                used.append(True)
+                return plain(x, sigma) + early
+            return plain(x, sigma)
+
+        return changed
+
+    policy._velocity = with_early  # type: ignore[method-assign]
+    before = outputs_of(policy, data)["frames"]
+    with torch.no_grad():
+        early.fill_(0.5)
+    after = outputs_of(policy, data)
+    assert len(used) == 14 and not torch.equal(before, after["frames"])
+    after["loss"].sum().backward()
+    assert early.grad is None
+    assert any(value.grad is not None for value in policy.parameters())
+
+
+@pytest.mark.parametrize("options", [ALL_CHECKPOINTS, {"checkpoint_steps": True}, {"activation_offload": True}])
+def test_checkpoints_change_no_gradient(path: str, options: dict[str, bool]) -> None:
+    data = batch()
+    expected, found = (gradients(moved(build(path, **o)), data) for o in ({}, options))
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-8)
+
+
+def test_frozen_parts_on_the_host_change_nothing(path: str) -> None:
+    data = batch()
+    expected, found = (gradients(moved(build(path, offload_frozen=o)), data) for o in (False, True))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_sample_does_not_depend_on_its_batch(path: str) -> None:
+    policy, data = moved(build(path)), batch(3)
+    whole = outputs_of(policy, data)
+    for row in range(3):
+        alone = outputs_of(policy, data[[row]])
+        for name, value in whole.items():
+            torch.testing.assert_close(alone[name][0], value[row], rtol=1e-5, atol=1e-6)
+
+
+def test_a_sample_without_a_face_has_no_part_in_the_gradient(path: str) -> None:
+    policy = moved(build(path))
+    outputs = outputs_of(policy, batch(3, without_face=(1,)))
+    assert outputs["counted"].tolist() == [1, 0, 1] and outputs["loss"][1] == 0 and outputs["face_score"][1] == 0
+    found = gradients(policy, batch(3, without_face=(1,)))
+    policy.zero_grad()
+    for row in (0, 2):
+        outputs_of(policy, batch(3)[[row]])["loss"].sum().backward()
+    for name, value in found.items():
+        torch.testing.assert_close(value, policy.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+    nothing = gradients(moved(build(path)), batch(1, without_face=(0,)))
+    assert nothing and all(value.abs().max() == 0 for value in nothing.values())
+
+
+def test_padding_is_not_sampled_and_a_micro_batch_of_padding_gives_zero_gradients(path: str) -> None:
+    policy, data = moved(build(path)), batch(3)
+    expected = outputs_of(policy, data)
+    data.batch["is_padding"] = torch.tensor([False, True, False])
+    found = outputs_of(policy, data)
+    assert found["loss"][1] == 0 and found["frames"][1].abs().max() == 0
+    torch.testing.assert_close(found["loss"][2], expected["loss"][2], rtol=1e-5, atol=1e-7)
+    data.batch["is_padding"] = torch.tensor([True, True, True])
+    inputs, is_counting = policy.arrange(data, CPU)
+    assert not is_counting and len(inputs.noise) == 1
+    nothing = gradients(policy, data)
+    assert nothing and all(value.abs().max() == 0 for value in nothing.values())

@@ -1,0 +1,151 @@
+"""The worker of reward flow: samples clips with the policy and trains its adapter through the score of their frames.
+
+Takes and gives `DataProto`; the network is in `reward_policy.py`, its loss in `verl_lite.reward_flow`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from verl_lite.device import device_memory
+from verl_lite.diffusion_config import RewardFlowConfig
+from verl_lite.metric_docs import Health, MetricDoc
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, register
+from workers.diffusion.lora import write_lora
+from workers.diffusion.reward_policy import reward_flow_network
+from workers.engine.parameters import gather_full
+from workers.phase import Phase, process_phases
+from workers.training_worker import TrainingWorker
+
+EXPORT_BUCKET_BYTES = 256 << 20
+
+
+class ActorWorker(TrainingWorker):
+    """Samples and learns.
+
+    config: the whole configuration. total_training_steps: for the learning-rate schedule.
+    """
+
+    def __init__(self, config: RewardFlowConfig, total_training_steps: int) -> None:
+        super().__init__()
+        self.config = config
+        self.total_training_steps = total_training_steps
+        self.phases = process_phases()
+        self._frames: list[DataProto] = []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engine and the frozen parts of the pipeline."""
+        self.build_engine(
+            reward_flow_network(self.config),
+            self.config.actor.fsdp_config,
+            self.config.actor.optim,
+            device=self.config.trainer.device,
+            total_training_steps=self.total_training_steps,
+            seed=self.config.trainer.seed,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
+    def train_step(self, data: DataProto) -> DataProto:
+        """One optimizer step on a planned batch. Gives metrics in meta_info; `last_frames` has what was sampled.
+
+        Reads video (B, F, 3, H, W) in [0, 1], noise_seed, row (B,), prompt (B,). Metrics: actor/loss, which is what
+        the step minimises; actor/face_score, the mean over the samples that count; actor/kl_loss, over all;
+        actor/no_face_frac, the share of those that do not count; actor/grad_norm, actor/lr.
+        """
+        self.phases.enter(Phase.TRAIN, self.engine)
+        self._frames = []
+        metrics = self.engine.train(data, self._loss, epochs=1)
+        result = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+        result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
+        return DataProto(meta_info={"metrics": result})
+
+    def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The loss of a micro-batch from the network's outputs, divided by the samples of the whole optimizer step.
+
+        A sample that does not count has weight 0 there and stays in the divisor, which is known before sampling; so
+        the gradient does not depend on how the batch was cut.
+        """
+        is_real = ~data.batch["is_padding"]
+        self._frames.append(
+            DataProto.from_dict(
+                {
+                    "frames": output_tensor["frames"][is_real].cpu(),
+                    "row": data.batch["row"][is_real].cpu(),
+                    "face_score": output_tensor["face_score"].detach()[is_real].cpu(),
+                }
+            )
+        )
+        loss = output_tensor["loss"].sum() / data.meta_info["num_tokens"]
+        counts, scores, kl = (output_tensor[name].cpu() for name in ("counted", "face_score", "kl_loss"))
+        loss, metrics = self.loss_func(data, loss, scores[counts > 0], kl[is_real])
+        samples = int(is_real.sum())
+        metrics["actor/no_face_frac"] = Metric.mean(samples - float(counts.sum()), samples)
+        return loss, metrics
+
+    def loss_func(
+        self, data: DataProto, loss: torch.Tensor, face_score: torch.Tensor, kl_loss: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The seed's one loss entry: passes the loss of a micro-batch through, with its metrics.
+
+        loss: scalar, this micro-batch's part of the step's loss. face_score: (n,) of the samples that count. kl_loss:
+        (m,) of those that are no padding. Metrics: actor/loss, the sum of the parts; actor/face_score and
+        actor/kl_loss, means.
+        """
+        return loss, {
+            "actor/loss": Metric.sum(float(loss.detach())),
+            "actor/face_score": Metric.mean(float(face_score.detach().sum()), len(face_score)),
+            "actor/kl_loss": Metric.mean(float(kl_loss.detach().sum()), len(kl_loss)),
+        }
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def sample(self, data: DataProto) -> DataProto:
+        """Clips of a planned batch without training: frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,).
+
+        The same as a train step samples with the same weights; zero in padding rows.
+        """
+        self.phases.enter(Phase.TRAIN, self.engine)
+        return DataProto.from_dict(dict(self.engine.infer(data, is_scored=False)))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def last_frames(self) -> DataProto:
+        """What this rank sampled in the last train step: frames (n, F, 3, H, W) in [0, 1], row and face_score (n,)."""
+        return DataProto.concat(self._frames) if self._frames else DataProto()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_lora(self, path: str) -> None:
+        """Writes the adapter, fp32, into the folder `path` as diffusers' `load_lora_weights` reads it."""
+        self.phases.enter(Phase.TRAIN, self.engine)
+        group = self.engine.shard_group
+        whole = {
+            name: value.cpu()
+            for name, value in gather_full(self.engine.trained, torch.float32, group, EXPORT_BUCKET_BYTES)
+        }
+        adapter = self.engine.policy.adapter
+        assert adapter is not None
+        if dist.get_rank() == 0:
+            write_lora(path, whole, adapter)
+        dist.barrier()
+
+
+METRIC_DOCS = (
+    MetricDoc("actor/face_score", "the reward's score, mean over the samples that count", "score", "reward flow"),
+    MetricDoc(
+        "actor/no_face_frac",
+        "samples that do not count, since the reward found nothing to score in their frames / samples",
+        "share",
+        "reward flow",
+        health=(
+            Health(
+                "the frames no longer show what the reward looks for",
+                "lower the learning rate or hold the model nearer to the base model",
+                ("actor.optim.lr", "actor.kl_loss_coef"),
+                "samples that do not count teach nothing",
+                high=0.5,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,90 @@
+"""The adapter of a diffusion expert: put beside its linear layers, and written as diffusers reads it.
+
+The layers are peft's, as in `workers.policy.adapter`; B starts as zeros, so the model starts as the base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl_lite.diffusion_config import DiffusionModelConfig
+from verl_lite.errors import UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_IN_NETWORK = ".default."  # peft's name of the one adapter, in the parameters' names but not in files
+
+
+def add_adapter(expert: Any, model: DiffusionModelConfig) -> LoraConfig:
+    """Puts an adapter beside the layers that `model.target_modules` names; gives peft's config of it.
+
+    expert: a frozen model of diffusers. The adapter's parameters are fp32 and all that learns; they compute in the
+    dtype of their inputs. Raises UserError for a name that fits no linear layer, and for a rank below 1.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+    if model.lora_rank < 1:
+        raise UserError(f"model.lora_rank={model.lora_rank}: an adapter is all that learns; expected at least 1")
+    layers = [name for name, module in expert.named_modules() if isinstance(module, nn.Linear)]
+    unmatched = [target for target in model.target_modules if not any(_fits(name, target) for name in layers)]
+    if unmatched or not model.target_modules:
+        known = sorted({name.split(".", 2)[-1] for name in layers if name.startswith("blocks.")} or set(layers))
+        raise UserError(
+            f"model.target_modules={list(model.target_modules)}: {', '.join(unmatched) or 'an empty list'} fits no "
+            f"linear layer of {type(expert).__name__}; there are {', '.join(known)}. A name, or its end after a dot, "
+            "is expected"
+        )
+    config = LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        target_modules=list(model.target_modules),
+        lora_dropout=0.0,
+        bias="none",
+    )
+    expert.requires_grad_(False)
+    expert.add_adapter(config)
+    for layer in expert.modules():
+        if isinstance(layer, LoraLayer):
+            layer.cast_input_dtype_enabled = False
+            for part in (*layer.lora_A.values(), *layer.lora_B.values()):
+                part.to(torch.float32).__class__ = _InputDtypeLinear
+    return config
+
+
+class _InputDtypeLinear(nn.Linear):
+    """A linear layer with fp32 weights that computes in its input's dtype.
+
+    As mixed precision does. peft would take the input, which is far larger than the weights, to fp32 instead.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        return F.linear(input, self.weight.to(input.dtype))
+
+
+def _fits(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
+
+
+def write_lora(path: str, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+    """Writes pytorch_lora_weights.safetensors into the folder `path`, for diffusers' `load_lora_weights`.
+
+    weights: whole tensors by the names in the expert. An adapter of `transformer_2` is loaded with
+    load_into_transformer_2=True.
+    """
+    from diffusers.loaders import WanLoraLoaderMixin
+
+    Path(path).mkdir(parents=True, exist_ok=True)
+    WanLoraLoaderMixin.save_lora_weights(
+        path,
+        transformer_lora_layers={name.replace(_IN_NETWORK, "."): value.cpu() for name, value in weights.items()},
+        transformer_lora_adapter_metadata=config.to_dict(),
+    )

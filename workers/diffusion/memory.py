@@ -1,0 +1,194 @@
+"""Tools that trade time for memory where gradients run through denoising steps and a video decoder: recomputing,
+keeping what the backward pass needs on the host, and having frozen parts on the device only while they work.
+
+They change no number: gradients with and without them are equal. All but placement act on what autograd saves between
+forward and backward; `trainer.diffusion_plan` predicts by how much.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from verl_lite.errors import UserError
+
+Result = TypeVar("Result")
+
+
+def checkpointed_step(step: Callable[..., Result], enabled: bool) -> Callable[..., Result]:
+    """`step`, which keeps only its arguments for the backward pass and is run once more there.
+
+    Gradients flow to tensors among the positional arguments and to whatever parameters `step` uses; FSDP's modules
+    gather their shards again. Blocks inside may have checkpoints of their own: they then hold their inputs for one
+    step at a time instead of for all. Random numbers are drawn alike both times. Without gradients it is a plain call.
+    """
+    if not enabled:
+        return step
+
+    def recomputed(*args: Any, **kwargs: Any) -> Result:
+        return cast("Result", checkpoint(step, *args, use_reentrant=False, **kwargs))
+
+    return recomputed
+
+
+def checkpointed_decode(
+    decode: Callable[[torch.Tensor], torch.Tensor], enabled: bool, vae: nn.Module | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`decode` from latents to frames, recomputed in the backward pass.
+
+    vae: the module that `decode` runs. If its decoder works in chunks of time (and tiles) with a feature cache, as that
+    of `AutoencoderKLWan` does, each chunk is a checkpoint: between forward and backward only the cache's tensors are
+    kept, and the activations of a single chunk exist at one time. As one checkpoint, all chunks' would exist together
+    in the backward pass. Any other decoder is one checkpoint.
+    """
+    decoder = getattr(vae, "decoder", None)
+    if not enabled:
+        return decode
+    if not isinstance(decoder, nn.Module) or "feat_cache" not in inspect.signature(decoder.forward).parameters:
+        return checkpointed_step(decode, True)
+
+    def decode_in_checkpoints(latents: torch.Tensor) -> torch.Tensor:
+        with _chunks_recomputed(decoder):
+            return decode(latents)
+
+    return decode_in_checkpoints
+
+
+@contextmanager
+def _chunks_recomputed(decoder: nn.Module) -> Iterator[None]:
+    """Inside, each call of `decoder` is a checkpoint whose arguments are the chunk and the feature cache's tensors."""
+    plain = decoder.forward
+
+    def run_chunk(chunk: torch.Tensor, first_chunk: bool, *cache: Any) -> tuple[Any, ...]:
+        entries = list(cache)
+        frames = plain(chunk, feat_cache=entries, feat_idx=[0], first_chunk=first_chunk)
+        return frames, *entries
+
+    def forward(
+        chunk: torch.Tensor, feat_cache: list[Any], feat_idx: list[int], first_chunk: bool = False
+    ) -> torch.Tensor:
+        frames, *feat_cache[:] = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
+        feat_idx[0] = len(feat_cache)
+        return cast("torch.Tensor", frames)
+
+    decoder.forward = forward
+    try:
+        yield
+    finally:
+        del decoder.forward  # the class's own is found again
+
+
+def activation_offload(enabled: bool) -> AbstractContextManager[Any]:
+    """Inside, what autograd saves is kept in host memory and comes back when the backward pass asks for it.
+
+    Put around the forward pass. Weights stay on the device (`torch.autograd.graph.save_on_cpu` copies each frozen
+    weight once for each use), and so does what a checkpoint inside recomputes: of a checkpoint only its arguments are
+    moved. So with checkpoints in the blocks but not around the steps, the blocks' inputs of all steps are on the host.
+    Copies go by pinned memory on the stream of the computation. On a CPU nothing moves.
+    """
+    return saved_tensors_hooks(_to_host, _from_host) if enabled else nullcontext()
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    if tensor.device.type == "cpu" or _is_weight(tensor):
+        return tensor.device, tensor.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
+
+
+def _from_host(saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, tensor = saved
+    return tensor.to(device, non_blocking=True)
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """A parameter, or a view of one, as a linear layer saves its transposed weight."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def set_vae_tiling(vae: nn.Module, enabled: bool) -> None:
+    """Has the VAE encode and decode in overlapping tiles (its own, of 256 pixels each 192).
+
+    Tiles are differentiable; frames at their seams are blends, so the result differs a little from the whole. Raises
+    UserError for a decoder without tiles.
+    """
+    if not enabled:
+        return
+    enable_tiling = getattr(vae, "enable_tiling", None)
+    if enable_tiling is None:
+        raise UserError(
+            f"model.vae_tiling=true: the decoder {type(vae).__name__} has no tiling; set model.vae_tiling=false"
+        )
+    enable_tiling()
+
+
+class Placement:
+    """Frozen modules that are on the device only while they work (text encoder, high-noise expert).
+
+    device: where they work. offload: False = all stay there. A module's weights never change, so its copy on the host
+    (pinned, for a CUDA device) stays: bringing it costs one copy, and sending it back none.
+    """
+
+    def __init__(self, device: torch.device, offload: bool) -> None:
+        self.device, self.offload = device, offload
+        self._homes: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._at_work: dict[nn.Module, int] = {}
+
+    def add(self, module: nn.Module) -> None:
+        """Takes charge of `module`, which goes to the device, or to the host until it works.
+
+        Raises ValueError if parts of it learn or are sharded.
+        """
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad or isinstance(parameter, DTensor):
+                reason = "learns" if parameter.requires_grad else "is sharded"
+                raise ValueError(f"{type(module).__name__}: {name} {reason}; only frozen, whole modules can be placed")
+        if not self.offload:
+            module.to(self.device)
+            return
+        module.to("cpu")
+        tensors = [*module.parameters(), *module.buffers()]
+        pinned = self.device.type == "cuda"
+        self._homes[module] = [(tensor, tensor.data.pin_memory() if pinned else tensor.data) for tensor in tensors]
+        self._go_home(module)
+
+    @contextmanager
+    def at_work(self, module: nn.Module) -> Iterator[None]:
+        """Inside, `module` is on the device and runs without gradients: they would need its weights later.
+
+        Raises KeyError for a module that was not added where `offload` is set.
+        """
+        with torch.no_grad():
+            if not self.offload:
+                yield
+                return
+            depth = self._at_work.get(module, 0)
+            if depth == 0:
+                self._bring(module)
+            self._at_work[module] = depth + 1
+            try:
+                yield
+            finally:
+                self._at_work[module] = depth
+                if depth == 0:
+                    self._go_home(module)
+
+    def _bring(self, module: nn.Module) -> None:
+        for tensor, home in self._homes[module]:
+            tensor.data = _copied(home, self.device)
+
+    def _go_home(self, module: nn.Module) -> None:
+        for tensor, home in self._homes[module]:
+            tensor.data = home
+
+
+def _copied(home: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return home.to(device, non_blocking=True)

@@ -1,0 +1,291 @@
+"""The network of reward flow: from noise, a first frame and a prompt to frames, and what they are worth.
+
+Its parameters are the low-noise expert's alone, of which the engine trains the adapter. All else (the high-noise
+expert, text encoder, decoder, reward) is frozen, whole on every rank, and on the device as `model.offload_frozen` says.
+Every output belongs to one sample and depends on that sample alone: its clip, prompt and noise seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_lite.diffusion_config import RewardFlowConfig
+from verl_lite.errors import UserError
+from verl_lite.flow_match import TRAIN_TIMESTEPS, flow_sigmas, high_noise_steps
+from verl_lite.protocol import DataProto
+from verl_lite.reward_flow import reward_flow_loss
+from verl_lite.visual_rewards.base import VisualReward, VisualScore, build_visual_reward, score_frames
+from workers.diffusion.lora import add_adapter
+from workers.diffusion.memory import (
+    Placement,
+    activation_offload,
+    checkpointed_decode,
+    checkpointed_step,
+    set_vae_tiling,
+)
+from workers.diffusion.pipeline import DiffusionParts, load_pipeline
+from workers.diffusion.prompts import PromptEncoder
+from workers.diffusion.sampling import Velocity, denoise, denoise_with_gradient, noise_of
+from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
+from workers.policy.adapter import adapter_off
+
+
+@dataclass(frozen=True)
+class FlowInputs:
+    """What n of the b rows of a micro-batch are sampled from.
+
+    noise: (n, C, T, h, w). condition: what the experts read beside the latents, (n, 4 + C, T, h, w); or, where
+    timesteps are expanded, the first frame's latents (n, C, 1, h, w). prompts: (n, L, D). references: what the reward
+    prepared of each clip. places: (n,) of the rows among the b.
+    """
+
+    noise: torch.Tensor
+    condition: torch.Tensor
+    prompts: torch.Tensor
+    references: list[Any]
+    places: torch.Tensor
+    rows: int
+    is_counting: bool
+
+
+class RewardFlowPolicy(EngineNetwork):
+    """parts: the pipeline, whose low-noise expert has the adapter by now. reward: what frames are worth.
+
+    device: where all of it computes. Raises UserError for steps that the sampler does not have, or in which nothing
+    could learn.
+    """
+
+    prefix = "model."
+    is_cast = False  # parts of the expert stay fp32 in half precision, as diffusers has them; the adapter casts itself
+
+    def __init__(
+        self, parts: DiffusionParts, reward: VisualReward, config: RewardFlowConfig, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.model: Any = parts.low_noise
+        self.config, self.device, self.codec = config, device, parts.codec
+        self.expand_timesteps = parts.expand_timesteps
+        sampler = config.sampler
+        self.sigmas = flow_sigmas(sampler.num_inference_steps, sampler.shift)
+        self.high_steps = high_noise_steps(self.sigmas, parts.boundary_ratio)
+        check_steps(config, self.high_steps)
+        self._frozen = _Frozen(parts.high_noise, reward)
+        self.placement = Placement(device, config.model.offload_frozen)
+        if parts.high_noise is not None:
+            self.placement.add(parts.high_noise)
+        self.encode_prompts = PromptEncoder(parts.tokenizer, parts.text_encoder, self.placement)
+        self.codec.vae.to(device)
+        set_vae_tiling(self.codec.vae, config.model.vae_tiling)
+        self.decode = checkpointed_decode(self.codec.decode, config.model.checkpoint_decode, self.codec.vae)
+        reward.to(device)
+        self._references: dict[int, Any] = {}
+
+    # -- what the engine asks for --------------------------------------------------------------------------------------
+
+    def blocks(self) -> list[nn.Module]:
+        """The transformer's blocks."""
+        return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
+
+    def save_assets(self, path: str) -> None:
+        """The adapter's config, and the path of the pipeline that it belongs to."""
+        assert self.adapter is not None
+        self.adapter.save_pretrained(path)
+        (Path(path) / "pipeline.txt").write_text(f"{self.config.model.path}\n", encoding="utf-8")
+
+    @torch.no_grad()
+    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[FlowInputs, bool]:
+        """Noise, conditions and references of the rows that are no padding; where all are, of the first.
+
+        Reads video, noise_seed, row, prompt, is_padding.
+        """
+        is_real = ~micro_batch.batch["is_padding"]
+        is_counting = bool(is_real.any())
+        places = is_real.nonzero().squeeze(1) if is_counting else torch.zeros(1, dtype=torch.long)
+        chosen = micro_batch[places]
+        video = chosen.batch["video"].to(device)
+        frames, _, height, width = video.shape[1:]
+        patch = int(self.model.config.patch_size[-1])
+        shape = self.codec.latent_shape(frames, height, width, patch)
+        inputs = FlowInputs(
+            noise=noise_of(chosen.batch["noise_seed"].tolist(), shape, device),
+            condition=self._condition(video),
+            prompts=self.encode_prompts(chosen.non_tensor_batch["prompt"].tolist(), device),
+            references=[self._reference(int(row), clip) for row, clip in zip(chosen.batch["row"], video, strict=True)],
+            places=places.to(device),
+            rows=len(micro_batch),
+            is_counting=is_counting,
+        )
+        return inputs, is_counting
+
+    def _condition(self, video: torch.Tensor) -> torch.Tensor:
+        """See `FlowInputs`. video: (n, F, 3, H, W) in [0, 1]."""
+        clip = video.transpose(1, 2) * 2 - 1  # (n, 3, F, H, W)
+        if self.expand_timesteps:
+            return self.codec.encode(clip[:, :, :1])
+        clip[:, :, 1:] = 0
+        latents = self.codec.encode(clip)
+        is_given = latents.new_zeros(len(latents), self.codec.temporal_factor, *latents.shape[2:])
+        is_given[:, :, 0] = 1  # one channel for each frame that a latent frame stands for
+        return torch.cat([is_given, latents], dim=1)
+
+    def _reference(self, row: int, clip: torch.Tensor) -> Any:
+        """What the reward wants to know of a clip of the data, prepared once. clip: (F, 3, H, W) in [0, 1]."""
+        if row not in self._references:
+            try:
+                self._references[row] = self._frozen.reward.prepare(clip)
+            except ValueError as error:
+                raise UserError(
+                    f"data.train_files, row {row}: the reward {self.config.reward.name} cannot use this clip: {error}"
+                ) from error
+        return self._references[row]
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: FlowInputs, *, is_scored: bool = True) -> dict[str, torch.Tensor]:
+        """loss, face_score, kl_loss, counted (b,), and frames (b, F, 3, H, W) in [0, 1] without gradient.
+
+        loss: of each sample that counts, 0 of the others (no face in its frames, padding). is_scored: False gives the
+        score without the loss and divergence, as nothing is to be learnt.
+        """
+        with activation_offload(self.config.model.activation_offload and torch.is_grad_enabled()):
+            latents, kl = self._sample(inputs, is_scored)
+            decoded = self.decode(latents)
+        scores = [
+            score_frames(self._frozen.reward, clip, reference)
+            for clip, reference in zip(decoded, inputs.references, strict=True)
+        ]
+        outputs = self._losses(scores, kl) if is_scored else {}
+        outputs |= {
+            "face_score": torch.stack([score.value.float() for score in scores]),
+            "counted": torch.tensor([float(score.counted) for score in scores], device=decoded.device),
+            "frames": (decoded.detach() + 1) / 2,
+        }
+        return {name: _scattered(value, inputs) for name, value in outputs.items()}
+
+    def _losses(self, scores: list[VisualScore], kl: torch.Tensor) -> dict[str, torch.Tensor]:
+        reward, actor = self.config.reward, self.config.actor
+        losses = reward_flow_loss(
+            torch.stack([score.value.float() for score in scores]),
+            kl,
+            baseline=reward.baseline,
+            std=reward.std,
+            coef=reward.coef,
+            kl_coef=actor.kl_loss_coef,
+        )
+        weights = torch.tensor([float(score.counted) for score in scores], device=kl.device)
+        return {"loss": losses * weights, "kl_loss": kl}
+
+    def _sample(self, inputs: FlowInputs, with_divergence: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents (n, C, T, h, w) after the last step, and the divergence (n,)."""
+        sampler, high = self.config.sampler, self._frozen.high_noise
+        first, last = sampler.mid_timestep, sampler.final_timestep + 1
+        keep = partial(_first_frame_kept, first=inputs.condition) if self.expand_timesteps else _as_it_is
+        x = keep(inputs.noise)
+        if high is not None and self.high_steps:
+            with self.placement.at_work(high):
+                x = denoise(x, self.sigmas, range(self.high_steps), self._velocity(high, inputs), keep)
+        velocity = self._velocity(self.model, inputs)
+        x = denoise(x, self.sigmas, range(self.high_steps, first), velocity, keep)
+        learnt = checkpointed_step(velocity, self.config.model.checkpoint_steps)
+        base = self._base_velocity(velocity) if with_divergence else None
+        return denoise_with_gradient(x, self.sigmas, range(first, last), learnt, base, keep)
+
+    def _base_velocity(self, velocity: Velocity) -> Velocity:
+        def base(x: torch.Tensor, sigma: float) -> torch.Tensor:
+            with adapter_off(self.model):
+                return velocity(x, sigma)
+
+        return base
+
+    def _velocity(self, expert: Any, inputs: FlowInputs) -> Velocity:
+        """What `expert` says of latents of these samples."""
+        dtype = expert.patch_embedding.weight.dtype
+        prompts, condition = inputs.prompts.to(dtype), inputs.condition
+
+        def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
+            timestep = torch.full((len(x),), TRAIN_TIMESTEPS * sigma, device=x.device)
+            seen = x
+            if self.expand_timesteps:
+                timestep = self._token_timesteps(x, timestep)
+            else:
+                seen = torch.cat([x, condition], dim=1)
+            answer = expert(
+                hidden_states=seen.to(dtype), timestep=timestep, encoder_hidden_states=prompts, return_dict=False
+            )
+            return answer[0]
+
+        return velocity
+
+    def _token_timesteps(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        """(n, tokens): 0 for those of the first latent frame, which is without noise."""
+        _, patch_h, patch_w = self.model.config.patch_size
+        frames, tokens = x.shape[2], (x.shape[3] // patch_h) * (x.shape[4] // patch_w)
+        is_noisy = torch.ones(frames, tokens, device=x.device)
+        is_noisy[0] = 0
+        return timestep.unsqueeze(1) * is_noisy.flatten()
+
+
+@dataclass
+class _Frozen:
+    """Modules that the policy uses and the engine must not see: neither sharded, nor moved, nor saved by it."""
+
+    high_noise: nn.Module | None
+    reward: VisualReward
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _first_frame_kept(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Latents whose first frame is the clip's."""
+    return torch.cat([first.to(x.dtype), x[:, :, first.shape[2] :]], dim=2)
+
+
+def _scattered(values: torch.Tensor, inputs: FlowInputs) -> torch.Tensor:
+    """(n, ...) values at their rows of (b, ...), 0 elsewhere; of a stand-in 0 with its gradient."""
+    whole = values.new_zeros(inputs.rows, *values.shape[1:])
+    if not inputs.is_counting:
+        return whole + 0.0 * values.sum()
+    return whole.index_copy(0, inputs.places, values)
+
+
+def check_steps(config: RewardFlowConfig, high_steps: int) -> None:
+    """Raises UserError unless mid_timestep..final_timestep are steps of the sampler, and all of the expert that learns.
+
+    high_steps: of the high-noise expert, the first ones.
+    """
+    sampler = config.sampler
+    total, first, last = sampler.num_inference_steps, sampler.mid_timestep, sampler.final_timestep
+    if not 0 <= first <= last < total:
+        raise UserError(
+            f"sampler.mid_timestep={first}, sampler.final_timestep={last}: expected 0 <= mid_timestep <= "
+            f"final_timestep <= {total - 1} (sampler.num_inference_steps={total})"
+        )
+    if first < high_steps:
+        raise UserError(
+            f"sampler.mid_timestep={first}: the first {high_steps} steps are the high-noise expert's, which does not "
+            f"learn; expected {high_steps} or more, or another model.boundary_ratio"
+        )
+
+
+def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:
+    """The network of the engine: the pipeline of `config.model` with an adapter, and the reward of `config.reward`."""
+
+    def build(arguments: BuildArguments) -> RewardFlowPolicy:
+        parts = load_pipeline(config.model, arguments.compute_dtype, with_weights=arguments.with_weights)
+        adapter = add_adapter(parts.low_noise, config.model)
+        if arguments.trains and config.model.enable_gradient_checkpointing:
+            expert: Any = parts.low_noise
+            expert.enable_gradient_checkpointing()
+        policy = RewardFlowPolicy(parts, build_visual_reward(config.reward), config, arguments.device)
+        policy.adapter = adapter
+        return policy
+
+    return build
