@@ -1,0 +1,84 @@
+"""A flow-matching model small enough to learn squares in seconds: a residual network over all pixels of an image.
+
+It is what `workers.diffusion.sde_policy` asks of a model: `encode` makes conditions of prompts, `forward` gives the
+velocity, `decode` makes frames of latents (which here are the pixels).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from recipes.flow_grpo.world import SIZE, WORDS
+
+WIDTH, BLOCKS, FREQUENCIES = 160, 3, 16
+LEAST_SIGMA = 0.05
+"""The network guesses the image x_0, and v = (x - x_0) / sigma, which is bounded by this."""
+WEIGHTS_FILE = "model.safetensors"
+
+
+class Block(nn.Module):
+    """x + W2 silu(W1 norm(x)), with scale and shift of the norm from the condition (adaptive layer norm)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.modulation = nn.Linear(WIDTH, 2 * WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.modulation(condition).chunk(2, dim=-1)
+        return x + self.outer(nn.functional.silu(self.inner(self.norm(x) * (1 + scale) + shift)))
+
+
+class TinyFlow(nn.Module):
+    """Velocity of SIZE x SIZE images in [-1, 1], given a prompt's words."""
+
+    latent_shape = (3, SIZE, SIZE)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(len(WORDS), WIDTH)
+        self.time = nn.Linear(2 * FREQUENCIES, WIDTH)
+        self.pixels = nn.Linear(math.prod(self.latent_shape), WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.image = nn.Linear(WIDTH, math.prod(self.latent_shape))
+
+    @classmethod
+    def from_pretrained(cls, folder: str) -> TinyFlow:
+        """The model that `save_pretrained` wrote."""
+        network = cls()
+        network.load_state_dict(load_file(Path(folder) / WEIGHTS_FILE))
+        return network
+
+    def save_pretrained(self, folder: str) -> None:
+        """Writes the weights into `folder`."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_file(self.state_dict(), Path(folder) / WEIGHTS_FILE)
+
+    def encode(self, prompts: Sequence[str]) -> torch.Tensor:
+        """(n, len(WORDS)): which words each prompt has."""
+        return torch.tensor([[float(word in prompt.split()) for word in WORDS] for prompt in prompts])
+
+    def forward(self, latents: torch.Tensor, sigma: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        """v(x, sigma): latents (n, 3, SIZE, SIZE), sigma (n,), condition (n, len(WORDS)) -> (n, 3, SIZE, SIZE)."""
+        rates = torch.exp(torch.linspace(0, math.log(100.0), FREQUENCIES, device=sigma.device))
+        angles = sigma[:, None] * rates
+        time = self.time(torch.cat([angles.sin(), angles.cos()], dim=-1).to(latents.dtype))
+        said = nn.functional.silu(condition.to(latents.dtype) @ self.words.weight + time)
+        x = self.pixels(latents.flatten(1))
+        for block in self.blocks:
+            x = block(x, said)
+        image = self.image(self.norm(x)).view_as(latents)
+        return (latents - image) / sigma.clamp(min=LEAST_SIGMA).view(-1, 1, 1, 1).to(latents.dtype)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Frames (n, 1, 3, SIZE, SIZE) in [0, 1]."""
+        return ((latents + 1) / 2).clamp(0, 1).unsqueeze(1)

@@ -1,0 +1,58 @@
+"""A tiny flow-matching model learns to draw what its prompts say, by a judge without a gradient.
+
+The model learnt from images whose captions were careless (`world.py`): it draws squares of any colour anywhere. GRPO on
+its denoising steps teaches it to follow the prompt. `prepare` makes model and prompts where the cache has none yet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.embedded import ONE_GROUP, make_once
+from recipes.embedded import cache_folder as folder_of
+from recipes.flow_grpo.start import NAME, build, made_from
+
+if TYPE_CHECKING:
+    from verl_lite.flow_grpo_config import FlowGRPOConfig
+
+STEPS = 150
+
+
+def overrides() -> dict[str, object]:
+    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    folder = cache_folder()
+    return {
+        "data.train_files": [str(folder / "prompts.txt")],
+        "data.train_batch_size": 12,
+        "model.path": str(folder / "model"),
+        "model.network": "recipes.flow_grpo.model:TinyFlow",
+        "reward.name": "recipes.flow_grpo.world:follows_prompt",
+        "rollout.n": 24,
+        "sampler.num_train_steps": 6,
+        "actor.ppo_mini_batch_size": 3,
+        "actor.clip_ratio": 1e-3,
+        "actor.ppo_max_token_len_per_gpu": 4096,
+        "actor.optim.lr": 3e-4,
+        "actor.optim.lr_warmup_steps": 10,
+        "actor.optim.weight_decay": 0.0,
+        "actor.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
+        "actor.fsdp_config.reshard_after_forward": False,
+        "trainer.project_name": NAME,
+        "trainer.total_training_steps": STEPS,
+        "trainer.test_freq": 25,
+        "trainer.device": "cpu",
+        "trainer.backend": "inline",  # a network this small is not worth a second process
+    }
+
+
+def prepare(config: FlowGRPOConfig) -> None:
+    """Makes what the run needs and the cache does not hold; a model and prompts of the user's own are left alone."""
+    folder = cache_folder()
+    if any(Path(path).is_relative_to(folder) for path in (config.model.path or "", *config.data.train_files)):
+        make_once(folder, NAME, build)
+
+
+def cache_folder() -> Path:
+    """The folder of this version of model and prompts."""
+    return folder_of(NAME, made_from())

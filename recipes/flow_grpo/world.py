@@ -1,0 +1,95 @@
+"""Small images of one coloured square, what is said of them, and a judge that looks whether it is so.
+
+A prompt names a colour and a place, `a red square at the top left`; an image is 8 x 8 pixels. The captions from which
+the model first learns are careless: colour and place are each right only with probability `CARE`, else any. So it draws
+squares, and only sometimes the one that was asked for. The judge thresholds, finds connected pixels and compares names:
+nothing in it has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+SIZE = 8
+SQUARE = 3
+COLORS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0)}
+PLACES = {"top left": (0, 0), "top right": (0, 1), "bottom left": (1, 0), "bottom right": (1, 1)}
+PROMPTS = tuple(f"a {color} square at the {place}" for color in COLORS for place in PLACES)
+WORDS = ("a", "square", "at", "the", *COLORS, "top", "bottom", "left", "right")
+CARE = 0.5
+"""Share of the captions' words that were written by one who looked; the others are right by chance only."""
+
+_BRIGHT = 0.5
+_LEAST_PIXELS, _MOST_PIXELS = 6, 12
+
+
+def draw(color: str, place: str, rng: np.random.Generator) -> np.ndarray:
+    """(3, SIZE, SIZE) in [0, 1]: black, with a square somewhere in the named quarter."""
+    half = SIZE // 2
+    top, left = (half * part + rng.integers(0, half - SQUARE + 1) for part in PLACES[place])
+    image = np.zeros((3, SIZE, SIZE), dtype=np.float32)
+    image[:, top : top + SQUARE, left : left + SQUARE] = np.array(COLORS[color])[:, None, None]
+    return image
+
+
+def captioned_images(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
+    """Images (count, 3, SIZE, SIZE) in [0, 1], and careless captions. Same seed, same images."""
+    rng = np.random.default_rng(seed)
+    images, captions = [], []
+    for _ in range(count):
+        said = {"color": str(rng.choice([*COLORS])), "place": str(rng.choice([*PLACES]))}
+        shown = {
+            "color": said["color"] if rng.random() < CARE else str(rng.choice([*COLORS])),
+            "place": said["place"] if rng.random() < CARE else str(rng.choice([*PLACES])),
+        }
+        images.append(draw(shown["color"], shown["place"], rng))
+        captions.append(f"a {said['color']} square at the {said['place']}")
+    return torch.from_numpy(np.stack(images)), captions
+
+
+def follows_prompt(frames: torch.Tensor, prompts: Sequence[str]) -> list[float]:
+    """The reward: 1 for an image that shows one square of the named colour at the named place, else 0.
+
+    frames: (B, 1, 3, SIZE, SIZE) in [0, 1].
+    """
+    images = frames[:, 0].numpy()
+    return [float(prompt == describe(image)) for image, prompt in zip(images, prompts, strict=True)]
+
+
+def describe(image: np.ndarray) -> str | None:
+    """The prompt that an image (3, SIZE, SIZE) answers; None if it does not show exactly one square of one colour."""
+    is_bright = image > _BRIGHT
+    groups = connected(np.asarray(is_bright.any(0)))
+    if len(groups) != 1:
+        return None
+    rows, columns = np.array(groups[0]).T
+    sides = {int(np.ptp(rows)) + 1, int(np.ptp(columns)) + 1}
+    if not _LEAST_PIXELS <= len(rows) <= _MOST_PIXELS or not sides <= {SQUARE - 1, SQUARE, SQUARE + 1}:
+        return None
+    channels = is_bright[:, rows, columns].mean(1) > _BRIGHT
+    colors = [name for name, color in COLORS.items() if np.array_equal(channels, np.array(color) > 0)]
+    if not colors:
+        return None
+    middle = (SIZE - 1) / 2
+    quarter = (int(rows.mean() > middle), int(columns.mean() > middle))
+    place = next(name for name, part in PLACES.items() if part == quarter)
+    return f"a {colors[0]} square at the {place}"
+
+
+def connected(mask: np.ndarray) -> list[list[tuple[int, int]]]:
+    """The pixels of each group of set pixels that touch at a side. mask: (SIZE, SIZE) bool."""
+    left = {(int(row), int(column)) for row, column in np.argwhere(mask)}
+    groups = []
+    while left:
+        group, border = [], [left.pop()]
+        while border:
+            row, column = border.pop()
+            group.append((row, column))
+            near = {(row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)} & left
+            left -= near
+            border += near
+        groups.append(group)
+    return groups

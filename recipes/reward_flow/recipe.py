@@ -1,0 +1,63 @@
+"""The embedded default: what `python -m trainer.main_reward_flow` does when it is given neither model nor data.
+
+A small image-to-video pipeline that draws people, but seldom the one it is shown, learns to keep who they are, from a
+differentiable identity score. `overrides` gives the settings; `prepare` makes pipeline, clips and faces where the cache
+does not hold them yet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.embedded import ONE_GROUP, make_once
+from recipes.embedded import cache_folder as folder_of
+from recipes.reward_flow.start import NAME, build, face_reward, made_from
+
+if TYPE_CHECKING:
+    from verl_lite.diffusion_config import RewardFlowConfig
+
+STEPS = 60
+
+
+def overrides() -> dict[str, object]:
+    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    folder = cache_folder()
+    return {
+        "model.path": str(folder / "model"),
+        "model.lora_rank": 16,
+        "model.lora_alpha": 16,
+        "model.enable_gradient_checkpointing": False,
+        "model.checkpoint_steps": False,
+        "model.checkpoint_decode": False,
+        "data.train_files": [str(folder / "data" / "metadata.csv")],
+        "data.train_batch_size": 16,
+        "data.num_frames": 5,
+        "data.height": 64,
+        "data.width": 64,
+        "reward.name": "cosine_identity",
+        "reward.kwargs": face_reward(folder / "faces"),
+        "actor.micro_batch_size_per_gpu": 16,
+        "actor.optim.lr": 3e-3,
+        "actor.optim.lr_warmup_steps": 5,
+        "actor.optim.weight_decay": 0.0,
+        "actor.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
+        "actor.fsdp_config.reshard_after_forward": False,
+        "trainer.total_epochs": STEPS,
+        "trainer.total_training_steps": STEPS,
+        "trainer.test_freq": 20,
+        "trainer.val_clips": 16,
+        "trainer.video_freq": 20,
+    }
+
+
+def prepare(config: RewardFlowConfig) -> None:
+    """Makes what the run needs and the cache does not hold; a model or clips of the user's own are left alone."""
+    folder = cache_folder()
+    if any(Path(path or "").is_relative_to(folder) for path in (config.model.path, *config.data.train_files)):
+        make_once(folder, NAME, build)
+
+
+def cache_folder() -> Path:
+    """The folder of this version of pipeline, clips and faces."""
+    return folder_of(NAME, made_from())

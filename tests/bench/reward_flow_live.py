@@ -1,0 +1,193 @@
+"""One row of the benchmark `reward_flow_memory`: a worker, a train step, and the bytes of tensors alive in it."""
+
+from __future__ import annotations
+
+import re
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests.workers.diffusion.tiny_wan import flow_config, planned
+from trainer.diffusion_plan import FP32, plan, read_shape
+from verl_lite.diffusion_config import RewardFlowConfig
+from verl_lite.protocol import DataProto
+from workers.diffusion import memory
+from workers.diffusion.actor import ActorWorker
+
+STEPS, BLOCKS, DECODE, OFFLOAD = (
+    "checkpoint_steps",
+    "enable_gradient_checkpointing",
+    "checkpoint_decode",
+    "activation_offload",
+)
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "all off": (),
+    "checkpoint_steps": (STEPS,),
+    "gradient checkpointing in blocks": (BLOCKS,),
+    "checkpoint_decode": (DECODE,),
+    "vae_tiling": ("vae_tiling",),
+    "activation_offload": (OFFLOAD,),
+    "blocks, decode": (BLOCKS, DECODE),
+    "steps, blocks, decode (the default)": (STEPS, BLOCKS, DECODE),
+    "blocks, decode, offload": (BLOCKS, DECODE, OFFLOAD),
+    "steps, blocks, decode, tiling": (STEPS, BLOCKS, DECODE, "vae_tiling"),
+}
+
+
+@dataclass
+class Measured:
+    """live: bytes of tensors at the peak of a step, beside weights and Adam. planned: the same by the planner. rss:
+    growth of resident memory at its highest, bytes. seconds: processor time of a step."""
+
+    live: int
+    planned: float
+    rss: int
+    seconds: float
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, follows the bytes of storages that operations make and that are still alive: `now`, `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.is_paused = False
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id_of(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and not self.is_paused and id_of(tensor) not in given | self._known:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    """The storage behind a tensor."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def wan_pipeline(folder: Path, layers: int = 8, channels: int = 16) -> str:
+    """A pipeline whose activations are large beside its weights. channels: of the VAE's largest layers."""
+    if (folder / "model_index.json").is_file():
+        return str(folder)
+    import diffusers
+
+    from tests.workers.diffusion.tiny_wan import TEXT, _text_encoder, _tokenizer
+
+    torch.manual_seed(0)
+    experts = [
+        diffusers.WanTransformer3DModel(
+            patch_size=(1, 2, 2), num_attention_heads=6, attention_head_dim=32, in_channels=36, out_channels=16,
+            text_dim=TEXT, freq_dim=32, ffn_dim=768, num_layers=layers, cross_attn_norm=True,
+            qk_norm="rms_norm_across_heads", rope_max_seq_len=64,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    pipeline: Any = diffusers.WanImageToVideoPipeline(
+        tokenizer=_tokenizer(),
+        text_encoder=_text_encoder(),
+        vae=diffusers.AutoencoderKLWan(base_dim=channels),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        transformer=experts[0],
+        transformer_2=experts[1],
+        boundary_ratio=0.9,
+    )
+    pipeline.save_pretrained(folder)
+    return str(folder)
+
+
+def configured(path: str, frames: int, side: int, names: tuple[str, ...]) -> RewardFlowConfig:
+    """A run with these options of `model` on. Its expert is one FSDP group: `LiveBytes` does not see that FSDP empties
+    the storages of gathered weights."""
+    config = flow_config(path, lora_rank=8, min_num_params=10**9, **dict.fromkeys(names, True))
+    config.data.num_frames, config.data.height, config.data.width = frames, side, side
+    return config
+
+
+def measure(config: RewardFlowConfig, *, warm_up: bool = True) -> Measured:
+    """Three steps of a worker: one to warm up, one timed, one followed; without `warm_up` one, timed and followed."""
+    torch.set_num_threads(1)
+    worker = ActorWorker(config, 10)
+    worker.init_model()
+    data = planned(one_clip(config), 1, 1)[0]
+    reset_high_water()
+    before = status_bytes("VmRSS")
+    if warm_up:
+        worker.train_step(data)
+    started = time.process_time()
+    if warm_up:
+        worker.train_step(data)
+    seconds, rss = time.process_time() - started, status_bytes("VmHWM") - before
+    live = LiveBytes()
+    with live, host_is_elsewhere(live):
+        worker.train_step(data)
+    shape = read_shape(str(config.model.path))
+    found = plan(config, shape, 1, size=FP32)
+    gathered = 0 if warm_up else FP32 * (shape.transformer.parameters + found.adapter)  # FSDP keeps these storages
+    gradients = FP32 * found.adapter
+    return Measured(live.peak, found.worst.total + gathered + gradients, rss, seconds)
+
+
+def one_clip(config: RewardFlowConfig) -> DataProto:
+    data = config.data
+    size = (1, data.num_frames, 3, data.height or 0, data.width or 0)
+    video = torch.rand(size, generator=torch.Generator().manual_seed(1))
+    columns = {"video": video, "noise_seed": torch.tensor([7]), "row": torch.tensor([0])}
+    return DataProto.from_dict(columns, {"prompt": np.array(["a red face"], dtype=object)}, {"global_step": 1})
+
+
+@contextmanager
+def host_is_elsewhere(live: LiveBytes) -> Iterator[None]:
+    """Inside, offload copies what it would copy on a GPU, and the copies are not counted."""
+
+    def to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        if memory._is_weight(tensor):
+            return tensor.device, tensor.detach()
+        live.is_paused = True
+        copy = tensor.detach().clone()
+        live.is_paused = False
+        return tensor.device, copy
+
+    def from_host(saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        return saved[1].clone()
+
+    plain = memory._to_host, memory._from_host
+    memory._to_host, memory._from_host = to_host, from_host
+    try:
+        yield
+    finally:
+        memory._to_host, memory._from_host = plain
+
+
+def reset_high_water() -> None:
+    """Starts a new measurement of VmHWM (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_bytes(name: str) -> int:
+    """A figure of /proc/self/status."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) << 10

@@ -1,0 +1,121 @@
+"""Reward flow through its command: a run that is killed with SIGKILL and resumed leaves what one without interruption
+leaves, bit for bit; one that is stopped says how to go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.e2e.test_exact_resume import differences, driver_state, history, models_of
+from tests.workers.diffusion.tiny_wan import MeanColourReward, tiny_pipeline
+from trainer.checkpoint import MARKER
+
+pytest.importorskip("diffusers")
+pytest.importorskip("av")
+pytestmark = pytest.mark.slow
+
+PRELOADED = ["torch", "diffusers", "trainer.reward_flow_run", "trainer.reward_flow_build", "peft", "tensordict"]
+STEPS = 4
+OPTIONS = [
+    "trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[jsonl]", "trainer.save_freq=1",
+    "trainer.test_freq=0", "trainer.video_freq=0", "data.num_frames=5", "data.train_batch_size=2", "model.lora_rank=4",
+    "model.checkpoint_steps=false", "model.checkpoint_decode=false", "model.enable_gradient_checkpointing=false",
+    "sampler.num_inference_steps=4", "sampler.mid_timestep=2", "sampler.final_timestep=3", "actor.optim.lr=1e-2",
+    "actor.optim.lr_scheduler_type=cosine", "actor.optim.lr_warmup_steps=2",
+    "actor.fsdp_config.wrap_policy.min_num_params=10000000",
+]  # fmt: skip
+
+
+def main_in_child(argv: list[str], log: str) -> None:
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from trainer.main_reward_flow import main
+
+    sys.exit(main(argv))
+
+
+class Runs:
+    """Starts runs on a tiny pipeline and three clips."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
+        rng = np.random.default_rng(0)
+        lines = ["video,prompt"]
+        for row in range(3):
+            (folder / f"clip{row}").mkdir()
+            for frame in range(5):
+                picture = Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8))
+                picture.save(folder / f"clip{row}" / f"{frame}.png")
+            lines.append(f"clip{row},a red face")
+        (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
+        self.options = [
+            *OPTIONS,
+            f"model.path={tiny_pipeline(folder / 'pipeline')}",
+            f"data.train_files={folder / 'metadata.csv'}",
+            f"reward.name={MeanColourReward.__module__}:{MeanColourReward.__name__}",
+        ]
+
+    def start(self, name: str, *options: str) -> tuple[BaseProcess, Path]:
+        log = self.folder / f"{name}-{time.monotonic_ns()}.log"
+        argv = [*self.options, f"trainer.default_local_dir={self.folder / name}", *options]
+        process = self.context.Process(target=main_in_child, args=(argv, str(log)))
+        process.start()
+        return process, log
+
+    def finish(self, name: str, *options: str, status: int = 0) -> str:
+        """What the run printed."""
+        process, log = self.start(name, *options)
+        process.join(300)
+        assert process.exitcode == status, log.read_text()[-4000:]
+        return log.read_text()
+
+    def end_after(self, step: int, name: str, number: signal.Signals, *options: str) -> str:
+        """Sends a signal once the checkpoint of `step` is complete; what the run printed."""
+        process, log = self.start(name, *options)
+        marker, deadline = self.folder / name / MARKER, time.monotonic() + 300
+        while not (marker.exists() and int(marker.read_text()) >= step):
+            assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.002)
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join(300)
+        return log.read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("reward_flow"))
+
+
+def test_killed_and_resumed_is_the_same_bit_for_bit(runs: Runs) -> None:
+    length, resumed = f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=auto"
+    runs.finish("whole", length)
+    runs.end_after(2, "killed", signal.SIGKILL, length)
+    runs.finish("killed", length, resumed)
+    whole, killed = (runs.folder / name / f"global_step_{STEPS}" for name in ("whole", "killed"))
+    assert differences(models_of(whole, ("actor",)), models_of(killed, ("actor",))) == []
+    assert differences(driver_state(whole), driver_state(killed)) == []
+    assert history(runs.folder / "whole") == history(runs.folder / "killed")
+    weights = [load_file(folder / "lora" / "pytorch_lora_weights.safetensors") for folder in (whole, killed)]
+    assert differences(*weights) == [] and any(bool(weight.any()) for weight in weights[0].values())
+
+
+def test_a_stopped_run_says_how_to_go_on(runs: Runs) -> None:
+    printed = runs.end_after(1, "stopped", signal.SIGTERM, "trainer.total_training_steps=50")
+    assert "SIGTERM: stopping after this step, with a checkpoint" in printed
+    [command] = [line.strip() for line in printed.splitlines() if "trainer.main_reward_flow" in line]
+    assert command.startswith("python -m trainer.main_reward_flow ")
+    assert command.endswith(f"trainer.default_local_dir={runs.folder / 'stopped'} trainer.resume_mode=auto")

@@ -1,0 +1,262 @@
+"""flow_grpo: its world and judge, its options, and the driver's stages around a worker that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.flow_grpo.checks import validate
+from recipes.flow_grpo.rewards import load_reward
+from recipes.flow_grpo.run import read_prompts
+from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, PromptSteps, data_metrics
+from recipes.flow_grpo.world import PLACES, PROMPTS, captioned_images, connected, describe, draw, follows_prompt
+from verl_lite.config_keys import ConfigError
+from verl_lite.errors import UserError
+from verl_lite.flow_grpo_config import FlowGRPOConfig, FlowScoreConfig
+from verl_lite.protocol import DataProto
+
+# ------------------------------------------------------------------------------------------------------------- world
+
+
+def test_the_judge_reads_what_was_drawn() -> None:
+    rng = np.random.default_rng(0)
+    for prompt in PROMPTS:
+        _, color, _, _, _, *place = prompt.split()
+        for _ in range(4):
+            assert describe(draw(color, " ".join(place), rng)) == prompt
+
+
+def test_the_judge_takes_no_less_than_one_whole_square_of_one_color() -> None:
+    image = draw("red", "top left", np.random.default_rng(0))
+    for place in PLACES:
+        if place != "top left":
+            assert describe(np.maximum(image, draw("red", place, np.random.default_rng(0)))) is None  # two
+    assert describe(np.zeros_like(image)) is None
+    assert describe(image * 0.4) is None  # too dark
+    purple = image + image[[1, 2, 0]]
+    assert describe(purple) is None
+    thin = np.zeros_like(image)
+    thin[0, 0, :7] = 1
+    assert describe(thin) is None
+
+
+def test_groups_touch_at_sides() -> None:
+    mask = np.zeros((8, 8), dtype=bool)
+    mask[0, 0] = mask[1, 1] = mask[1, 2] = True
+    assert sorted(map(sorted, connected(mask))) == [[(0, 0)], [(1, 1), (1, 2)]]
+
+
+def test_captions_are_careless_in_the_known_share() -> None:
+    """Colour right with probability 1/2 + 1/2 * 1/3, place with 1/2 + 1/2 * 1/4."""
+    images, captions = captioned_images(800, seed=3)
+    assert np.mean(follows_prompt(images[:, None], captions)) == pytest.approx(2 / 3 * 5 / 8, abs=0.06)
+    again, same = captioned_images(20, seed=3)
+    assert torch.equal(images[:20], again) and captions[:20] == same
+
+
+# ----------------------------------------------------------------------------------------------------------- options
+
+
+def config_of(**options: Any) -> FlowGRPOConfig:
+    config = FlowGRPOConfig(recipe="flow_grpo")
+    values = {
+        "data.train_files": ["prompts.txt"],
+        "data.train_batch_size": 2,
+        "model.path": "somewhere",
+        "model.network": "a:B",
+        "reward.name": "tests.recipes.test_flow_grpo:brightness",
+        "rollout.n": 3,
+        "sampler.num_train_steps": 4,
+        "actor.ppo_mini_batch_size": -1,
+    }
+    for name, value in {**values, **{key.replace("__", "."): value for key, value in options.items()}}.items():
+        *parts, last = name.split(".")
+        section: Any = config
+        for part in parts:
+            section = getattr(section, part)
+        assert hasattr(section, last), name
+        setattr(section, last, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sampler__noise_level": 0.0}, "sampler.noise_level=0.0: without noise"),
+        ({"sampler__num_train_steps": 1}, "sampler.num_train_steps=1"),
+        ({"sampler__num_inference_steps": 0}, "sampler.num_inference_steps=0: at least 1"),
+        ({"sampler__shift": 0.0}, "sampler.shift=0.0"),
+        ({"rollout__n": 1}, "rollout.n=1: grpo compares"),
+        ({"rollout__n": 0}, "rollout.n=0: at least 1"),
+        ({"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator=gae needs a critic"),
+        ({"algorithm__adv_estimator": "remax"}, "needs a greedy answer"),
+        ({"algorithm__adv_estimator": "grop"}, "algorithm.adv_estimator='grop'|algorithm.adv_estimator=grop"),
+        ({"algorithm__use_kl_in_reward": True}, "use actor.use_kl_loss"),
+        ({"algorithm__filter_groups__enable": True}, "no dynamic sampling"),
+        ({"actor__entropy_coeff": 0.1}, "actor.entropy_coeff=0.1: flow_grpo has no entropy bonus"),
+        ({"actor__ppo_max_token_len_per_gpu": 3}, "a single sample has sampler.num_train_steps=4"),
+        ({"actor__use_dynamic_bsz": False}, "needs actor.ppo_micro_batch_size_per_gpu"),
+        ({"actor__use_kl_loss": True, "actor__kl_loss_type": "k1"}, "actor.kl_loss_type=k1 has no effect"),
+        ({"actor__policy_loss__loss_mode": "vanila"}, "vanila"),
+        ({"model__network": None}, "model.network=None: it is needed"),
+        ({"model__lora_rank": -1}, "model.lora_rank=-1"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_sentence(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        validate(config_of(**options))
+
+
+def test_the_recipe_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.recipe import recipe_overrides
+    from verl_lite.config_loader import load_schema
+
+    loaded = load_schema([], FlowGRPOConfig, recipe_loader=recipe_overrides, default_recipe="flow_grpo")
+    validate(loaded.config)
+
+
+def test_prompts_and_rewards_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "some.txt").write_text("a\n\n b \n")
+    assert read_prompts([str(tmp_path / "some.txt")]) == ["a", "b"]
+    (tmp_path / "none.txt").write_text("\n")
+    with pytest.raises(UserError, match="no prompts"):
+        read_prompts([str(tmp_path / "none.txt")])
+    with pytest.raises(UserError, match=r"gone\.txt cannot be read"):
+        read_prompts([str(tmp_path / "gone.txt")])
+    with pytest.raises(UserError, match=r"reward\.name='x:y'"):
+        load_reward(FlowScoreConfig(name="x:y"))
+    with pytest.raises(UserError, match="is no function"):
+        load_reward(FlowScoreConfig(name="tests.recipes.test_flow_grpo:SHAPE"))
+
+
+def test_visual_rewards_that_need_no_reference() -> None:
+    clips = torch.zeros(2, 1, 3, 4, 4)
+    clips[1, :, 0] = 1.0
+    grey, red = load_reward(FlowScoreConfig(name="colourfulness"))(clips, ["a", "b"])
+    assert grey == pytest.approx(0, abs=1e-4) and red is not None and red > 0.1
+    with pytest.raises(UserError, match="reward.name=match_colour compares with a reference clip"):
+        load_reward(FlowScoreConfig(name="match_colour"))
+
+
+# ------------------------------------------------------------------------------------------------------------ driver
+
+SHAPE = (1, 3, 2, 2)
+
+
+def brightness(frames: torch.Tensor, prompts: Sequence[str], fail: float = -1.0) -> list[float | None]:
+    """Mean of the frames; None for those whose first pixel is `fail`."""
+    return [None if float(clip[0, 0, 0, 0]) == fail else float(clip.mean()) for clip in frames]
+
+
+class SeedGroup:
+    """A worker group of two ranks whose images and paths are their seeds."""
+
+    world_size = 2
+
+    def generate(self, data: DataProto) -> DataProto:
+        value = data.batch["first_seed"].double() / 2**63
+        tensors = {"frames": value[:, None, None, None, None].expand(-1, *SHAPE).float().contiguous()}
+        if data.meta_info["noise_level"]:
+            steps = data.meta_info["steps"]
+            tensors["old_log_probs"] = torch.zeros(len(data), steps)
+            tensors["latents"] = torch.zeros(len(data), steps + 1, 2)
+        return DataProto.from_dict(tensors)
+
+    def update_actor(self, data: DataProto) -> list[DataProto]:
+        self.updated = data
+        return [DataProto(meta_info={"metrics": {}})]
+
+
+def trainer_of(config: FlowGRPOConfig, prompts: Sequence[str]) -> FlowGRPOTrainer:
+    parts: Any = SeedGroup()
+    unused: Any = None
+    return FlowGRPOTrainer(
+        config,
+        actor=FlowActor(parts, config),
+        steps=PromptSteps(config, prompts),
+        val_prompts=prompts,
+        reward=load_reward(config.reward),
+        tracking=unused,
+        saver=unused,
+        run_dir=unused,
+    )
+
+
+def test_an_epoch_has_each_prompt_once_and_its_order_follows_from_the_seed() -> None:
+    config = config_of(trainer__total_epochs=2)
+    steps = PromptSteps(config, list("abcde"))
+    drawn = list(steps)
+    assert steps.total == 6 and [len(step) for step in drawn] == [2, 2, 1] * 2
+    for epoch in (drawn[:3], drawn[3:]):
+        assert sorted(text for step in epoch for _, text in step) == list("abcde")
+    assert drawn[:3] != drawn[3:]
+    resumed = PromptSteps(config, list("abcde"))
+    resumed.global_step = 4
+    assert list(resumed) == drawn[4:]
+
+
+def test_samples_have_their_own_noise_and_the_evaluation_always_the_same() -> None:
+    trainer = trainer_of(config_of(), ["a", "b"])
+    trainer.steps.global_step = 1
+    prompts = [(0, "a"), (1, "b")]
+    first = trainer.rows_of(prompts, 3, PATH)
+    assert list(first.non_tensor_batch["uid"]) == ["0"] * 3 + ["1"] * 3
+    seeds = [*first.batch["first_seed"].tolist(), *first.batch["path_seed"].tolist()]
+    assert len(set(seeds)) == 12
+    evaluation = trainer.rows_of(prompts, 3, EVALUATION)
+    trainer.steps.global_step = 2
+    assert not set(trainer.rows_of(prompts, 3, PATH).batch["path_seed"].tolist()) & set(seeds)
+    assert torch.equal(trainer.rows_of(prompts, 3, EVALUATION).batch["first_seed"], evaluation.batch["first_seed"])
+    trainer.config.sampler.share_first_noise = True
+    shared = trainer.rows_of(prompts, 3, PATH).batch
+    assert len(set(shared["first_seed"].tolist())) == 2 and len(set(shared["path_seed"].tolist())) == 6
+
+
+def test_advantages_compare_the_samples_of_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO by hand: (score - mean of the prompt's samples) / their standard deviation, the same on every step; a sample
+    without a score counts nowhere."""
+    trainer = trainer_of(config_of(), ["a", "b"])
+    trainer.steps.global_step = 1
+    batch = trainer.sample([(0, "a"), (1, "b")])
+    scores = [1.0, 2.0, 6.0, 0.0, None, 1.0]
+    monkeypatch.setattr(trainer, "reward", lambda frames, prompts: scores)
+    batch = trainer.estimate_advantages(trainer.score(batch))
+    expected: list[float] = []
+    for group in ([1.0, 2.0, 6.0], [0.0, 1.0]):
+        expected += [float((score - np.mean(group)) / np.std(group, ddof=1)) for score in group]
+    expected.insert(4, 0.0)
+    found = batch.batch["advantages"].numpy()
+    np.testing.assert_allclose(found, np.repeat(np.array(expected)[:, None], 4, axis=1), atol=1e-4)
+    assert batch.batch["response_mask"].sum(1).tolist() == [4, 4, 4, 4, 0, 4]
+    assert trainer.metrics["reward/error_rate"] == pytest.approx(1 / 6)
+    metrics = data_metrics(batch)
+    assert metrics["critic/score/mean"] == pytest.approx(2.0) and metrics["critic/score/max"] == 6.0
+
+
+@pytest.mark.parametrize(("mini", "epochs", "needs"), [(-1, 1, False), (2, 1, False), (1, 1, True), (-1, 2, True)])
+def test_old_log_probs_go_to_the_workers_where_there_is_a_second_step(mini: int, epochs: int, needs: bool) -> None:
+    trainer = trainer_of(config_of(actor__ppo_mini_batch_size=mini, actor__ppo_epochs=epochs), ["a", "b"])
+    trainer.steps.global_step = 1
+    batch = trainer.estimate_advantages(trainer.score(trainer.sample([(0, "a"), (1, "b")])))
+    trainer.actor.update(batch, step=1)
+    group: Any = trainer.actor.group
+    assert ("old_log_probs" in group.updated.batch.keys()) is needs
+    schedule = group.updated.meta_info["schedule"]
+    assert len(schedule) == epochs and sum(part.num_tokens for part in schedule[0]) == 6 * 4
+
+
+def test_the_evaluation_is_reported_under_the_names_of_language_models() -> None:
+    from recipes.flow_grpo.trainer import FitResult
+
+    trainer, result = trainer_of(config_of(rollout__val_kwargs__n=2), ["a", "b"]), FitResult()
+    metrics = trainer.validate(result)
+    assert result.frames_after is not None and len(result.frames_after) == 4
+    assert metrics["val-core/prompts/reward/mean@2"] == pytest.approx(
+        np.mean([float(score or 0) for score in result.scores_after]), abs=1e-6
+    )
+    assert metrics == trainer.validate(FitResult())

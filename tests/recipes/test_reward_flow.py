@@ -1,0 +1,63 @@
+"""The embedded run of reward flow: its settings fit each other, and it learns through its command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.reward_flow import recipe
+from trainer.recipe import recipe_overrides
+from trainer.tracking import read_metrics
+from verl_lite.config_loader import load_schema
+from verl_lite.diffusion_checks import validate
+from verl_lite.diffusion_config import RewardFlowConfig
+
+CORE = "val-core/cosine_identity/reward/mean@1"
+
+
+def test_the_settings_are_known_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("av")
+    (tmp_path / "model" / "transformer").mkdir(parents=True)
+    (tmp_path / "model" / "vae").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path)
+    loaded = load_schema([], RewardFlowConfig, recipe_loader=recipe_overrides, default_recipe="reward_flow")
+    assert loaded.provenance["model.path"] == "recipe:reward_flow"
+    validate(loaded.config, count=2, available=2)
+    assert set(loaded.config.reward.kwargs) == {"embedder", "detector"}
+
+
+def test_only_what_the_cache_is_asked_for_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(recipe, "make_once", lambda folder, name, build: made.append(folder))
+    config = RewardFlowConfig()
+    config.model.path, config.data.train_files = "/my/model", ["/my/clips/metadata.csv"]
+    recipe.prepare(config)
+    assert made == []
+    config.data.train_files = [str(tmp_path / "data" / "metadata.csv")]
+    recipe.prepare(config)
+    assert made == [tmp_path]
+
+
+@pytest.mark.slow
+def test_the_command_learns_and_leaves_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("av")
+    from trainer.reward_flow_run import run_reward_flow
+
+    run_dir = tmp_path / "run"
+    arguments = ["trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[console,jsonl]"]
+    arguments += ["trainer.total_training_steps=40", "trainer.video_freq=-1", f"trainer.default_local_dir={run_dir}"]
+    assert run_reward_flow(arguments) == 0
+    steps = read_metrics(run_dir / "metrics.jsonl")
+    assert steps[1]["actor/kl_loss"] == 0 and steps[40]["actor/kl_loss"] > 0
+    assert abs(steps[0][CORE]) < 0.15 and steps[40][CORE] > 0.3, steps[40]
+    for name in ("curve.png", "before_after.png", "before_after.gif", "config.yaml"):
+        assert (run_dir / name).stat().st_size > 1000, name
+    assert len(list((run_dir / "videos" / "step_40").glob("*.mp4"))) == 16
+    assert (run_dir / "global_step_40" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    printed = capsys.readouterr().out
+    assert "step 40/40  score" in printed and "load_lora_weights" in printed
