@@ -270,7 +270,7 @@ def finish(run: Run, status: int, cpu_s: float) -> Outcome | Failure:
 
 def read_points(metrics: Path, answers: int) -> list[Point]:
     """The validations of a run. answers: to each question, where dynamic sampling asked more of them than it kept."""
-    from trainer.report import validation_means
+    from trainer.final_report import validation_means
     from trainer.tracking import read_metrics
 
     points, sampled_so_far = [], 0.0

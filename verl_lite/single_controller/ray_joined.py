@@ -18,6 +18,7 @@ from verl_lite.errors import ClusterLostError, NoRoomError, UserError
 from verl_lite.single_controller.node_watch import Address, NodeWatch, answers_within, silence_of
 
 HEAD = "the head"
+ADDRESS_KEY = "ray_kwargs.ray_init.address="
 _FIRST_ANSWER_S = 10.0
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -73,15 +74,17 @@ class JoinedCluster:
             )
 
 
-def join(address: str, run_id: str, wait_s: float, tell: Callable[[str], None]) -> JoinedCluster:
+def join(
+    address: str, run_id: str, wait_s: float, tell: Callable[[str], None], option: str = ADDRESS_KEY
+) -> JoinedCluster:
     """Join the cluster at HOST:PORT. Raises NoRoomError if nobody answers there for `wait_s`, UserError if
-    Ray refuses."""
-    require_answer(address, wait_s, tell)
+    Ray refuses. option: what the user gave the address with, for messages."""
+    require_answer(address, wait_s, tell, option)
     try:  # below CRITICAL are Ray's own words about machines that leave, with the end of their logs
         ray.init(address=address, namespace=run_id, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"ray_kwargs.ray_init.address={address}: {error}\nThis machine must be one of the cluster's: "
+            f"{option}{address}: {error}\nThis machine must be one of the cluster's: "
             f"`ray start --address={address} --num-cpus=0` makes it one without giving it work"
         ) from error
     cluster = JoinedCluster(address, wait_s, tell, NodeWatch({}))
@@ -89,20 +92,21 @@ def join(address: str, run_id: str, wait_s: float, tell: Callable[[str], None]) 
     return cluster
 
 
-def require_answer(address: str, wait_s: float, tell: Callable[[str], None]) -> None:
+def require_answer(address: str, wait_s: float, tell: Callable[[str], None], option: str = ADDRESS_KEY) -> None:
     """Raises NoRoomError if nobody answers at HOST:PORT within `wait_s`: Ray would try for many minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "//" in address:
         if address == "auto":
             return
-        raise UserError(f"ray_kwargs.ray_init.address={address}: expected HOST:PORT, as `ray start --head` prints it")
+        raise UserError(f"{option}{address}: expected HOST:PORT, as `ray start --head` prints it")
     asked = (ray.util.get_node_ip_address() if host in _LOCAL_NAMES else host, int(port))  # as Ray reads it
     if answers_within(asked, min(_FIRST_ANSWER_S, wait_s)):
         return
-    tell(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)")
+    limit = " (ray_kwargs.ray_init.wait_for_nodes_s)" if option == ADDRESS_KEY else ""
+    tell(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s{limit}")
     if not answers_within(asked, max(0.0, wait_s - _FIRST_ANSWER_S)):
         raise NoRoomError(
-            f"ray_kwargs.ray_init.address={address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start "
+            f"{option}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start "
             "a cluster with `ray start --head`, and give the address that it prints"
         )
 

@@ -1,0 +1,171 @@
+"""Runs of a sweep on the machines of a Ray cluster that is there already: `--ray HOST:PORT`.
+
+`RayPool` is pool and launcher in one. Ray gives a place to each run; an actor in it starts the run there as a process,
+passes signals on, and gives its exit status. (Ray's own jobs would need its dashboard, which minimal installations do
+not have.) A run does not join the cluster: it has a private Ray on its machine, the same command as anywhere, and
+cannot disturb the runs of others. Run folders, data and models are on a file system that all machines share.
+
+The actor ends with the sweep's connection to the cluster, and the run with the actor, kill -9 of any of them included.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.ending import WRONG_INPUT
+from trainer.sweeps.slots import Slot
+from trainer.sweeps.trial import LocalProcess, Process, usual_environment
+from verl_lite.errors import WorkerDiedError
+
+if TYPE_CHECKING:
+    from verl_lite.single_controller.ray_places import Place, RayPlaces, Remote
+
+_FIRST_ANSWER_S = 20.0
+_KILL_S = 20.0
+_LOST = 1
+
+
+class RayPool:
+    """Places on the machines of a cluster, and the start of runs there; this process has joined it until `close`.
+
+    gpus: of each run, where the cluster has any; needed: it must. cores: that a run takes of Ray's count. most: runs at
+    a time. cwd: where runs are started, on each machine. Raises NoRoomError if nobody answers at the address, UserError
+    if no machine of the cluster could ever hold a run.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        gpus: int,
+        needed: bool,
+        cores: int,
+        cwd: Path,
+        most: int | None = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        from verl_lite.single_controller.ray_places import RayPlaces
+
+        self._places = RayPlaces(
+            address, "--ray ", gpus=gpus, needed=needed, cores=cores, wait_s=_FIRST_ANSWER_S, tell=tell
+        )
+        self.gpus, self._cores, self._cwd, self._most = self._places.gpus, cores, cwd, most
+        self._taken: dict[str, Place] = {}
+        self._numbers = 0
+
+    @property
+    def size(self) -> int:
+        """Runs that the machines there are now can hold; at least 1, since machines may come back."""
+        room = self._places.room()
+        return max(1, min(room, self._most or room))
+
+    def take(self, avoid: Collection[str] = ()) -> Slot | None:
+        place = self._places.take(avoid)
+        if place is None:
+            return None
+        self._numbers += 1
+        name = f"{place.machine} #{self._numbers}"
+        self._taken[name] = place
+        settings = (f"trainer.n_gpus_per_node={self.gpus}",) if self.gpus else ()
+        return Slot(name, (place.machine,), {"OMP_NUM_THREADS": str(self._cores)}, settings)
+
+    def give_back(self, slot: Slot, lost: bool = False) -> None:
+        self._places.give_back(self._taken.pop(slot.name))
+
+    def why_not(self) -> list[str]:
+        return self._places.why_not()
+
+    def start(self, command: Sequence[str], log: Path, slot: Slot) -> Process:
+        """command: whole, python first. log: what the run prints is added to it, on its machine."""
+        host = self._places.start(self._taken[slot.name], Host, list(command), log, self._cwd, dict(slot.environment))
+        return _RemoteProcess(host, log, self._places)
+
+    def close(self) -> None:
+        """Leaves the cluster; runs that are left end."""
+        self._places.close()
+
+
+class Host:
+    """In the cluster, on a run's machine: its process. Reached only through `_RemoteProcess`."""
+
+    def __init__(self, command: list[str], log: Path, cwd: Path, environment: Mapping[str, str]) -> None:
+        self._process: LocalProcess | None = None
+        self._problem = ""
+        usual = {name: value for name, value in usual_environment().items() if not name.startswith("RAY_")}
+        try:
+            self._process = LocalProcess(command, log, cwd, {**usual, **environment})
+        except OSError as error:
+            self._problem = (
+                f"UserError: {socket.gethostname()} cannot start the run: {error}. The study, the project and Python "
+                "must be at the same path on all machines"
+            )
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit status once it has ended and nothing of it is left, and what to add to its log."""
+        if self._process is None:
+            return WRONG_INPUT, self._problem
+        while (status := self._process.poll()) is None:
+            time.sleep(0.1)
+        self._process.clean()
+        return status, ""
+
+    def interrupt(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.interrupt()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+@dataclass
+class _RemoteProcess:
+    """A run on another machine. pid: 0, since it is of that machine."""
+
+    host: Remote
+    log: Path
+    places: RayPlaces
+    pid: int = 0
+
+    def __post_init__(self) -> None:
+        self._ended = self.host.ask("wait")
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; 1, with a line in the log that says so, if its machine is lost. Raises ClusterLostError
+        if the cluster is."""
+        if self._status is None:
+            self.places.require_head()
+            self._look(0.0)
+        return self._status
+
+    def interrupt(self) -> None:
+        self.host.ask("interrupt")
+
+    def kill(self) -> None:
+        if self._status is None:
+            self.host.ask("kill")
+            self._look(_KILL_S)
+            self._status = -signal.SIGKILL if self._status is None else self._status
+        self.clean()
+
+    def clean(self) -> None:
+        self.host.end()
+
+    def _look(self, wait_s: float) -> None:
+        try:
+            found = self.host.answer(self._ended, wait_s)
+        except WorkerDiedError as error:
+            found = _LOST, f"WorkerDiedError: {error}"
+        if found is None:
+            return
+        self._status, words = found
+        if words:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(words + "\n")
