@@ -1,173 +1,85 @@
-"""The end of a run on one screen: validation before and after, samples, where things are, and what to type next."""
+"""`python -m trainer.report RUN [RUN ...] [--out FILE]`: runs as one HTML page, which needs no server and no network.
+
+RUN is a run folder (or a metrics.jsonl) of any command that trains: running, killed or finished. The page has curves,
+time by stage, findings on the health of the run, all metrics with their formulas, the samples of all steps, and the
+configuration with what is not the default; of several runs, the comparison. It is written to RUN/report.html, of
+several runs to report.html here; --out names another place. Nothing of what a model wrote can act on the page: texts
+are data, and a content policy allows only the page's own script.
+"""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+import base64
+import hashlib
+import html
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from trainer.ending import run_command
 
-from trainer.validation_metrics import INTERVAL, MEAN_OF_SOURCES
-
-if TYPE_CHECKING:
-    from trainer.ray_trainer import FitResult
-    from trainer.samples import Sample
-
-_TEXT_SHOWN = 300
-_MEAN = re.compile(r"val-(?P<rank>core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
+PAGE = Path(__file__).parent / "report_page"
+SCRIPTS = ("charts.js", "panels.js", "samples.js", "page.js")
+NAME = "report.html"
 
 
-def final_report(
-    result: FitResult, run_dir: Path, picture: Path | None, more: str = "rollout.val_kwargs.n=8"
-) -> RenderableType:
-    """Everything to show when a run has ended, for `Console.print`. more: the option of a larger validation."""
-    parts: list[RenderableType] = [Text()]
-    if result.after or result.before:
-        parts += [validation_table(result.before, result.after), Text()]
-    if result.samples:
-        parts += [samples_table(result.samples), Text()]
-    return Group(*parts, *_places(result, run_dir, picture, more))
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Writes the page about these run folders. Raises UserError for a folder that holds no run."""
+    from trainer.report_data import page_data
+    from trainer.run_data import read_run
+
+    text = render(page_data([read_run(folder) for folder in folders]))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_name(f".{out.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, out)
+    return out
 
 
-@dataclass(frozen=True)
-class ValidationMean:
-    """One number of the table. name: the measure and over how many samples, `acc mean@4`. half_width: of its 95%
-    interval, where there is one."""
-
-    source: str
-    greedy: bool
-    name: str
-    value: float
-    half_width: float | None = None
-
-
-def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
-    """The core measure of each data source, sampled (val-core/{source}/{measure}/mean@N) and greedy
-    (val-aux/{source}/greedy/...), where `acc` is the core measure if there is one, else `reward`."""
-    found = []
-    for key, value in metrics.items():
-        match = _MEAN.fullmatch(key)
-        if match is None or (match["rank"] == "aux" and not match["greedy"]) or match["source"] == MEAN_OF_SOURCES:
-            continue
-        found.append((match, value))
-    with_acc = {match["source"] for match, _ in found if match["variable"] == "acc"}
-    return [
-        ValidationMean(
-            match["source"],
-            bool(match["greedy"]),
-            f"{match['variable']} mean@{match['n']}",
-            value,
-            metrics.get(
-                f"val-aux/{match['source']}/{match['greedy'] or ''}{match['variable']}/mean@{match['n']}{INTERVAL}"
-            ),
-        )
-        for match, value in found
-        if match["variable"] == ("acc" if match["source"] in with_acc else "reward")
-    ]
+def render(data: dict[str, Any]) -> str:
+    """The page with this data (`trainer.report_data.page_data`)."""
+    script = "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    parts = {
+        "title": html.escape(", ".join(run["title"] for run in data["runs"])),
+        "script_hash": f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
+        "style": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "data": embedded(data),
+        "script": script,
+    }
+    page = (PAGE / "page.html").read_text(encoding="utf-8")
+    pieces = page.split("{{")
+    return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:]))
 
 
-def validation_line(metrics: Mapping[str, float]) -> str:
-    """The same numbers in one line, `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`; empty if there are none."""
-    means = validation_means(metrics)
-    shown: dict[str, str] = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
-    for mean in means:
-        if mean.greedy:
-            shown[mean.source] = f"{shown.get(mean.source, mean.source)} (greedy {mean.value:.3f})"
-    return ", ".join(shown.values())
+def embedded(data: Any) -> str:
+    """JSON that is safe between script tags: `<` cannot open or close one. Numbers that are not finite are an error."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return text.encode("utf-8", "replace").decode("utf-8")  # half a character of a model's has no bytes
 
 
-def validation_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """Validation by data source, before and after training; one column where there was no training between."""
-    moments = [("before", validation_means(before)), ("after", validation_means(after))]
-    if dict(before) == dict(after):
-        moments = [("", moments[0][1])]
-    means = [mean for _, found in moments for mean in found]
-    ways = [greedy for greedy in (False, True) if any(mean.greedy == greedy for mean in means)]
-    named = [sorted({mean.name for mean in means if mean.greedy == greedy}) for greedy in ways]
-    titles = [", ".join(names) + " (greedy)" * greedy for greedy, names in zip(ways, named, strict=True)]
-    table = Table(
-        title="Validation: " + "; ".join(titles), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
-    )
-    table.add_column("data source", no_wrap=True)
-    for greedy in ways:
-        for moment, _ in moments:
-            table.add_column(f"{'greedy ' * greedy}{moment}".strip() or "mean", justify="right")
-    sources = sorted({mean.source for mean in means})
-    for source in [*sources, *([None] if len(sources) > 1 else [])]:
-        cells = []
-        for greedy in ways:
-            for _, found in moments:
-                cells.append(_cell([mean for mean in found if mean.greedy == greedy and source in (mean.source, None)]))
-        table.add_row(source or "mean of sources", *cells, style="bold" if source is None else None)
-    return table
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Runs as one self-contained page.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, help=f"the file to write; RUN/{NAME} if not given")
+    given = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    folders = [path.parent if path.is_file() else path for path in (path.expanduser() for path in given.runs)]
+    return run_command(lambda: _report(folders, given.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))))
 
 
-def steps_table(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
-    """Several evaluations, a line each; evaluations: name and numbers, in the order of the lines."""
-    means = [(name, validation_means(metrics)) for name, metrics in evaluations]
-    columns = sorted({(mean.greedy, mean.source) for _, found in means for mean in found})
-    named = sorted({mean.name for _, found in means for mean in found})
-    table = Table(
-        title=f"Evaluations: {', '.join(named)}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
-    )
-    table.add_column("checkpoint", no_wrap=True)
-    for greedy, source in columns:
-        table.add_column(f"{'greedy ' * greedy}{source}", justify="right")
-    for name, found in means:
-        table.add_row(name, *(_cell([x for x in found if (x.greedy, x.source) == column]) for column in columns))
-    return table
+def _report(folders: Sequence[Path], out: Path) -> int:
+    began = time.monotonic()
+    write_report(folders, out)
+    size = out.stat().st_size / 2**20
+    print(f"{out}: {size:.1f} MiB, made in {time.monotonic() - began:.1f} s; open it in a browser")
+    return 0
 
 
-def _cell(means: Sequence[ValidationMean]) -> str:
-    """The mean of these numbers, and of independent ones half of its 95% interval: `0.871 ±0.020`."""
-    if not means:
-        return "-"
-    text = f"{sum(mean.value for mean in means) / len(means):.3f}"
-    halves = [mean.half_width for mean in means if mean.half_width is not None]
-    return f"{text} ±{math.hypot(*halves) / len(means):.3f}" if len(halves) == len(means) else text
-
-
-def samples_table(samples: Sequence[Sample]) -> Table:
-    """Prompts, the policy's answers and their scores."""
-    table = Table(title="Samples of the last validation", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column("data source", no_wrap=True)
-    for name in ("prompt", "answer", "expected"):
-        table.add_column(name, overflow="fold")
-    table.add_column("score", justify="right")
-    for sample in samples:
-        score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
-        table.add_row(
-            *(printable(text) for text in (sample.data_source, sample.input, sample.output, sample.gts)), score
-        )
-    return table
-
-
-def printable(text: str, limit: int = _TEXT_SHOWN) -> Text:
-    """Text of a model as it may go to a terminal: no control characters, and not too long."""
-    shown = "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
-    return Text(shown if len(shown) <= limit else f"{shown[:limit]} ... ({len(shown)} characters)")
-
-
-def _places(result: FitResult, run_dir: Path, picture: Path | None, more: str) -> list[Text]:
-    places = [("run folder", run_dir), ("metrics", run_dir / "metrics.jsonl"), ("picture", picture)]
-    places += [("results", run_dir / "results.json")]
-    places += [("tensorboard", run_dir / "tensorboard"), ("checkpoint", result.checkpoint)]
-    lines = [Text("Where things are", style="bold")]
-    lines += [Text(f"  {name:<12} {path}", no_wrap=True) for name, path in places if path is not None and path.exists()]
-    if result.checkpoint is not None:
-        lines += [
-            Text(),
-            Text("What to do next", style="bold"),
-            Text(f"  evaluate     python -m trainer.main_eval {run_dir} {more}", no_wrap=True),
-            Text(f"  export       python -m trainer.export {run_dir} --to {run_dir / 'hf'}", no_wrap=True),
-        ]
-    return lines
+if __name__ == "__main__":
+    sys.exit(main())

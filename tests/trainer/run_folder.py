@@ -1,0 +1,46 @@
+"""A run folder made by hand: a few steps, validation before and after, samples of each step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.sample_files import SampleFiles
+from trainer.samples import Sample
+
+HOSTILE = "</script><script>document.title='owned'</script><!-- \x1b[2J\u2028 <img src=x onerror=alert(1)>"
+SAMPLE = Sample(
+    step=1, uid="p0", data_source="sums", input="What is 70 + 2?", output="72", gts="72", score=1.0, response_length=2,
+    finish_reason="stop", policy_version=0, extra={"acc": 1.0, "pred": "72"},
+    prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 70 + 2?"}],
+)  # fmt: skip
+CONFIG = """# a note
+recipe: null                                  # default
+actor:
+  optim:
+    lr: 0.001                                 # command line
+    betas: [0.9, 0.95]                        # recipe:quickstart
+trainer:
+  total_training_steps: {steps}               # default
+  experiment_name: "a # b"                    # command line
+"""
+
+
+def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float = 0.001) -> Path:
+    """A run of `steps` steps; its score rises, prompt p0 is answered wrongly at first and rightly at the end."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG.replace("{steps}", str(total or steps)).replace("0.001", str(lr)))
+    files = SampleFiles(folder, 1 << 26, print)
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for step in range(steps + 1):
+            data: dict[str, float | None] = {"val-core/sums/acc/mean@1": step / steps, "reward/acc/mean": None}
+            data |= {"critic/score/mean": 0.1 * step, "timing_s/gen": 1.0, "timing_s/step": 1.5} if step else {}
+            file.write(json.dumps({"step": step, "data": data}) + "\n")
+            if step:
+                right = float(step == steps)
+                answers = [replace(SAMPLE, score=right, output=HOSTILE if step == 1 else f"answer {step}")]
+                answers += [replace(SAMPLE, uid=f"q{step}", score=None, timed_out=True)]
+                files.write_training(answers, step)
+            files.write_validation([replace(SAMPLE, uid="v0", score=1.0, output="always")], step)
+    return folder
