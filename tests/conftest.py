@@ -1,0 +1,72 @@
+"""For all tests: a run that a test makes logs nothing that trainer/METRICS.md does not explain.
+
+After each test the run folders among its fixtures are looked at: a path, or an object with `run_dir`. With
+RECORD_METRICS=FILE the names that were logged are appended to it, for `python -m tests.unlogged_metrics FILE`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.metrics_reference import Reference
+
+FOLDERS = ("", "*/", "*/*/", "*/*/*/")
+OF_USERS = "my_recipe/"  # what the guide's example logs
+_read: dict[Path, int] = {}
+
+
+@cache
+def reference() -> Reference:
+    return Reference.read()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    result = yield
+    names = logged_names(run_files(getattr(item, "funcargs", {}).values()))
+    if names and (record := os.environ.get("RECORD_METRICS")):
+        with open(record, "a", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in sorted(names))
+    unknown = [name for name in reference().undocumented(names) if not name.startswith(OF_USERS)]
+    assert not unknown, (
+        f"logged and not explained: {', '.join(unknown)}. Add a MetricDoc to METRIC_DOCS of the module that computes "
+        "it, and run: python -m trainer.metrics_reference --write"
+    )
+    return result
+
+
+def run_files(values: Iterable[Any]) -> Iterator[Path]:
+    """metrics.jsonl of the runs in these fixtures' folders: beside a command's config.yaml, or the model of a
+    supervised training."""
+    for value in values:
+        folder = value if isinstance(value, Path) else getattr(value, "run_dir", None)
+        if isinstance(folder, Path) and folder.is_dir():
+            for depth in FOLDERS:
+                yield from (file for file in folder.glob(f"{depth}metrics.jsonl") if _is_run(file.parent))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "hf").is_dir()
+
+
+def logged_names(files: Iterable[Path]) -> set[str]:
+    """Names in files that were not read at their present size yet."""
+    names: set[str] = set()
+    for file in files:
+        size = file.stat().st_size
+        if _read.get(file) == size:
+            continue
+        _read[file] = size
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                names |= set(json.loads(line).get("data", {}))
+            except json.JSONDecodeError:
+                continue  # cut off by the death that the test is about
+    return names

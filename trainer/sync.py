@@ -1,0 +1,145 @@
+"""`python -m trainer.sync RUN [--to TRACKER] [--all]`: gives trackers what they lack of a run.
+
+While a run trains, what a tracker does not take (its server is down, or it hangs) is kept in RUN/spool. This command
+hands it over, and forgets what was taken. With --to TRACKER only to that one; a tracker that the run did not have gets
+the whole run from metrics.jsonl and samples.jsonl, and with --all any tracker does. Run it again for what was still not
+taken. Exit status: 0 all was taken, 1 not all, 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.environment import prepare_driver
+
+if TYPE_CHECKING:
+    from trainer.samples import Sample
+    from trainer.trackers.base import TrackedRun
+    from trainer.trackers.spool import Message
+
+USAGE = "usage: python -m trainer.sync RUN [--to TRACKER] [--all]"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line: the run's folder, the one tracker or None for all that lack something, the whole run or not."""
+
+    run_dir: Path
+    tracker: str | None = None
+    whole: bool = False
+
+    @classmethod
+    def parse(cls, argv: list[str]) -> Asked:
+        """Raises UserError with the usage."""
+        from verl_lite.errors import UserError
+
+        rest, tracker, whole = [], None, False
+        arguments = iter(argv)
+        for argument in arguments:
+            if argument == "--to" or argument.startswith("--to="):
+                tracker = argument.partition("=")[2] or next(arguments, None)
+                if not tracker:
+                    raise UserError(f"--to needs the name of a tracker. {USAGE}")
+            elif argument == "--all":
+                whole = True
+            elif argument.startswith("-"):
+                raise UserError(f"{argument} is not known. {USAGE}")
+            else:
+                rest.append(argument)
+        if len(rest) != 1 or (whole and tracker is None):
+            raise UserError(f"expected one run folder, and --all only with --to. {USAGE}")
+        return cls(Path(rest[0]).expanduser().absolute(), tracker, whole)
+
+
+def sync(asked: Asked) -> int:
+    """Does what was asked for; returns the exit status. Raises UserError for a folder that is no run, or is in use."""
+    from trainer.console import Console
+    from trainer.launch import held_folder
+    from trainer.trackers.base import TrackedRun, check_trackers
+    from trainer.trackers.spool import spooled_trackers
+
+    console = Console()
+    run = TrackedRun.saved(asked.run_dir, console)
+    names = spooled_trackers(asked.run_dir) if asked.tracker is None else [asked.tracker]
+    check_trackers(names)
+    if not names:
+        console.print(f"No tracker lacks anything of {asked.run_dir}.")
+    with held_folder(asked.run_dir, console.note):
+        return max([_sync_one(run, name, asked.whole) for name in names], default=0)
+
+
+def _sync_one(run: TrackedRun, name: str, whole: bool) -> int:
+    """One tracker; 1 if it did not take all."""
+    from trainer.trackers.base import TRACKERS
+    from trainer.trackers.spool import LastStep, Spool
+
+    spool, last, say = Spool(run.run_dir, name), LastStep(run.run_dir, name), run.console.print
+    if whole or (not len(spool) and not last.is_known and not (run.run_dir / name).is_dir()):
+        spool.clear()
+        for message in whole_run(run.run_dir):
+            spool.add(message)
+    if not len(spool):
+        say(f"{name}: lacks nothing (--all sends the whole run)")
+        return 0
+    try:
+        tracker = TRACKERS.get_fn(name)(run)
+        taken, failure = spool.hand_over(tracker, lambda message: last.note(message, tracker))
+        tracker.finish()
+    except Exception as error:  # the door to code of others, which may raise anything; what it lacks stays on disk
+        taken, failure = 0, error
+    left = len(spool)
+    say(f"{name}: took {taken} messages" + (f", lacks {left}" if left else ""))
+    if failure is not None:
+        print(f"{name} raised {type(failure).__name__}: {failure}", file=sys.stderr)
+    return int(left > 0 or failure is not None)
+
+
+def whole_run(run_dir: Path) -> Iterator[Message]:
+    """All that was logged in a run, by step; where a resumed run went back, what it did the second time."""
+    from trainer.trackers.spool import Message
+    from trainer.tracking import read_metrics
+
+    path = run_dir / "metrics.jsonl"
+    metrics = read_metrics(path) if path.is_file() else {}
+    samples = _samples_by_step(run_dir / "samples.jsonl")
+    for step in sorted({*metrics, *samples}):
+        if step in metrics:
+            yield Message(step, metrics=metrics[step])
+        if step in samples:
+            yield Message(step, samples=samples[step])
+
+
+def _samples_by_step(path: Path) -> dict[int, list[Sample]]:
+    """Samples of each step; of a step that was done again, those of the last time."""
+    from trainer.samples import Sample
+
+    found: dict[int, list[Sample]] = {}
+    before: int | None = None
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off when the machine went down
+        step = int(row["step"])
+        if step != before:  # a new batch: it and what comes after it are told anew
+            found = {known: rows for known, rows in found.items() if known < step}
+        found.setdefault(step, []).append(Sample(**row))
+        before = step
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    prepare_driver()
+    from trainer.ending import run_command
+
+    return run_command(lambda: sync(Asked.parse(sys.argv[1:] if argv is None else argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
