@@ -1,13 +1,16 @@
 """The arithmetic of a run, before it starts: from prompts to optimizer steps to micro-batches on one device.
 
 Takes the configuration and the number of devices; gives rows of (what, how many, which options), and the same as plain
-text. The words for sizes that users mix up are fixed here: a batch and a mini-batch count prompts, a sample is one
-answer, and a row is a sample on a device.
+text. `python -m trainer.plan key=value ...` prints it for a cluster of any size, with memory and time
+(`trainer.plan_command`). The words for sizes that users mix up are fixed here: a batch and a mini-batch count prompts,
+a sample is one answer, and a row is a sample on a device.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.needs import is_on_policy, needs_critic, needs_greedy_baseline, needs_old_log_prob, needs_reward_function
@@ -27,9 +30,11 @@ class PlanRow:
     options: str
 
 
-def launch_table(config: PPOConfig, slots: int, total_steps: int | None = None) -> str:
-    """The plan of a run as aligned text. See `launch_rows`."""
-    rows = launch_rows(config, slots, total_steps)
+def launch_table(
+    config: PPOConfig, slots: int, total_steps: int | None = None, expected: Sequence[PlanRow] = ()
+) -> str:
+    """The plan of a run as aligned text. See `launch_rows`; expected: more rows at its end."""
+    rows = [*launch_rows(config, slots, total_steps), *expected]
     widths = [max(len(getattr(row, column)) for row in rows) for column in ("what", "value")]
     return "\n".join(f"{row.what:<{widths[0]}}  {row.value:>{widths[1]}}   {row.options}" for row in rows)
 
@@ -225,3 +230,18 @@ def _passes(config: PPOConfig) -> tuple[str, str]:
     reason = "bypass_mode takes the rollout's" if is_bypassed else "on-policy, the update's own are the same"
     note = f"old log-probs skipped: {reason}" if skipped else ""
     return f"{len(passes)}", "; ".join(part for part in (listed, note) if part)
+
+
+def main() -> int:
+    """The command; see `trainer.plan_command`."""
+    from trainer.environment import prepare_driver
+
+    prepare_driver()
+    from trainer.ending import run_command
+    from trainer.plan_command import run
+
+    return run_command(lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""`trainer.dry_run=true`: what it checks, prints and writes, and that it starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import TinyTask
+from trainer import run as run_module
+from trainer.run import run_ppo
+from verl_lite.config_loader import load_config
+from verl_lite.errors import UserError
+
+FEW = ["trainer.dry_run=true", "reward.num_workers=0", "trainer.total_training_steps=3"]
+
+
+def test_it_checks_and_plans_and_writes_all_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_nothing(*_: object) -> None:
+        raise AssertionError("a dry run builds no trainer")
+
+    monkeypatch.setattr(run_module, "build_trainer", build_nothing)
+    task, run_dir = TinyTask(tmp_path), tmp_path / "run"
+    assert run_ppo([*task.options, *FEW, f"trainer.default_local_dir={run_dir}"]) == 0
+    text = capsys.readouterr().out
+    assert "memory per device, expected" in text and "disk, at most" in text and "peak of tensors" in text
+    assert "Nothing was started (trainer.dry_run=true)" in text
+    assert [path.name for path in run_dir.iterdir()] == ["dry_run.yaml"]
+    written = load_config(["--config", str(run_dir / "dry_run.yaml")]).config
+    assert written.trainer.dry_run and written.trainer.total_training_steps == 3
+
+    (tmp_path / "reward.py").write_text("def compute_score(data_source): return 1.0\n")
+    with pytest.raises(UserError, match="compute_score"):
+        run_ppo([*task.options, *FEW, f"trainer.default_local_dir={run_dir}"])

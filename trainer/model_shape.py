@@ -1,0 +1,217 @@
+"""What a decoder-only language model weighs, from its config.json alone: parameters, KV cache, arithmetic, and what its
+backward pass keeps.
+
+All counts are of numbers (not bytes). They follow transformers' Llama, Mistral, Qwen2, Qwen3 and their mixtures of
+experts; a model of another kind is counted on the meta device and its activations are taken for Llama's. Tests compare
+the counts with published ones and with the modules themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verl_lite.config import NetworkConfig
+from verl_lite.config_keys import did_you_mean
+from verl_lite.errors import UserError
+
+WITH_BIAS = ("qwen2", "qwen2_moe")  # on query, key and value
+WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
+KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer; sizes as in its config. experts: of a mixture, of which experts_per_token answer for
+    a token; 0 = one MLP. uncounted: parameters that the formulas do not know. has_head: an output layer over the
+    vocabulary, or one number."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    head_norms: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    uncounted: int = 0
+    has_head: bool = True
+
+    @property
+    def query(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Width of all keys of a token, and of all values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer."""
+        matrices = 2 * self.hidden * self.query + 2 * self.hidden * self.kv
+        return matrices + self.qkv_bias * (self.query + 2 * self.kv) + self.head_norms * 2 * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, which FSDP gathers at one time."""
+        mlps = max(1, self.experts) * 3 * self.hidden * self.inner + self.experts * self.hidden
+        return self.attention_parameters + mlps + 2 * self.hidden
+
+    @property
+    def embedding(self) -> int:
+        """Of the embedding, and of an output layer that is not tied to it."""
+        return self.vocab * self.hidden
+
+    @property
+    def root_parameters(self) -> int:
+        """What is in no layer: embedding, output layer, last norm."""
+        head = (self.embedding if not self.tied else 0) if self.has_head else self.hidden
+        return self.embedding + head + self.hidden + self.uncounted
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def multiplied(self) -> int:
+        """Numbers that each token is multiplied with: without the embedding's, and of a mixture the chosen experts."""
+        mlps = max(1, self.experts_per_token) * 3 * self.hidden * self.inner + self.experts * self.hidden
+        matrices = 2 * self.hidden * self.query + 2 * self.hidden * self.kv
+        return self.layers * (matrices + mlps) + (self.embedding if self.has_head else self.hidden)
+
+    @property
+    def kv_per_token(self) -> int:
+        """Numbers of the KV cache for one token."""
+        return 2 * self.layers * self.kv
+
+    @property
+    def active_inner(self) -> int:
+        """Width of the MLPs that answer for a token."""
+        return self.inner * max(1, self.experts_per_token)
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of an adapter of this rank on all linear layers but the output layer (all-linear); experts have none."""
+        ends = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.kv)
+        mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
+        return self.layers * rank * (ends + mlp)
+
+    def as_scorer(self) -> ModelShape:
+        """The same with one number in place of the output layer, as a critic or a reward model."""
+        return replace(self, has_head=False, tied=False)
+
+
+# config.json of the models on the Hugging Face hub, without what the counts do not depend on
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936}
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "head_dim": 128}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+_SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] = {
+    "qwen2.5-0.5b": (_QWEN2, (896, 24, 14, 2, 4864, True)),
+    "qwen2.5-1.5b": (_QWEN2, (1536, 28, 12, 2, 8960, True)),
+    "qwen2.5-3b": (_QWEN2, (2048, 36, 16, 2, 11008, True)),
+    "qwen2.5-7b": (_QWEN2 | {"vocab_size": 152064}, (3584, 28, 28, 4, 18944, False)),
+    "qwen2.5-14b": (_QWEN2 | {"vocab_size": 152064}, (5120, 48, 40, 8, 13824, False)),
+    "qwen2.5-32b": (_QWEN2 | {"vocab_size": 152064}, (5120, 64, 40, 8, 27648, False)),
+    "qwen2.5-72b": (_QWEN2 | {"vocab_size": 152064}, (8192, 80, 64, 8, 29568, False)),
+    "qwen3-0.6b": (_QWEN3, (1024, 28, 16, 8, 3072, True)),
+    "qwen3-8b": (_QWEN3, (4096, 36, 32, 8, 12288, False)),
+    "qwen3-30b-a3b": (
+        _QWEN3
+        | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        (2048, 48, 32, 4, 6144, False),
+    ),
+    "llama-3.1-8b": (_LLAMA, (4096, 32, 32, 8, 14336, False)),
+    "llama-3.1-70b": (_LLAMA, (8192, 80, 64, 8, 28672, False)),
+}
+LIKE = tuple(_SIZES)
+
+
+def config_like(name: str) -> dict[str, Any]:
+    """The config.json of a published model. UserError for a name that is not in `LIKE`."""
+    if name.lower() not in _SIZES:
+        raise UserError(f"--like {name}: expected one of {', '.join(LIKE)}{did_you_mean(name.lower(), LIKE)}")
+    common, sizes = _SIZES[name.lower()]
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return common | dict(zip(names, sizes[:5], strict=True)) | {"tie_word_embeddings": sizes[5]}
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a config.json describes. UserError where it lacks a size."""
+    kind = str(config.get("model_type", "llama"))
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    missing = [name for name in names if not config.get(name)]
+    if missing:
+        raise UserError(
+            f"model.path: its config.json (model_type={kind}) has no {', '.join(missing)}; the plan knows models with "
+            f"the sizes of {', '.join(KNOWN)}. Plan with the nearest of them: --like {' | '.join(LIKE)}"
+        )
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    return ModelShape(
+        hidden=hidden,
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        inner=int((experts and config.get("moe_intermediate_size")) or config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=kind in WITH_BIAS or bool(config.get("attention_bias", False) and kind not in WITH_HEAD_NORMS),
+        head_norms=kind in WITH_HEAD_NORMS,
+        experts=experts,
+        experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+    )
+
+
+def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
+    """The shape of a network from the config.json of its folder (or of a model in the hub's cache), with the entries of
+    override_config. name: the key of its path. UserError where there is none."""
+    if network.path is None:
+        raise UserError(f"{name}=null: expected a folder with config.json, or --like {' | '.join(LIKE)}")
+    file = Path(network.path).expanduser() / "config.json"
+    if file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{name}={network.path!r}: {file} is no JSON ({error})") from None
+        config = {**config, **config.get("text_config", {})} | dict(network.override_config)
+    elif file.parent.is_dir():
+        raise UserError(
+            f"{name}={network.path!r} has no config.json, from which memory is planned; give a model in Hugging Face "
+            f"format, or --like {' | '.join(LIKE)}"
+        )
+    else:
+        config = _cached_config(network, name)
+    found = shape_of(config)
+    if config.get("model_type") in KNOWN:
+        return found
+    return replace(found, uncounted=_counted_on_meta(network) - found.parameters)
+
+
+def _cached_config(network: NetworkConfig, name: str) -> dict[str, Any]:
+    """Of a model that is only in the hub's cache; with the overrides."""
+    from workers.policy.loading import load_model_config
+
+    try:
+        found: dict[str, Any] = load_model_config(network).get_text_config().to_dict()
+    except UserError:
+        raise UserError(
+            f"{name}={network.path!r} is neither a folder with config.json nor a model in the local hub cache; to plan "
+            f"without one: --like {' | '.join(LIKE)}{did_you_mean(str(network.path).rpartition('/')[2].lower(), LIKE)}"
+        ) from None
+    return found
+
+
+def _counted_on_meta(network: NetworkConfig) -> int:
+    from workers.policy.loading import count_parameters
+
+    return count_parameters(network)
