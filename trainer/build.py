@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,21 +27,21 @@ from trainer.reward_failures import FailureLog
 from trainer.reward_inputs import RewardInputs, reward_inputs
 from trainer.rewards import Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
+from trainer.sample_files import SampleFiles
 from trainer.samples import SampleWriter
 from trainer.saving import Saver, checkpoint_bytes
+from trainer.starting import join_ray, start_workers
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
 from trainer.wish import wish_of
 from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
-from verl_lite.device import cpu_count, device_type
+from verl_lite.device import device_type
 from verl_lite.envs import env_modules
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import (
     ClassWithInitArgs,
-    ResourcePool,
     ServiceHandle,
-    create_worker_groups,
     start_service,
 )
 from verl_lite.single_controller.worker_group import WorkerGroup
@@ -159,29 +159,6 @@ def worker_classes(
     return roles
 
 
-def start_workers(
-    config: PPOConfig, roles: dict[str, ClassWithInitArgs], log_dir: Path, stack: ExitStack
-) -> dict[str, WorkerGroup]:
-    """The worker groups, with their models built; they end with `stack`."""
-    slots = config.trainer.n_gpus_per_node
-    assert slots is not None
-    on_cpu = device_type(config.trainer.device) == "cpu"
-    groups = create_worker_groups(
-        config.trainer.backend,
-        ResourcePool([slots] * config.trainer.nnodes, use_gpu=not on_cpu),
-        roles,
-        modules=worker_modules(config),
-        env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
-        log_dir=log_dir,
-        stall_timeout_s=config.trainer.stall_timeout_s,
-    )
-    for group in groups.values():
-        stack.callback(group.shutdown)
-    for group in groups.values():
-        group.init_model()
-    return groups
-
-
 @contextmanager
 def build_trainer(
     config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, trainer_class: type[RayPPOTrainer]
@@ -192,17 +169,12 @@ def build_trainer(
     """
     total_steps = count_steps(config, data.epoch_prompts)
     with ExitStack() as stack:
-        if config.trainer.backend == "ray":
-            from verl_lite.single_controller.ray_cluster import ray_running
-
-            num_gpus = config.trainer.n_gpus_per_node if device_type(config.trainer.device) == "cuda" else 0
-            ray_init = config.ray_kwargs.ray_init
-            stack.enter_context(ray_running(ray_init, run_dir.name, num_gpus=num_gpus, tell=tracking.note))
+        join_ray(config, run_dir.name, tracking.note, stack)
         pool = start_reward_pool(config, run_dir / "logs", stack) if trainer_class.scores else None
         roles = worker_classes(config, total_steps, pool, run_dir)
         idle = ([] if trainer_class.trains else ["critic", "ref"]) + ([] if trainer_class.scores else ["reward_model"])
         roles = {name: role for name, role in roles.items() if name not in idle}
-        groups = start_workers(config, roles, run_dir / "logs", stack)
+        groups = start_workers(config, roles, worker_modules(config), run_dir / "logs", stack)
         actor, sampling_parts = actor_and_samples(config, data, groups, pool, run_dir, tracking)
         reference = groups["ref"] if "ref" in groups else groups["actor_rollout"]
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
@@ -214,7 +186,7 @@ def build_trainer(
             critic=critic,
             tokenizer=data.tokenizer,
             tracking=tracking,
-            samples=SampleWriter(config.trainer.rollout_data_dir, config.trainer.validation_data_dir),
+            samples=sample_writer(config, run_dir, tracking.note),
             saver=Saver(run_dir, config.trainer, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
             **sampling_parts,
@@ -223,6 +195,14 @@ def build_trainer(
         groups["actor_rollout"].close()
         if pool is not None:
             pool.call("close")
+
+
+def sample_writer(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> SampleWriter:
+    """What keeps the samples; agents write episodes of their own where others have jsonl."""
+    files = SampleFiles(run_dir, config.trainer.samples_max_mb << 20, tell)
+    if is_agentic(config):
+        return SampleWriter(files, None, None)
+    return SampleWriter(files, config.trainer.rollout_data_dir, config.trainer.validation_data_dir)
 
 
 def actor_and_samples(

@@ -1,4 +1,5 @@
-"""What a person sees of a run: a progress bar with the time left, one line per step, and the report at the end.
+"""What a person sees of a run: a progress bar with the time left, one line per step, and the report at the end; with
+`--quiet` no progress, with `--verbose` also what workers print.
 
 On a terminal the bar stays at the bottom and the lines scroll above it. Anywhere else (a file, a pipe) there are plain
 lines only, without control characters, and the time left stands in the line.
@@ -6,6 +7,7 @@ lines only, without control characters, and the time left stands in the line.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -15,17 +17,20 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from trainer.report import final_report, validation_line
+from trainer.final_report import final_report, validation_line
+from verl_lite.config_sources import Verbosity
 
 __all__ = ["Console", "final_report", "format_seconds"]
 
 _REFRESH_PER_SECOND = 2  # each refresh takes processor time from the training
 _STEPS_OF_ESTIMATE = 30
 _WIDTH_OF_FILES = 120
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 # label, names of which the first that is logged counts, format
 _COLUMNS = (
     ("reward", ("critic/score/mean",), "{:6.3f}"),
+    ("score", ("actor/face_score",), "{:6.3f}"),
     ("acc", ("reward/acc/mean", "critic/acc/mean"), "{:5.3f}"),
     ("success", ("env/success",), "{:5.3f}"),
     ("length", ("response_length/mean",), "{:6.1f}"),
@@ -36,11 +41,20 @@ _COLUMNS = (
     ("s", ("timing_s/step", "perf/time_per_step"), "{:6.2f}"),
 )
 
+# shown only where they are not 0
+_SHARES = {
+    "reward/error_rate": "of rewards failed",
+    "env/error_rate": "of episodes failed",
+    "actor/no_face_frac": "of samples without a face",
+}
+
 
 class Console:
-    """Prints for people. file: where to; None = standard output."""
+    """Prints for people. file: where to; None = standard output. verbosity: `quiet` leaves out all progress and keeps
+    the beginning, notes and the end."""
 
-    def __init__(self, file: IO[str] | None = None) -> None:
+    def __init__(self, file: IO[str] | None = None, verbosity: Verbosity = "normal") -> None:
+        self.verbosity = verbosity
         self._rich = rich.console.Console(file=file, highlight=False)
         if not self._rich.is_terminal:
             self._rich = rich.console.Console(file=file, highlight=False, width=_WIDTH_OF_FILES)
@@ -58,7 +72,17 @@ class Console:
         if isinstance(content, str):
             self._rich.print(Text(content), soft_wrap=True)
         else:
-            self._rich.print(content)
+            self._rich.print(content, crop=False)  # a command that is too long wraps; cut off it would be another one
+
+    def progress(self, text: str) -> None:
+        """Text on what the run is doing; left out where it is to be quiet."""
+        if self.verbosity != "quiet":
+            self.print(text)
+
+    def worker_line(self, worker: str, line: str) -> None:
+        """A line that a worker printed; what would move the cursor is left out."""
+        shown = "".join(letter for letter in _ESCAPES.sub("", line) if letter.isprintable())
+        self._rich.print(Text(f"{worker} | {shown}", style="dim"), soft_wrap=True)
 
     def note(self, text: str) -> None:
         """One sentence worth knowing that is no error."""
@@ -67,7 +91,7 @@ class Console:
     def start(self, total_steps: int) -> None:
         """Begins to count steps; on a terminal the bar appears."""
         self._total = total_steps
-        if self.is_terminal and total_steps > 0:
+        if self.is_terminal and total_steps > 0 and self.verbosity != "quiet":
             self._progress = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -100,20 +124,20 @@ class Console:
                 parts.append(
                     f"{form.format(value)} {label}" if label in ("tok/s", "s") else f"{label} {form.format(value)}"
                 )
-        for name, things in (("reward/error_rate", "rewards"), ("env/error_rate", "episodes")):
+        for name, what in _SHARES.items():
             if metrics.get(name):
-                parts.append(f"{metrics[name]:.1%} of {things} failed")
+                parts.append(f"{metrics[name]:.1%} {what}")
         left = self.seconds_left()
         if not self.is_terminal and left is not None:
             parts.append(f"{format_seconds(left)} left")
-        self.print("  ".join(parts))
+        self.progress("  ".join(parts))
 
     def validation(self, metrics: Mapping[str, float], step: int) -> None:
         """A line with the validation means among `metrics`, if any."""
         failed = {name: rate for name, rate in metrics.items() if name.endswith("/reward/error_rate") and rate}
         parts = [validation_line(metrics), *(f"{name} {rate:.1%}" for name, rate in failed.items())]
         if any(parts):
-            self.print(f"validation after step {step}: {', '.join(filter(None, parts))}")
+            self.progress(f"validation after step {step}: {', '.join(filter(None, parts))}")
 
     def seconds_left(self) -> float | None:
         """Until the last step, at the pace of the last steps; None before the first one is done."""

@@ -27,6 +27,7 @@ from trainer.data import PromptDataset
 from verl_lite.config import DataConfig, PPOConfig
 from verl_lite.data_config import source_options
 from verl_lite.errors import UserError
+from verl_lite.metric_docs import MetricDoc
 from verl_lite.protocol import DataProto
 from verl_lite.user_code import load_object
 
@@ -360,3 +361,6 @@ def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder
 
 def _as_is(batch: DataProto) -> DataProto:
     return batch
+
+
+METRIC_DOCS = (MetricDoc("sampler/{name}", "what the update of a sampler of yours returns", "", "data.sampler"),)

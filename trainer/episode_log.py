@@ -109,21 +109,22 @@ def readable(episode: Episode, limit: int = TEXT_SHOWN) -> str:
     return "\n".join(lines)
 
 
-def _paragraph(role: str, text: str, limit: int) -> list[str]:
-    """`role  text`, further lines of the text under the first."""
+def _paragraph(role: str, text: str, limit: int | None) -> list[str]:
+    """`role  text`, further lines of the text under the first. limit: characters of the text; None = all."""
     shown = "".join(
         letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
-    if len(shown) > limit:
+    if limit is not None and len(shown) > limit:
         shown = f"{shown[:limit]} ... ({len(shown)} characters)"
     first, *others = shown.strip("\n").split("\n")
     return [f"  {role:<{_ROLE_WIDTH}} {first}", *(f"  {'':<{_ROLE_WIDTH}} {line}" for line in others)]
 
 
-def sample_of(episode: Episode) -> Sample:
-    """The episode as trackers and the final report show samples: what it was asked first, and all that followed."""
+def sample_of(episode: Episode, limit: int | None = TEXT_SHOWN) -> Sample:
+    """The episode as trackers, the run folder and the final report have samples: what it was asked first, and all that
+    followed. limit: characters of a message; None = all."""
     asked = next((place for place, message in enumerate(episode.messages) if message["role"] != "system"), 0)
-    followed = [line for m in episode.messages[asked + 1 :] for line in _paragraph(m["role"], m["content"], TEXT_SHOWN)]
+    followed = [line for m in episode.messages[asked + 1 :] for line in _paragraph(m["role"], m["content"], limit)]
     return Sample(
         step=episode.step,
         uid=episode.traj_group_id,

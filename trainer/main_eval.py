@@ -41,7 +41,7 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     """Validates one target, or shows what an earlier call found. Raises UserError if there is nothing to validate."""
     from trainer.console import Console
     from trainer.evaluation import Evaluation, answer_settings, finished_metrics, read_results
-    from trainer.report import validation_table
+    from trainer.final_report import validation_table
     from trainer.run import prepare_recipe, recipe_overrides, run_ppo
     from verl_lite.agentic_config import is_agentic
     from verl_lite.config_loader import load_config
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         from trainer.console import Console
-        from trainer.report import steps_table
+        from trainer.final_report import steps_table
         from verl_lite.errors import UserError
 
         targets = [each for name in names for each in find_targets(name, all_checkpoints=ALL_CHECKPOINTS in argv)]

@@ -33,10 +33,14 @@ def run(argv: list[str]) -> int:
     if loaded.action == "print":
         print(print_config(loaded))
         return 0
+    from trainer.console import Console
+    from trainer.log_follower import following
     from trainer.sft import run_sft
 
-    result = run_sft(loaded.config)
-    save_config(loaded, Path(loaded.config.trainer.default_local_dir).expanduser() / "config.yaml")
+    console, folder = Console(verbosity=loaded.verbosity), Path(loaded.config.trainer.default_local_dir).expanduser()
+    with following(folder / "logs", console):
+        result = run_sft(loaded.config, console.progress)
+    save_config(loaded, folder / "config.yaml")
     print(f"wrote {result.folder} after {result.steps} steps, loss {result.loss:.3f}")
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from trainer.report import validation_means
+from trainer.final_report import validation_means
 from trainer.tracking import read_metrics
 
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
@@ -22,33 +22,61 @@ _GREY = "#b8bcc2"
 _BARS_MAX = 120
 
 Steps = Mapping[int, Mapping[str, float]]
+Panel = Callable[[Axes, Steps], None]
 
 
 def draw_curve(run_dir: Path) -> Path | None:
     """Writes RUN/curve.png and returns its path; None if the run has no training step to show."""
+    return draw_panels(run_dir, (_draw_reward, draw_validation, _draw_length, time_panel(STAGES)))
+
+
+def draw_panels(run_dir: Path, panels: Sequence[Panel]) -> Path | None:
+    """The same with any four panels, each of which draws what it finds in the metrics."""
     source = Path(run_dir) / "metrics.jsonl"
     steps = read_metrics(source) if source.exists() else {}
     if not any("timing_s/step" in metrics or "critic/score/mean" in metrics for metrics in steps.values()):
         return None
     figure = Figure(figsize=(12, 7.5), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 2)
-    _draw_reward(panels[0, 0], steps)
-    _draw_validation(panels[0, 1], steps)
-    _draw_length(panels[1, 0], steps)
-    _draw_time(panels[1, 1], steps)
-    for panel in panels.flat:
-        _finish(panel, max(steps))
+    for axes, draw in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        draw(axes, steps)
+        _finish(axes, max(steps))
     figure.suptitle(Path(run_dir).name, fontsize=13, fontweight="bold")
     path = Path(run_dir) / "curve.png"
     figure.savefig(path, dpi=110)
     return path
 
 
+def series_panel(title: str, label: str, names: Mapping[str, str]) -> Panel:
+    """A panel of metrics over the steps. names: what each is called in the picture, by metric; of a single one the
+    values are shown beside their running mean."""
+
+    def draw(panel: Axes, steps: Steps) -> None:
+        panel.set_title(title)
+        panel.set_ylabel(label)
+        for number, (name, shown) in enumerate(names.items()):
+            x, y = _series(steps, name)
+            if len(names) == 1:
+                _draw_with_mean(panel, x, y)
+            elif len(x):
+                panel.plot(x, y, color=_COLORS[number], linewidth=2, label=shown)
+                panel.legend(frameon=False, loc="best", fontsize=9)
+
+    return draw
+
+
+def time_panel(stages: Sequence[str]) -> Panel:
+    """A panel of the seconds of a step, by stage, in this order."""
+    return lambda panel, steps: _draw_time(panel, steps, stages)
+
+
 def _draw_reward(panel: Axes, steps: Steps) -> None:
     panel.set_title("Reward in training, mean over the samples of a step")
     panel.set_ylabel("score")
-    x, y = _series(steps, "critic/score/mean")
+    _draw_with_mean(panel, *_series(steps, "critic/score/mean"))
+
+
+def _draw_with_mean(panel: Axes, x: np.ndarray, y: np.ndarray) -> None:
     if len(x) > 20:
         panel.plot(x, y, color=_COLORS[0], alpha=0.3, linewidth=1)
         window = max(5, len(x) // 20)
@@ -58,7 +86,8 @@ def _draw_reward(panel: Axes, steps: Steps) -> None:
         panel.plot(x, y, color=_COLORS[0], linewidth=2, marker="o", markersize=3)
 
 
-def _draw_validation(panel: Axes, steps: Steps) -> None:
+def draw_validation(panel: Axes, steps: Steps) -> None:
+    """A panel of the core measure of each source of the validation."""
     curves: dict[tuple[str, bool, str], list[tuple[int, float]]] = {}
     for step, metrics in steps.items():
         for mean in validation_means(metrics):
@@ -93,14 +122,14 @@ def _draw_length(panel: Axes, steps: Steps) -> None:
     panel.legend(frameon=False, loc="best", fontsize=9)
 
 
-def _draw_time(panel: Axes, steps: Steps) -> None:
+def _draw_time(panel: Axes, steps: Steps, names: Sequence[str]) -> None:
     panel.set_title("Time per step, by stage (without validation and saving)")
     panel.set_ylabel("seconds")
     timed = [(step, metrics) for step, metrics in steps.items() if "timing_s/step" in metrics]
     if not timed:
         return
     x = np.array([step for step, _ in timed], dtype=float)
-    stages = {name: np.array([metrics.get(f"timing_s/{name}", 0.0) for _, metrics in timed]) for name in STAGES}
+    stages = {name: np.array([metrics.get(f"timing_s/{name}", 0.0) for _, metrics in timed]) for name in names}
     whole = np.array([metrics["timing_s/step"] for _, metrics in timed])
     stages["other"] = np.clip(whole - sum(stages.values()), 0.0, None)
     groups = np.array_split(np.arange(len(x)), min(_BARS_MAX, len(x)))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from codetiming import Timer
 from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import compute_advantage, compute_token_reward
@@ -33,12 +32,13 @@ from trainer.samples import Sample, SampleWriter, samples_of
 from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
+from trainer.timing import timed
 from trainer.tracking import Tracking
 from trainer.validation import TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
 from trainer.validation_metrics import validation_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
-from verl_lite.errors import during
+from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
@@ -320,7 +320,7 @@ class RayPPOTrainer:
             metrics |= validation_metrics(rows, way.prefix)
             if self.config.trainer.val_time_budget_s is not None:
                 metrics |= share_scored(rows, len(self.val_data), way.prefix)
-            self.samples.write_validation(rows, self.steps.global_step)
+            self.samples.write_validation(rows, self.steps.global_step, way.prefix.strip("/"))
         result.samples = next(iter(answered.values()))[: self.config.trainer.log_val_generations]
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
         return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
@@ -358,8 +358,7 @@ class RayPPOTrainer:
 
     def must_save(self) -> bool:
         """Whether this step ends with a checkpoint: it is due, one failed for want of room, or the run is stopped."""
-        frequency, is_stopped = self.config.trainer.save_freq, self.steps.must_stop()
-        return self.steps.due(frequency) or self.saver.is_overdue or (is_stopped and frequency != 0)
+        return self.saver.is_due(self.steps)
 
     def save(self) -> None:
         """Writes a checkpoint of this step, and logs how long it kept the training."""
@@ -403,6 +402,7 @@ class RayPPOTrainer:
                 self.running_moments[domain] = RunningMoments()
                 self.running_moments[domain].load_state_dict(moments)
             set_random_state(state["random"])
+            self.samples.rewind(self.steps.global_step)
 
     @contextmanager
     def timed(self, name: str, within: str | None = None) -> Iterator[None]:
@@ -410,15 +410,12 @@ class RayPPOTrainer:
 
         within: the phase around the block, which has not ended yet; these seconds are not its own.
         """
-        with Timer(name=name, logger=None) as timer, during(name, self.steps.global_step):
+        with timed(self.timing, name, self.steps.global_step, within):
             yield
-        self.timing[name] = self.timing.get(name, 0.0) + timer.last
-        if within is not None:
-            self.timing[within] = self.timing.get(within, 0.0) - timer.last
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers and its samples to files."""
-        config, step = self.config, self.steps.global_step
+        step = self.steps.global_step
         logged = {
             "training/global_step": float(step),
             "training/epoch": float(self.steps.epoch),
@@ -429,8 +426,37 @@ class RayPPOTrainer:
             **validation,
             **self.steps.update(batch),
         }
-        if config.trainer.rollout_data_dir:
+        if self.samples.keeps_training:
             self.samples.write_training(samples_of(batch, self.tokenizer, step), step)
         self.tracking.log(logged, step=step)
         if validation:
             self.saver.note_validation(step, validation)
+
+
+METRIC_DOCS = (
+    MetricDoc("training/global_step", "training steps done", "steps"),
+    MetricDoc("training/epoch", "passes over the training data that are whole", "", "answers to prompts"),
+    MetricDoc(
+        "timing_s/{gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights}",
+        "the driver's time in a stage of the step; reward: what was left to wait for after generation",
+        "s",
+    ),
+    MetricDoc("timing_s/step", "the whole step, without validation and saving", "s"),
+    MetricDoc("timing_s/testing", "a validation", "s"),
+    MetricDoc("timing_s/save_checkpoint", "that a checkpoint kept the training waiting", "s"),
+    MetricDoc(
+        "pf_ppo/distinct_rows_frac",
+        "distinct answers among those drawn / rows",
+        "share",
+        "use_pf_ppo",
+        health=(
+            Health(
+                "a few answers are drawn again and again",
+                "lower the power of the weights",
+                ("algorithm.pf_ppo.weight_pow",),
+                "below a fifth the batch is a fifth of its size",
+                low=0.2,
+            ),
+        ),
+    ),
+)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 from verl_lite.errors import UserError
 from verl_lite.group_filters import GROUP_FILTERS
@@ -75,11 +75,11 @@ def recipe_overrides(name: str) -> Mapping[str, object]:
     return settings
 
 
-def prepare_recipe(config: PPOConfig) -> None:
+def prepare_recipe(config: RunOptions) -> None:
     """Lets the recipe make what its settings name, e.g. data, where it has a function `prepare`."""
     if config.recipe is None:
         return
-    prepare: Callable[[PPOConfig], Any] | None = getattr(load_recipe(config.recipe), "prepare", None)
+    prepare: Callable[[RunOptions], Any] | None = getattr(load_recipe(config.recipe), "prepare", None)
     if prepare is not None:
         with_config = prepare
         _called(lambda: with_config(config), config.recipe)
@@ -94,8 +94,13 @@ def worker_modules(config: PPOConfig) -> list[str]:
         ROLLOUT_ENGINES.get(config.rollout.name),
         *(GROUP_FILTERS.get(manager.group_filter_cls or "") for manager in managers),
     ]
-    recipe = [] if config.recipe is None else [load_recipe(config.recipe).__name__]
-    return list(dict.fromkeys([*recipe, *foreign_modules(entry for entry in named if entry is not None)]))
+    foreign = foreign_modules(entry for entry in named if entry is not None)
+    return list(dict.fromkeys([*recipe_modules(config), *foreign]))
+
+
+def recipe_modules(config: RunOptions) -> list[str]:
+    """The recipe, as other processes import it; empty without one."""
+    return [] if config.recipe is None else [load_recipe(config.recipe).__name__]
 
 
 def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state
-from verl_lite.config import PPOConfig
+from verl_lite.config import OptimConfig, RunOptions
 from verl_lite.errors import UserError
 
 FREE = (
@@ -26,6 +26,10 @@ FREE = (
     "data.filter_overlong_prompts_workers",
     "model.tokenizer_path",  # the data's fingerprint tells if the tokens are others
     "model.enable_gradient_checkpointing",
+    "model.checkpoint_steps",
+    "model.checkpoint_decode",
+    "model.activation_offload",
+    "model.offload_frozen",
     "model.use_remove_padding",
     "algorithm.filter_groups.max_num_gen_batches",
     "reward.num_workers",
@@ -86,46 +90,56 @@ def flat_config(config: Any) -> dict[str, Any]:
     return flat
 
 
-def config_hash(config: PPOConfig) -> str:
+def config_hash(config: RunOptions) -> str:
     """A short name for everything in the configuration that decides the result."""
     bound = {name: value for name, value in flat_config(config).items() if is_bound(name, config)}
     return hashlib.sha256(json.dumps(bound, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def is_bound(name: str, config: PPOConfig) -> bool:
+def is_bound(name: str, config: RunOptions) -> bool:
     """Whether a key decides the result. The length of the run does where the learning rate's schedule depends on it."""
     if name in ("trainer.total_training_steps", "trainer.total_epochs"):
         return any(
             optim.lr_scheduler_type != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
-            for optim in (config.actor.optim, config.critic.optim)
+            for optim in optimizers(config)
         )
     if name in BOUND:
         return True
     return not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
 
 
-def differing_keys(saved: Mapping[str, Any], config: PPOConfig, allowed: Collection[str] = ()) -> list[str]:
+def optimizers(config: Any) -> Iterator[OptimConfig]:
+    """The options of every optimizer in a configuration."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, OptimConfig):
+            yield value
+        elif dataclasses.is_dataclass(value):
+            yield from optimizers(value)
+
+
+def differing_keys(saved: Mapping[str, Any], config: RunOptions, allowed: Collection[str] = ()) -> list[str]:
     """One sentence for each key that decides the result and is not what it was.
 
     A key that the checkpoint's version did not have counts with its default; one that is gone counts as differing.
     """
     now = flat_config(config)
-    before = flat_config(PPOConfig()) | dict(saved)
+    before = flat_config(type(config)()) | dict(saved)
     names = sorted(name for name in {*before, *now} if is_bound(name, config) and name not in allowed)
     values = ((name, before[name], now.get(name, "(no such key)")) for name in names)
     return [f"{name}: {old} in the checkpoint, {new} now" for name, old, new in values if old != new]
 
 
-def refuse_another_run(config: PPOConfig, run_dir: Path, total_steps: int) -> None:
+def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_look: str) -> None:
     """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration, or one
     after which no step is left to do.
 
-    Asked before anything heavy starts; the data's fingerprint is compared when the loader is restored. A run that only
-    validates continues nothing, and may do it with other settings.
+    Asked before anything heavy starts; the data's fingerprint is compared when the loader is restored. to_look: how a
+    user looks at a run that has no step left.
     """
     trainer = config.trainer
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
-    if folder is None or trainer.val_only:
+    if folder is None:
         return
     state = read_state(folder)
     differing = differing_keys(state["config"], config, trainer.resume_allow)
@@ -139,6 +153,5 @@ def refuse_another_run(config: PPOConfig, run_dir: Path, total_steps: int) -> No
     if done >= total_steps:
         raise UserError(
             f"{folder} is at step {done} of {total_steps}: nothing is left to do. For more steps raise "
-            "trainer.total_training_steps (or trainer.total_epochs); to look at it, trainer.val_only=true or "
-            "`python -m trainer.main_eval`"
+            f"trainer.total_training_steps (or trainer.total_epochs); to look at it, {to_look}"
         )

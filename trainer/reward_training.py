@@ -17,10 +17,12 @@ from trainer.preference_data import collate_pairs, load_pairs, texts_of
 from trainer.supervised import SupervisedWorker, Task, Trained, check, train
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
+from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.reward_training_config import RewardTrainingConfig
 from verl_lite.single_controller.decorator import Dispatch, register
+from workers.policy.loading import load_model_config
 from workers.policy.sequence_score import new_sequence_score, scored_rows
 from workers.policy.tokenizer import load_tokenizer
 
@@ -60,7 +62,7 @@ class RewardTrainingWorker(SupervisedWorker):
 
     def __init__(self, config: RewardTrainingConfig, total_training_steps: int) -> None:
         super().__init__(config, total_training_steps, new_sequence_score)
-        self.pad_token_id = self.engine.hf_config.get_text_config().pad_token_id
+        self.pad_token_id = load_model_config(config.model).get_text_config().pad_token_id
         self.loss = partial(pair_loss, center_coefficient=config.loss.center_rewards_coefficient)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -101,3 +103,11 @@ def run_reward_training(config: RewardTrainingConfig, report: Callable[[str], No
         count=lambda batch: torch.ones(len(batch), dtype=torch.long),
     )
     return train(config, task, report)
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "{train,val}/accuracy", "pairs in which the better answer has the higher score / pairs", "share", "main_rm"
+    ),
+    MetricDoc("{train,val}/margin", "its score minus the other's, mean over pairs", "", "main_rm"),
+)

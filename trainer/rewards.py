@@ -19,6 +19,7 @@ from trainer.reward_failures import FailureLog
 from trainer.samples import is_prediction
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
+from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
@@ -190,3 +191,49 @@ def _object_column(values: list) -> np.ndarray:
     column = np.empty(len(values), dtype=object)
     column[:] = values
     return column
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "reward/error_rate",
+        "answers whose reward failed (exception, hang, no number) / answers; they are masked, never a 0",
+        "share",
+        health=(
+            Health(
+                "the reward function fails for some answers",
+                "see reward_failures.jsonl in the run folder; python -m trainer.score runs it again on saved answers",
+                ("reward.custom_reward_function.path", "reward.max_error_rate"),
+                "none is expected; past max_error_rate the run stops",
+                high=0.0,
+                alarm_high=0.05,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "reward/timeout_rate",
+        "answers whose reward was late / answers",
+        "share",
+        health=(
+            Health(
+                "the reward function is too slow for some answers",
+                "give it more time or more processes",
+                ("reward.timeout_s", "reward.num_workers"),
+                "none is expected",
+                high=0.0,
+                alarm_high=0.05,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "reward/processes_replaced",
+        "reward processes that died or hung, since the start of the run",
+        "",
+        "a reward pool",
+    ),
+    MetricDoc(
+        "reward/{entry}/mean",
+        "an entry of the dict that the reward function returns, mean over the answers "
+        "that have it; also each part of a score of several parts",
+    ),
+    MetricDoc("reward/{part}/{max,min}", "of a part of the score, before its weight", "reward", "a reward model"),
+)

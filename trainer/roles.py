@@ -14,9 +14,11 @@ from typing import Any, Protocol
 from trainer.loss_columns import loss_columns
 from trainer.needs import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
 from trainer.reward_inputs import RewardInputs
+from trainer.saving import SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.group_filters import make_group_filter
+from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, combine, join
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
@@ -116,20 +118,8 @@ class ModelRole:
         return data
 
 
-class TrainedRole(ModelRole):
+class TrainedRole(ModelRole, SavedByWorkers):
     """A role whose model learns, so that it belongs into checkpoints."""
-
-    def save(self, folder: str, background: bool = False) -> None:
-        """Writes a checkpoint of the model and its optimizer; in the background until `finish_save`."""
-        self.group.save_checkpoint(folder, background)
-
-    def finish_save(self) -> None:
-        """Waits for the files of a save in the background."""
-        self.group.finish_save()
-
-    def load(self, folder: str) -> None:
-        """Reads what `save` wrote."""
-        self.group.load_checkpoint(folder)
 
 
 class ActorRole(TrainedRole):
@@ -318,3 +308,21 @@ def _reward_result(score: float, error: str | None) -> RewardResult:
     if error is None and not math.isfinite(score):
         error = f"The reward model gave {score}; expected a finite number."
     return RewardResult(score) if error is None else RewardResult.failure(error)
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "rollout/idle_frac",
+        "1 - mean_rank_seconds / slowest_rank_seconds",
+        "share",
+        health=(
+            Health(
+                "devices wait for the one with the longest answers",
+                "limit the answers' length, or give each device more of them",
+                ("data.max_response_length", "data.train_batch_size", "rollout.max_num_seqs"),
+                "a third of the generation time lost is worth a look",
+                high=0.33,
+            ),
+        ),
+    ),
+)

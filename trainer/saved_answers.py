@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from trainer.sample_files import FOLDER, JSON, TRAIN, VAL
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardItem
@@ -23,7 +24,8 @@ from verl_lite.score_config import ScoreConfig
 
 SUFFIXES = (".jsonl", ".parquet")
 _SAVES_ALL = (
-    "a run keeps its answers with trainer.rollout_data_dir=FOLDER (training) and trainer.validation_data_dir=FOLDER"
+    "a run keeps its answers in its folder unless trainer.samples_max_mb=0; trainer.rollout_data_dir=FOLDER (training) "
+    "and trainer.validation_data_dir=FOLDER keep all of them as jsonl"
 )
 
 
@@ -85,6 +87,10 @@ def _files(target: Path, run: PPOConfig | None) -> tuple[list[Path], str]:
             found = _in_folder(Path(folder).expanduser()) if folder else []
             if found:
                 return found, f"{folder} ({name} of the run)"
+        for kind in (TRAIN, VAL):
+            found = _in_folder(target / FOLDER / kind)
+            if found:
+                return found, f"{target / FOLDER / kind}"
         if (target / "samples.jsonl").exists():
             return [target / "samples.jsonl"], f"{target / 'samples.jsonl'} (what its validations showed)"
         raise UserError(f"{target}: this run saved no answers: {_SAVES_ALL}")
@@ -111,7 +117,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             with pyarrow.parquet.ParquetFile(file) as reader:
                 rows = (row for part in reader.iter_batches() for row in part.to_pylist(maps_as_pydicts="lossy"))
-                yield from enumerate(rows)
+                yield from enumerate(map(_unpacked, rows))
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{file}: not a readable parquet file ({error})") from error
         return
@@ -126,6 +132,12 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not isinstance(row, dict):
                 raise UserError(f"{file}, line {number + 1}: found {row!r:.100}, expected an object with named entries")
             yield number, row
+
+
+def _unpacked(row: dict[str, Any]) -> dict[str, Any]:
+    """With NAME for each NAME_json, as `trainer.sample_files` packs what has any shape."""
+    packed = {name: text for name, text in row.items() if name.endswith(JSON) and isinstance(text, str)}
+    return row | {name.removesuffix(JSON): json.loads(text) for name, text in packed.items()}
 
 
 def _responses(row: dict[str, Any], where: str) -> list[str]:

@@ -23,8 +23,10 @@ from trainer.checkpoint import (
     require_space,
 )
 from trainer.needs import needs_critic
-from verl_lite.config import PPOConfig, TrainerConfig
+from trainer.step_counter import StepCounter
+from verl_lite.config import PPOConfig, RunConfig
 from verl_lite.errors import UserError
+from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.critic import critic_network
 from workers.policy.loading import count_parameters, count_trained
 
@@ -41,6 +43,24 @@ class Savable(Protocol):
     def load(self, folder: str) -> None: ...
 
 
+class SavedByWorkers:
+    """A `Savable` whose files the workers of `group` write, each its shards (`workers.training_worker`)."""
+
+    group: WorkerGroup
+
+    def save(self, folder: str, background: bool = False) -> None:
+        """Writes a checkpoint of what learns and its optimizer; in the background until `finish_save`."""
+        self.group.save_checkpoint(folder, background)
+
+    def finish_save(self) -> None:
+        """Waits for the files of a save in the background."""
+        self.group.finish_save()
+
+    def load(self, folder: str) -> None:
+        """Reads what `save` wrote."""
+        self.group.load_checkpoint(folder)
+
+
 class Saver:
     """Writes the checkpoints of a run folder.
 
@@ -51,7 +71,7 @@ class Saver:
     def __init__(
         self,
         run_dir: Path,
-        config: TrainerConfig,
+        config: RunConfig,
         learners: Mapping[str, Savable],
         expected_bytes: int,
         tell: Callable[[str], None],
@@ -61,6 +81,12 @@ class Saver:
         self.newest: Path | None = None
         self.is_overdue = False
         self._pending: tuple[int, Path] | None = None
+
+    def is_due(self, steps: StepCounter) -> bool:
+        """Whether the step that runs now ends with a checkpoint: it is due, one failed for want of room, or the run is
+        stopped."""
+        frequency, is_stopped = self.config.save_freq, steps.must_stop()
+        return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
     def save(self, step: int, state: Mapping[str, Any], *, is_last: bool) -> None:
         """Writes the checkpoint of `step`; with trainer.async_save its files are written while training goes on.
@@ -128,12 +154,13 @@ def checkpoint_bytes(config: PPOConfig) -> int:
     return count * BYTES_PER_PARAMETER
 
 
-def require_room_for_checkpoints(config: PPOConfig, run_dir: Path, total_steps: int) -> None:
-    """Raises DiskFull, before anything heavy starts, unless all checkpoints that will lie there together fit."""
-    trainer = config.trainer
-    if trainer.save_freq == 0 or trainer.val_only:
+def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, one: int) -> None:
+    """Raises DiskFull, before anything heavy starts, unless all checkpoints that will lie there together fit.
+
+    one: bytes of one checkpoint, about."""
+    if trainer.save_freq == 0:
         return
     written = 1 if trainer.save_freq < 0 else math.ceil(total_steps / trainer.save_freq)
     if trainer.max_actor_ckpt_to_keep is not None:  # one more than is kept while the next is written
         written = min(written, trainer.max_actor_ckpt_to_keep + trainer.max_best_ckpt_to_keep + 1)
-    require_space(run_dir, written * checkpoint_bytes(config), count=written)
+    require_space(run_dir, written * one, count=written)

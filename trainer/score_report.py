@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from trainer.report import printable
+from trainer.final_report import printable
 from trainer.samples import is_prediction
 from trainer.saved_answers import SavedAnswer
 from verl_lite.rewards import RewardResult

@@ -16,6 +16,7 @@ from trainer.sft_data import collate, load_examples
 from trainer.supervised import SupervisedWorker, Task, check, train
 from verl_lite.config import SFTConfig
 from verl_lite.errors import UserError
+from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.model_checks import adapter
 from verl_lite.protocol import DataProto
@@ -80,3 +81,13 @@ def run_sft(config: SFTConfig, report: Callable[[str], None] = print) -> SFTResu
     )
     result = train(config, task, report)
     return SFTResult(result.folder, result.steps, result.loss, result.val.get("loss"))
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "{train,val}/loss",
+        "-log p of the tokens of the answers, mean over these tokens; main_rm: of the pairs",
+        "nats",
+        "main_sft, main_rm",
+    ),
+)

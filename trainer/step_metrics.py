@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from verl_lite.core_algos import group_ids
+from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan
 
@@ -189,3 +190,112 @@ def _summary(name: str, values: torch.Tensor) -> dict[str, float]:
     if not values.numel():
         return {}
     return {f"{name}/mean": _mean(values), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "critic/score/{mean,max,min}",
+        "sum of token_level_scores of each answer (episodes: of each episode), before any KL penalty",
+        "reward",
+    ),
+    MetricDoc("critic/rewards/{mean,max,min}", "sum of token_level_rewards of each row: after the penalties", "reward"),
+    MetricDoc(
+        "critic/advantages/{mean,max,min}",
+        "over valid tokens; a mean near 0 is no fault, since estimators centre it",
+    ),
+    MetricDoc("critic/returns/{mean,max,min}", "over valid tokens"),
+    MetricDoc("critic/values/{mean,max,min}", "the critic's, over valid tokens", when="gae"),
+    MetricDoc(
+        "critic/vf_explained_var",
+        "1 - Var(returns - values) / Var(returns), over valid tokens",
+        when="gae",
+        health=(
+            Health(
+                "the critic predicts worse than a constant would, and its advantages are noise",
+                "train it alone first, or raise its learning rate",
+                ("trainer.critic_warmup", "critic.optim.lr"),
+                "0 is a constant, 1 is perfect",
+                low=0.0,
+                alarm_low=-1.0,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "frac_reward_zero_std",
+        "prompts (episodes: groups) with several answers, all of the same score / those with several",
+        "share",
+        health=(
+            Health(
+                "most prompts teach nothing, because all their answers are equally good: too easy, too hard, or n too "
+                "small",
+                "choose prompts that the policy can just do, sample more answers, or draw until groups differ",
+                ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
+                "at 0.5 half of the generation is for nothing",
+                high=0.5,
+                alarm_high=0.9,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "response_length/{mean,max,min}", "tokens of an answer, those of tools and environments included", "tokens"
+    ),
+    MetricDoc(
+        "response_length/clip_ratio",
+        "answers cut off at data.max_response_length / answers",
+        "share",
+        health=(
+            Health(
+                "answers are cut off before they end, so they are judged by half a thought",
+                "allow longer ones, or take off points for length",
+                ("data.max_response_length", "reward.overlong_buffer.enable"),
+                "a few stragglers are normal; above one in ten the limit shapes what is learnt",
+                high=0.1,
+                alarm_high=0.5,
+            ),
+        ),
+    ),
+    MetricDoc("prompt_length/{mean,max,min}", "tokens of a prompt", "tokens"),
+    MetricDoc(
+        "prompt_length/clip_ratio",
+        "prompts as long as data.max_prompt_length / prompts",
+        "share",
+        health=(
+            Health(
+                "prompts may have been cut",
+                "allow longer ones",
+                ("data.max_prompt_length", "data.truncation"),
+                "more than a few of exactly the greatest length are no chance",
+                high=0.1,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "response/aborted_ratio",
+        "rows, fillers aside, whose answer is empty / rows",
+        "share",
+        health=(
+            Health(
+                "answers without a single token",
+                "look at the samples: does the chat template leave room for an answer, and is eos the first token?",
+                ("data.apply_chat_template_kwargs", "model.tokenizer_path"),
+                "more than one in a hundred is a fault",
+                high=0.01,
+                alarm_high=0.2,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor}",
+        "the stage's time / tokens: of answers for gen, of whole sequences for the rest",
+        "ms",
+    ),
+    MetricDoc("perf/total_num_tokens", "tokens of all rows of the step, prompts and answers", "tokens"),
+    MetricDoc("perf/time_per_step", "timing_s/step", "s"),
+    MetricDoc("perf/throughput", "perf/total_num_tokens / perf/time_per_step / devices", "tokens/s"),
+    MetricDoc(
+        "global_seqlen/{min,max,mean,minmax_diff}",
+        "tokens of a rank, if ranks took the rows in order",
+        "tokens",
+    ),
+    MetricDoc("global_seqlen/balanced_{min,max}", "tokens of a rank, as the rows were dealt out", "tokens"),
+)

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.data import PromptDataset
 from trainer.data_order import build_order, build_train_loader
 from trainer.rollout_scheduler import RolloutScheduler
+from trainer.step_counter import StepCounter
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 
@@ -24,16 +25,9 @@ def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
     return total if limit is None else limit
 
 
-class TrainingSteps:
-    """Iterates over the prompts of each step, from the first or the resumed one to the last.
-
-    `global_step` is the step that runs now (1 is the first; 0 before it), `epoch` counts from 0. Epochs follow one
-    another until the number of steps is reached.
-    """
-
-    stop_asked = False
-    stopping = False
-    """Whether the step that runs now is the last one although there were more."""
+class TrainingSteps(StepCounter):
+    """Iterates over the prompts of each step, from the first or the resumed one to the last. Epochs follow one another
+    until the number of steps is reached."""
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config = config
@@ -65,32 +59,10 @@ class TrainingSteps:
         """Leaves one step to do, with these prompts."""
         self.loader, self.global_step, self.epoch, self.total = [prompts], step - 1, epoch, step
 
-    def stop(self) -> None:
-        """Asks the run to end after the step that runs now; the others are for a resumed run. At any instant, even
-        from a signal's handler: see `must_stop`."""
-        self.stop_asked = True
-
-    def must_stop(self) -> bool:
-        """Whether the run was asked to end after this step. Decided here, once a step, before its checkpoint: asked to
-        between that and the end of the step, the run goes on to the next one, so that it never ends without one."""
-        self.stopping = self.stop_asked
-        return self.stopping
-
     @property
     def past_critic_warmup(self) -> bool:
         """Whether the actor learns in this step; before, only the critic does."""
         return self.global_step > self.config.trainer.critic_warmup
-
-    @property
-    def is_last(self) -> bool:
-        return self.global_step >= self.total
-
-    def due(self, frequency: int) -> bool:
-        """Whether something that happens every `frequency` steps happens in this one.
-
-        The last step counts always, unless frequency is 0 (never); -1 means only then.
-        """
-        return frequency != 0 and (self.is_last or (frequency > 0 and self.global_step % frequency == 0))
 
     def state_dict(self) -> dict[str, Any]:
         return {"global_step": self.global_step, "epoch": self.epoch, "loader": self.loader.state_dict()}

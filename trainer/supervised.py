@@ -23,6 +23,7 @@ from verl_lite.config import SupervisedConfig
 from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.device_claim import Wish, claimed_gpus
 from verl_lite.errors import UserError
+from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
@@ -31,7 +32,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
-from workers.policy.loading import PolicyBuilder
+from workers.policy.loading import PolicyBuilder, token_network
 
 
 class Sized(Protocol):
@@ -67,12 +68,11 @@ class SupervisedWorker(Worker):
         device = get_device(config.trainer.device)
         self.init_process_group(dist_backend(device))
         self.engine = FSDPEngine(
-            config.model,
+            token_network(config.model, build_policy),
             config.fsdp_config,
             config.optim,
             device=device,
             total_training_steps=total_training_steps,
-            build_policy=build_policy,
             seed=config.trainer.seed,
         )
 
@@ -201,7 +201,9 @@ def worker_group(config: SupervisedConfig, task: Task[Row], total_steps: int, fo
         from verl_lite.single_controller.ray_cluster import ray_running
 
         with ray_running(config.ray_kwargs.ray_init, task.name, num_gpus=0 if on_cpu else trainer.n_gpus_per_node):
-            groups = create_worker_groups("ray", pool, roles, env=worker_environment(on_cpu, threads), log_dir=folder)
+            groups = create_worker_groups(
+                "ray", pool, roles, env=worker_environment(on_cpu, threads), log_dir=folder / "logs"
+            )
             yield groups[task.name]
             groups[task.name].shutdown()
         return
@@ -257,3 +259,6 @@ class _Run(Generic[Row]):
 
     def _log(self, step: int, data: dict[str, float]) -> None:
         self.write(json.dumps({"step": step, "data": data}) + "\n")
+
+
+METRIC_DOCS = (MetricDoc("seconds", "since the training began", "s", "main_sft, main_rm"),)

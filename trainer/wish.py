@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.needs import needs_critic, needs_reference_model
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.device import device_type
 from verl_lite.device_claim import Wish, claimed_gpus, tell_of_busy_host
 from verl_lite.errors import UserError
@@ -16,21 +16,20 @@ from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 
 MIB, GIB = 1 << 20, 1 << 30
-_DRIVER_BYTES = int(0.6 * GIB)
-_RAY_BYTES = GIB // 2
-_WORKER_BYTES = int(0.7 * GIB)  # a process with torch and transformers, before any model
+DRIVER_BYTES = int(0.6 * GIB)
+RAY_BYTES = GIB // 2
+WORKER_BYTES = int(0.7 * GIB)  # a process with torch and transformers, before any model
 _VLLM_BYTES = GIB // 4
 _TRAINED, _FROZEN = 16, 4  # bytes for each parameter: fp32 weight, gradient and two moments, or the weight alone
 
 
 @contextmanager
-def claimed_devices(config: PPOConfig, slots: int, run_dir: Path, tell: Callable[[str], None]) -> Iterator[None]:
+def claimed_devices(config: RunOptions, wish: Wish, tell: Callable[[str], None]) -> Iterator[None]:
     """Inside, the run's devices are its own, or shared knowingly. In a cluster that is joined Ray gives devices out,
     and the workers make sure of those that they get.
 
-    tell: takes sentences worth knowing. Raises UserError if the devices cannot be had.
+    wish: of one machine. tell: takes sentences worth knowing. Raises UserError if the devices cannot be had.
     """
-    wish = wish_of(config, slots, run_dir)
     if device_type(config.trainer.device) == "cpu":
         tell_of_busy_host(wish, tell)
     elif config.ray_kwargs.ray_init.address is None:
@@ -73,7 +72,7 @@ def host_bytes(config: PPOConfig, slots: int, with_vllm: bool) -> int:
     if config.reward_model.enable:
         with told_of("reward_model."):
             reward_model = count_parameters(config.reward_model.model)
-    processes = _DRIVER_BYTES + _RAY_BYTES + slots * _WORKER_BYTES
+    processes = DRIVER_BYTES + RAY_BYTES + slots * WORKER_BYTES
     if with_vllm:
         processes += slots * (_VLLM_BYTES + config.rollout.kv_cache_memory_mb * MIB)
     frozen = reward_model + policy * (needs_reference_model(config) + (config.model.lora_rank > 0))

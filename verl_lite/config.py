@@ -10,7 +10,7 @@ A field that no code reads fails a test.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from verl_lite.agentic_config import AgenticConfig
 from verl_lite.config_fields import opt, section
@@ -288,7 +288,9 @@ class AlgorithmConfig:
 
 
 @dataclass
-class TrainerConfig:
+class RunConfig:
+    """What every run with a driver, workers and a run folder has; each command's `trainer` section builds on it."""
+
     total_epochs: int = opt(1, "passes over the training prompts")
     total_training_steps: int | None = opt(None, "stop after this many steps; null = total_epochs")
     project_name: str = opt("verl_lite", "groups runs in trackers and folders")
@@ -296,7 +298,9 @@ class TrainerConfig:
     default_local_dir: str = opt(
         "runs/${trainer.project_name}/${trainer.experiment_name}", "run folder: checkpoints, logs, samples, pictures"
     )
-    logger: list[str] = opt(["console", "jsonl", "tensorboard"], "trackers: console, jsonl, tensorboard, wandb")
+    logger: list[str] = opt(
+        ["console", "jsonl", "tensorboard"], "trackers: console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio"
+    )
     n_gpus_per_node: int | None = opt(None, "devices (on a CPU: worker slots); null = all GPUs, or 2 slots")
     nnodes: int = opt(1, "machines")
     device: str = opt("auto", "auto | cpu | cuda")
@@ -320,11 +324,19 @@ class TrainerConfig:
     resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide the result")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after")
     val_before_train: bool = opt(True, "validate before the first step")
+
+
+@dataclass
+class TrainerConfig(RunConfig):
     val_time_budget_s: float | None = opt(None, "a validation asks no more prompts after this many seconds; null = all")
     val_only: bool = opt(False, "validate and stop")
+    dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml and start nothing")
     critic_warmup: int = opt(0, "steps in which only the critic learns")
     balance_batch: bool = opt(True, "give each rank the same amount of work by sequence length")
     log_val_generations: int = opt(3, "validation samples shown at the end and sent to trackers")
+    samples_max_mb: int = opt(
+        500, "disk for each step's samples in the run folder, as parquet; when full every second step goes; 0 = none"
+    )
     rollout_data_dir: str | None = opt(None, "folder for each step's samples as jsonl; null = none")
     validation_data_dir: str | None = opt(None, "folder for each validation's samples as jsonl; null = none")
 
@@ -342,6 +354,21 @@ class RayInitConfig:
 @dataclass
 class RayKwargs:
     ray_init: RayInitConfig = section(RayInitConfig, "how Ray starts")
+
+
+class RunOptions(Protocol):
+    """What the options of every command that trains with `RunConfig` have."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def recipe(self) -> str | None: ...
+
+    @property
+    def trainer(self) -> RunConfig: ...
+
+    @property
+    def ray_kwargs(self) -> RayKwargs: ...
 
 
 @dataclass

@@ -19,11 +19,11 @@ from verl_lite.agentic_config import is_agentic, validates
 from verl_lite.checkpoint_checks import checkpoints
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import ConfigError, unknown_value
+from verl_lite.run_checks import TRACKERS, divisors, group_size, run, slots
 
 Problems = Iterator[str]
 
 ROLLOUT_ENGINES = ("auto", "vllm", "hf")
-TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
 FOREIGN_ENGINES = ("sglang", "trtllm")
 """Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
 
@@ -94,6 +94,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.test_freq": -1,
     "trainer.critic_warmup": 0,
     "trainer.log_val_generations": 0,
+    "trainer.samples_max_mb": 0,
     "ray_kwargs.ray_init.num_cpus": 1,
     "ray_kwargs.ray_init.wait_for_nodes_s": 0,
     "ray_kwargs.ray_init.object_store_memory_mb": 80,
@@ -214,7 +215,7 @@ def validate(
     if slots is None and trainer.n_gpus_per_node is not None:
         slots = trainer.n_gpus_per_node * trainer.nnodes
     problems = [
-        *_ranges(config),
+        *ranges(config),
         *_batch_sizes(config),
         *_micro_batches(config),
         *adapter(config.model),
@@ -231,7 +232,8 @@ def validate(
         *_sampling(config),
         *validation(config),
         *_engine(config, rollout_engines),
-        *_run(config, trackers),
+        *run(config, trackers),
+        *_validation(config),
         *checkpoints(config.trainer, validates=validates(config)),
         *_slots(config, slots, available),
         *data(config),
@@ -241,12 +243,13 @@ def validate(
         raise ConfigError(problems)
 
 
-def value_of(config: PPOConfig, name: str) -> Any:
-    """The value at a dotted key."""
-    return reduce(getattr, name.split("."), config)
+def value_of(config: Any, name: str) -> Any:
+    """The value at a dotted key; None where the command has no such option."""
+    return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
 
 
-def _ranges(config: PPOConfig) -> Problems:
+def ranges(config: Any) -> Problems:
+    """Numbers out of their range, and words that are none of the choices; of options that a command has."""
     for name, least in AT_LEAST.items():
         value = value_of(config, name)
         if value is not None and not value >= least:
@@ -257,7 +260,7 @@ def _ranges(config: PPOConfig) -> Problems:
             yield f"{name}={value}: a number above 0 is expected"
     for name in AT_MOST_ONE:
         value = value_of(config, name)
-        if value > 1 or (name in NOT_NEGATIVE_SHARES and not value >= 0):
+        if value is not None and (value > 1 or (name in NOT_NEGATIVE_SHARES and not value >= 0)):
             yield f"{name}={value}: a share between 0 and 1 is expected"
     for name in ALL_OR_AT_LEAST_ONE:
         value = value_of(config, name)
@@ -265,11 +268,11 @@ def _ranges(config: PPOConfig) -> Problems:
             yield f"{name}={value}: -1 (all) or at least 1 is expected"
     for name, choices in CHOICES.items():
         value = value_of(config, name)
-        if value not in choices:
+        if value is not None and value not in choices:
             yield unknown_value(name, value, choices)
     for name in ("actor.optim.betas", "critic.optim.betas"):
         betas = value_of(config, name)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
             yield f"{name}={betas}: two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]"
 
 
@@ -366,67 +369,29 @@ def _engine(config: PPOConfig, engines: Collection[str]) -> Problems:
             )
 
 
-def _run(config: PPOConfig, trackers: Collection[str]) -> Problems:
-    trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
-    for tracker in trainer.logger:
-        if ":" not in tracker and tracker not in trackers:
-            yield unknown_value("trainer.logger", tracker, trackers)
+def _validation(config: PPOConfig) -> Problems:
+    trainer = config.trainer
     if not validates(config) and (trainer.val_only or trainer.test_freq > 0):
         asked = "val_only=true" if trainer.val_only else f"test_freq={trainer.test_freq}"
         source = "agentic.val_env_manager.tags" if is_agentic(config) else "data.val_files"
         yield f"trainer.{asked} needs {source}, which is empty"
-    if ray_init.address is not None and ray_init.num_cpus is not None:
-        yield (
-            f"ray_kwargs.ray_init.num_cpus={ray_init.num_cpus} has no effect on the cluster at "
-            f"ray_kwargs.ray_init.address={ray_init.address}, which is already running: leave one of them out"
-        )
 
 
-def _slots(config: PPOConfig, slots: int | None, available: int | None) -> Problems:
+def _slots(config: PPOConfig, count: int | None, available: int | None) -> Problems:
     """Devices (on a CPU: worker slots) against the machine, the engine and the backend."""
+    yield from slots(config, count, available)
     trainer, tensor_parallel = config.trainer, config.rollout.tensor_model_parallel_size
-    address = config.ray_kwargs.ray_init.address
-    if trainer.nnodes > 1 and address is None:
-        yield (
-            f"trainer.nnodes={trainer.nnodes} needs a cluster that spans the machines: start Ray on them and give "
-            "ray_kwargs.ray_init.address=HOST:PORT, or set trainer.nnodes=1"
-        )
-    if slots is None or trainer.nnodes < 1 or slots < 1:
+    if count is None or trainer.nnodes < 1 or count < 1:
         return
-    here = slots // trainer.nnodes
-    if trainer.backend == "inline" and slots > 1:
-        yield (
-            f"trainer.backend=inline runs everything in one process, but trainer.n_gpus_per_node={here} and "
-            f"trainer.nnodes={trainer.nnodes}: set both to 1, or trainer.backend=ray"
-        )
-    if available is not None and address is None and here > available:
-        noun = f"core{'s' * (available != 1)}" if _runs_on_cpu(trainer.device) else f"GPU{'s' * (available != 1)}"
-        yield (
-            f"trainer.n_gpus_per_node={here} is more than the {available} {noun} of this machine: "
-            f"set at most {available}"
-        )
+    here = count // trainer.nnodes
     if tensor_parallel > 0 and here % tensor_parallel != 0:
         yield (
             f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide trainer.n_gpus_per_node={here}: "
-            f"an engine takes whole devices of one machine; use one of {_divisors(here)}"
+            f"an engine takes whole devices of one machine; use one of {divisors(here)}"
         )
     for role in ("actor", "ref", "critic", "reward_model"):
         name = f"{role}.fsdp_config.fsdp_size"
-        size = value_of(config, name)
-        if size > 0 and slots % size != 0:
-            yield f"{name}={size} does not divide the {slots} devices; use -1 or one of {_divisors(slots)}"
-
-
-def _runs_on_cpu(device: str) -> bool:
-    if device == "auto":
-        from verl_lite.device import device_type
-
-        return device_type() == "cpu"
-    return device == "cpu"
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+        yield from group_size(name, value_of(config, name), count)
 
 
 def _files(config: PPOConfig) -> Problems:

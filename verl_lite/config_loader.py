@@ -26,6 +26,8 @@ from verl_lite.config_sources import (
     COMMAND_LINE,
     Action,
     Assignment,
+    CommandLine,
+    Verbosity,
     flatten,
     parse_command_line,
     read_files,
@@ -41,6 +43,7 @@ __all__ += ["load_schema", "split_choices", "validate"]
 C = TypeVar("C")
 RecipeLoader = Callable[[str], Mapping[str, object]]
 DEFAULT_RECIPE = "quickstart"
+_SLIPS, _ANOTHER_COMMANDS = 1, 0.25  # a recipe's unknown settings, and share of them: more are no slips of the pen
 
 _PATHS = frozenset(
     {
@@ -81,8 +84,8 @@ class LoadedConfig(Generic[C]):
 
     config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
     key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
-    that were renamed or have no effect here. action: "run", "print" (--print-config) or
-    "help" (--help-config).
+    that were renamed or have no effect here. action: "run", "print" (--print-config) or "help" (--help-config).
+    verbosity: how much the command shows, "quiet" (--quiet), "normal" or "verbose" (--verbose).
     """
 
     config: C
@@ -90,6 +93,7 @@ class LoadedConfig(Generic[C]):
     provenance: dict[str, str]
     notes: list[str]
     action: Action = "run"
+    verbosity: Verbosity = "normal"
 
 
 @dataclass
@@ -123,19 +127,24 @@ def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -
     Raises:
         ConfigError: every unknown key, wrong value, unreadable file or unresolved reference, together.
     """
-    return load_schema(argv, PPOConfig, recipe_loader=recipe_loader)
+    return load_schema(argv, PPOConfig, recipe_loader=recipe_loader, default_recipe=DEFAULT_RECIPE)
 
 
-def load_schema(argv: list[str], root: type[C], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig[C]:
-    """Read a command line for any root dataclass of options. See `load_config`."""
+def load_schema(
+    argv: list[str], root: type[C], *, recipe_loader: RecipeLoader | None = None, default_recipe: str | None = None
+) -> LoadedConfig[C]:
+    """Read a command line for any root dataclass of options. See `load_config`.
+
+    default_recipe: the one where neither a recipe nor `model.path` nor `data.train_files` is given.
+    """
     state = _State(schema_of(root))
     line = parse_command_line(argv, state.schema)
     if line.action == "help":
-        return _finish(state, line.action)
+        return _finish(state, line)
     state.problems += line.problems
     given = read_files(line.files, state.schema, state.problems) + line.assignments
     given = [accepted for assignment in given for accepted in _translate(assignment, state)]
-    layered = _choose_recipe(given, recipe_loader, state) + given
+    layered = _choose_recipe(given, recipe_loader, default_recipe, state) + given
     for assignment in _prefer_own_names(layered):
         _assign(assignment, state)
     if state.speaks_verl:
@@ -144,8 +153,9 @@ def load_schema(argv: list[str], root: type[C], *, recipe_loader: RecipeLoader |
         _note_idle_reference(state)
         _note_switched_off(state)
         _refuse_unequal(state)
+    if "trainer.experiment_name" in state.schema.keys:
         _name_experiment(state)
-    loaded: LoadedConfig[C] = _finish(state, line.action)
+    loaded: LoadedConfig[C] = _finish(state, line)
     if state.problems:
         raise ConfigError(list(dict.fromkeys(state.problems)))
     return loaded
@@ -154,15 +164,17 @@ def load_schema(argv: list[str], root: type[C], *, recipe_loader: RecipeLoader |
 # --- recipe -----------------------------------------------------------------------------------------------------
 
 
-def _choose_recipe(given: list[Assignment], loader: RecipeLoader | None, state: _State) -> list[Assignment]:
+def _choose_recipe(
+    given: list[Assignment], loader: RecipeLoader | None, default: str | None, state: _State
+) -> list[Assignment]:
     """The recipe's assignments: the one named last, or the default one where neither model nor data is named."""
     if "recipe" not in state.schema.keys:
         return []
     named = [assignment for assignment in given if assignment.path == ("recipe",)]
     names = {join(assignment.path) for assignment in given if assignment.value not in (None, [], "???")}
     recipe = None if not named or named[-1].value is None else str(named[-1].value)
-    if not named and not names & {"model.path", "data.train_files"} and loader is not None:
-        recipe = DEFAULT_RECIPE
+    if default is not None and not named and not names & {"model.path", "data.train_files"} and loader is not None:
+        recipe = default
         state.values["recipe"] = recipe
         state.provenance["recipe"] = "default, because neither model.path nor data.train_files is given"
     if recipe is None or loader is None:
@@ -174,7 +186,15 @@ def _choose_recipe(given: list[Assignment], loader: RecipeLoader | None, state: 
         return []
     recipe_source = f"recipe:{recipe}"
     flat = flatten(overrides, (), recipe_source, state.schema)
-    return [accepted for assignment in flat for accepted in _translate(assignment, state)]
+    accepted = [one for assignment in flat for one in _translate(assignment, state)]
+    unknown = [join(one.path) for one in accepted if state.schema.find(one.path) is None]
+    if len(unknown) > max(_SLIPS, len(accepted) * _ANOTHER_COMMANDS):
+        state.problems.append(
+            f"recipe={recipe}: {len(unknown)} of its {len(accepted)} settings are no options of this command, such as "
+            f"{', '.join(unknown[:3])}: it is a recipe of another command"
+        )
+        return []
+    return accepted
 
 
 # --- one assignment ---------------------------------------------------------------------------------------------
@@ -399,7 +419,7 @@ def _name_experiment(state: _State) -> None:
     state.provenance["trainer.experiment_name"] = "made from recipe, date and time"
 
 
-def _finish(state: _State, action: Action) -> LoadedConfig[Any]:
+def _finish(state: _State, line: CommandLine) -> LoadedConfig[Any]:
     """The dataclasses of what was gathered; references that lead nowhere become problems."""
     omega = OmegaConf.structured(state.schema.root)
     for name, value in state.values.items():
@@ -417,7 +437,7 @@ def _finish(state: _State, action: Action) -> LoadedConfig[Any]:
         for name, source in state.provenance.items()
         if name not in state.schema.free_dicts or not state.values.get(name)
     }
-    return LoadedConfig(config, omega, provenance, state.notes, action)
+    return LoadedConfig(config, omega, provenance, state.notes, line.action, line.verbosity)
 
 
 def _unresolved(omega: DictConfig, state: _State) -> Iterator[str]:

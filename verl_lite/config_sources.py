@@ -21,6 +21,7 @@ from verl_lite.config_keys import Path, Schema, join, split
 
 COMMAND_LINE = "command line"
 Action = Literal["run", "print", "help"]
+Verbosity = Literal["quiet", "normal", "verbose"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,13 @@ class Assignment:
 
 @dataclass
 class CommandLine:
-    """A command line in its parts: files to overlay in order, assignments, what is asked for, what is wrong."""
+    """A command line in its parts: files to overlay in order, assignments, what is asked for, how much is to be shown,
+    what is wrong."""
 
     files: list[str] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     action: Action = "run"
+    verbosity: Verbosity = "normal"
     problems: list[str] = field(default_factory=list)
 
 
@@ -60,6 +63,8 @@ def parse_command_line(argv: Iterable[str], schema: Schema) -> CommandLine:
             line.action = "help"
         elif argument == "--print-config":
             line.action = "print" if line.action == "run" else line.action
+        elif argument in ("--quiet", "--verbose"):
+            line.verbosity = "quiet" if argument == "--quiet" else "verbose"
         elif argument == "--config" or argument.startswith("--config="):
             name = argument.partition("=")[2] if "=" in argument else next(arguments, "")
             if name:
@@ -69,7 +74,7 @@ def parse_command_line(argv: Iterable[str], schema: Schema) -> CommandLine:
         elif argument.startswith("-"):
             line.problems.append(
                 f"{argument} is not known; options are key=value, and the switches --config FILE, "
-                "--print-config and --help-config"
+                "--print-config, --help-config, --quiet and --verbose"
             )
         else:
             line.assignments.extend(_parse_override(argument, schema, line.problems))

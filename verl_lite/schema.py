@@ -1,8 +1,9 @@
 """Every column of a batch: its name, dimensions, dtype, meaning, and the one place that writes it.
 
-Dimensions: B rows, P = data.max_prompt_length (left-padded), R = data.max_response_length (right-padded), E epochs.
-Names are verl's, because users' own code reads them. A stage calls `check` on what it was given, so that a missing
-column is reported by who should have written it, not by a KeyError three calls deeper.
+Dimensions: B rows, P = data.max_prompt_length (left-padded), R = data.max_response_length (right-padded), E epochs;
+of clips F frames, 3 colours, H x W pixels. Names are verl's, because users' own code reads them. A stage calls `check`
+on what it was given, so that a missing column is reported by who should have written it, not by a KeyError three calls
+deeper.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _BASELINE = "trainer/baselines.py"
 _EPISODES = "workers/rollout/trajectories.py"
 _LOSS = "trainer/loss_columns.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
+_CLIPS = "trainer/video_data.py"
+_PATHS = "recipes/flow_grpo/trainer.py"
+_SDE = "workers/diffusion/sde_policy.py"
 
 COLUMNS: tuple[Column, ...] = (
     Column("uid", ("B",), "object", "the prompt's name: rows that share it are one group", _PROMPTS),
@@ -96,6 +100,13 @@ COLUMNS: tuple[Column, ...] = (
     Column("is_padding", ("B",), "bool", "rows that only make the batch divide; absent = none", _PLANNER),
     Column("mini_batch", ("B", "E"), "int64", "the optimizer step of each row in each epoch", _PLANNER),
     Column("micro_batch", ("B", "E"), "int64", "the forward pass within it", _PLANNER),
+    Column("video", ("B", "F", "3", "H", "W"), "float32", "frames of the row's clip, in [0, 1]", _CLIPS),
+    Column("prompt", ("B",), "object", "the text that a clip is generated from, beside its first frame", _CLIPS),
+    Column("noise_seed", ("B",), "int64", "seed of the noise that a clip is generated from", _CLIPS),
+    Column("row", ("B",), "int64", "the clip's row number in the dataset", _CLIPS),
+    Column("first_seed", ("B",), "int64", "seed of the noise that a denoising path begins with", _PATHS),
+    Column("path_seed", ("B",), "int64", "seed of the noise on its way", _PATHS),
+    Column("latents", ("B", "R+1", "..."), "float32", "a path: R denoising steps from noise to data", _SDE),
 )
 
 _BY_NAME = {entry.name: entry for entry in COLUMNS}

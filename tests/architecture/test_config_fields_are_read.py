@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from verl_lite import agentic_config, data_config, reward_config
+from verl_lite import agentic_config, data_config, diffusion_config, flow_grpo_config, reward_config
 from verl_lite import config as config_module
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.config_keys import schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("verl_lite", "workers", "trainer", "recipes")
 ONLY_SHOWN = ("config", "config_keys", "config_compat", "config_sources", "config_loader", "config_checks")
 ONLY_SHOWN += ("algorithm_checks", "agentic_checks", "reward_checks", "correction_checks", "config_print", "plan")
-ONLY_SHOWN += ("data_checks", "sampling_checks")
+ONLY_SHOWN += ("data_checks", "sampling_checks", "diffusion_checks", "diffusion_plan")
 """Modules that load, check or show options; a value that only they read has no effect."""
 
 READ_BY_THE_LOADER = {"recipe": "config_loader overlays the recipe that it names"}
@@ -34,7 +34,7 @@ Reads = set[tuple[str, str]]
 
 CLASSES: dict[str, type] = {
     name: value
-    for module in (config_module, agentic_config, data_config, reward_config)
+    for module in (config_module, agentic_config, data_config, reward_config, diffusion_config, flow_grpo_config)
     for name, value in vars(module).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
     if all("doc" in field.metadata for field in dataclasses.fields(value))
@@ -45,6 +45,15 @@ FIELDS: dict[str, dict[str, str | None]] = {
 }
 """For each class its fields, with the class of those that are sections."""
 
+SEEN_AS = {
+    RunOptions.__name__: {
+        name: typing.get_type_hints(part.fget)["return"].__name__
+        for name, part in vars(RunOptions).items()
+        if isinstance(part, property) and part.fget is not None and name != "recipe"
+    }
+}
+"""The same for what code takes that serves several commands."""
+
 _PARTS = {part for fields in FIELDS.values() for part in fields.values()}
 _BASES = {base for cls in CLASSES.values() for base in cls.__mro__[1:]}
 ROOTS = [cls for name, cls in CLASSES.items() if name not in _PARTS and cls not in _BASES]
@@ -54,7 +63,9 @@ OWN = {name: {f for f in FIELDS[name] if f in vars(cls)["__annotations__"]} for 
 """The fields that each class itself declares; the others it has from a class that it builds on."""
 
 _OWNERS = Counter(field for fields in OWN.values() for field in fields)
-SECTION_OF = {field: cls for fields in FIELDS.values() for field, cls in fields.items() if cls is not None}
+SECTION_OF = {field: cls for fields in reversed(FIELDS.values()) for field, cls in fields.items() if cls is not None}
+"""What a section's name alone stands for: where several commands have one of that name, that of the first."""
+
 UNMISTAKABLE = {field: name for name, fields in OWN.items() for field in fields if _OWNERS[field] == 1 and "_" in field}
 """Field names that no other class of options has and that are long enough to be no one else's."""
 
@@ -76,7 +87,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Attribute):
             owner = self.type_of(node.value)
             if owner is not None:
-                return FIELDS[owner].get(node.attr)
+                return (FIELDS | SEEN_AS)[owner].get(node.attr)
             if isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in self.attributes[-1]:
                 return self.attributes[-1][node.attr]
             return SECTION_OF.get(node.attr)
@@ -91,7 +102,7 @@ class _Reader(ast.NodeVisitor):
             return None
         words = {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
         words |= {n.value for n in ast.walk(annotation) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        known = words & set(CLASSES)
+        known = words & {*CLASSES, *SEEN_AS}
         return known.pop() if len(known) == 1 else None
 
     def bind(self, target: ast.expr, value: str | None) -> None:
@@ -150,6 +161,9 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def note(self, owner: str | None, field: str) -> None:
+        if owner in SEEN_AS:  # read for every command that has these sections
+            self.reads |= {(name, field) for name, fields in FIELDS.items() if fields.keys() >= SEEN_AS[owner].keys()}
+            return
         if owner is not None and field in FIELDS[owner]:
             self.reads.add((owner, field))
         elif field in UNMISTAKABLE:

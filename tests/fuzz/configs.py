@@ -42,7 +42,7 @@ NAMES: dict[str, list[str]] = {
     "actor.policy_loss.loss_mode": list(POLICY_LOSS_REGISTRY),
     "critic.loss_agg_mode": list(LOSS_AGG_MODES),
     "rollout.name": ["hf", "hf", "hf", "auto", "vllm", "sglang"],
-    "trainer.logger": [*TRACKERS, "mlflow"],
+    "trainer.logger": [*TRACKERS, "neptune"],
     "trainer.backend": ["inline", "inline", "inline", "ray"],
     "trainer.best_ckpt_metric": ["val-core/sums/reward/mean@1", "loss"],
     "model.target_modules": ["all-linear", "q_proj", "no_such_proj", "lm_head", "embed_tokens"],

@@ -117,7 +117,7 @@ class Quiet:
 
     def log_samples(self, samples: list[Sample], step: int) -> None: ...
 
-    def write_validation(self, samples: list[Sample], step: int) -> None:
+    def write_validation(self, samples: list[Sample], step: int, way: str = "") -> None:
         self.rows += samples
 
     def show(self, text: str) -> None:

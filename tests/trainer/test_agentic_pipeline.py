@@ -23,9 +23,9 @@ from trainer.agentic_build import try_environments
 from trainer.agentic_metrics import EpisodeTable, compute_data_metrics, validation_metrics
 from trainer.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards
 from trainer.episode_log import episodes_of, readable
+from trainer.final_report import validation_line
 from trainer.main_eval import eval_arguments
 from trainer.picture import draw_curve
-from trainer.report import validation_line
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import EpisodeSteps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ import pytest
 import rich.console
 
 from trainer.console import Console, final_report, format_seconds
-from trainer.report import printable, steps_table, validation_line, validation_means
+from trainer.final_report import printable, steps_table, validation_line, validation_means
+from trainer.log_follower import following
 from trainer.samples import Sample
+from verl_lite.config import SFTConfig
+from verl_lite.config_loader import ConfigError, load_config, load_schema
+from verl_lite.config_sources import Verbosity
 
 METRICS = {
     "training/global_step": 7.0,
@@ -130,7 +135,7 @@ def test_validation_means_are_the_core_measure_and_greedy_apart() -> None:
 
 def shown(result: Result, run_dir: Path, picture: Path | None = None) -> str:
     console = rich.console.Console(file=io.StringIO(), width=140)
-    console.print(final_report(result, run_dir, picture))  # type: ignore[arg-type]
+    console.print(final_report(result, run_dir, {"picture": picture}, {"look": f"cat {run_dir}"}))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -146,8 +151,18 @@ def test_the_report_has_before_and_after_samples_places_and_commands(tmp_path: P
     assert ["mean", "of", "sources", "0.250", "0.350", "0.500", "0.600"] in [x.split() for x in text.splitlines()]
     for part in ("Sort 21", "failed", "x\ufffd[31m[b]", str(tmp_path), "metrics.jsonl", "global_step_3"):
         assert part in text
-    assert f"python -m trainer.main_eval {tmp_path}" in text and f"python -m trainer.export {tmp_path}" in text
+    assert f"look         cat {tmp_path}" in text
     assert "\x1b" not in text and "curve.png" not in text
+
+
+def test_commands_are_whole_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.console._WIDTH_OF_FILES", 40)
+    checkpoint = tmp_path / "global_step_3"
+    checkpoint.mkdir()
+    command, file = "python -m trainer.main_eval " + "x" * 60 + " rollout.val_kwargs.n=8", io.StringIO()
+    Console(file).print(final_report(Result(checkpoint=checkpoint), tmp_path, {}, {"evaluate": command}))
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert f"  evaluate     {command}" in lines and f"  checkpoint   {checkpoint}" in lines
 
 
 def test_a_validation_alone_has_one_column(tmp_path: Path) -> None:
@@ -184,3 +199,62 @@ def test_a_table_over_steps_has_a_line_for_each_and_marks_what_is_missing() -> N
     rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert ["checkpoint", "add", "sort"] in rows
     assert ["global_step_9", "0.500", "0.250"] in rows and ["global_step_10", "0.875", "±0.062", "-"] in rows
+
+
+def printed_by(verbosity: Verbosity) -> str:
+    file = io.StringIO()
+    console = Console(file, verbosity)
+    console.start(10)
+    console.print("the plan")
+    console.note("a warning")
+    for step in (1, 2):
+        console.advance(step)
+        console.step(METRICS, step)
+        console.validation(AFTER, step)
+        console.progress("a sample")
+    console.stop()
+    console.print("the end")
+    return file.getvalue()
+
+
+def test_quiet_leaves_beginning_warnings_and_end() -> None:
+    assert printed_by("quiet").splitlines() == ["the plan", "note: a warning", "the end"]
+    assert len(printed_by("normal").splitlines()) == len(printed_by("verbose").splitlines()) == 9
+
+
+def test_the_switches_are_known_to_every_command() -> None:
+    given = ["model.path=x", "data.train_files=[y]"]
+    assert load_config(given).verbosity == "normal"
+    assert load_config(["--quiet", *given]).verbosity == "quiet"
+    assert load_schema([*given, "--verbose"], SFTConfig).verbosity == "verbose"
+    with pytest.raises(ConfigError, match="--silent is not known.*--quiet and --verbose"):
+        load_config(["--silent", *given])
+
+
+def test_verbose_shows_what_workers_print_and_from_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.log_follower._LOOK_EVERY_S", 0.01)
+    logs = tmp_path / "logs"
+    (logs / "environments-0").mkdir(parents=True)
+    (logs / "actor-0.log").write_text("of an earlier process\n")
+    file = io.StringIO()
+    with following(logs, Console(file, "verbose")):
+        with (logs / "actor-0.log").open("a") as log:
+            log.write("loading\x1b[31m weights\x1b[0m\rdone\nnot yet ended")
+        (logs / "environments-0" / "env-1.log").write_text("[a] step\n")
+        deadline = time.monotonic() + 20
+        while "env-1" not in file.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "not yet ended" not in file.getvalue()
+    assert sorted(file.getvalue().splitlines()) == [
+        "actor-0 | done",
+        "actor-0 | loading weights",
+        "actor-0 | not yet ended",
+        "environments-0/env-1 | [a] step",
+    ]
+
+
+def test_without_verbose_nothing_of_it_is_shown(tmp_path: Path) -> None:
+    file = io.StringIO()
+    with following(tmp_path, Console(file)):
+        (tmp_path / "actor-0.log").write_text("noise\n")
+    assert file.getvalue() == ""

@@ -104,7 +104,15 @@ class Parts:
     def log_samples(self, samples: list[Any], step: int) -> None:
         self.calls.append("log_samples")
 
-    def write_validation(self, samples: list[Any], step: int) -> None:
+    keeps_training = False
+
+    def write_validation(self, samples: list[Any], step: int, way: str = "") -> None:
+        pass
+
+    def write_training(self, samples: list[Any], step: int) -> None:
+        pass
+
+    def rewind(self, step: int) -> None:
         pass
 
     def show(self, text: str) -> None:

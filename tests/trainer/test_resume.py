@@ -11,6 +11,8 @@ from trainer.resume import config_hash, differing_keys, flat_config, refuse_anot
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 
+LOOK = "a mirror"
+
 
 def config(**values: object) -> PPOConfig:
     """values: keys with __ for the dots."""
@@ -93,26 +95,25 @@ def test_keys_of_another_version() -> None:
 
 def test_the_refusal_lists_the_keys_and_the_ways_out(tmp_path: Path) -> None:
     checkpoint(tmp_path, 4, config(rollout__n=3, actor__shuffle=True))
-    refuse_another_run(config(rollout__n=5), tmp_path, 9)  # not asked to resume
-    refuse_another_run(config(trainer__resume_mode="auto", rollout__n=3, actor__shuffle=True), tmp_path, 9)
+    refuse_another_run(config(rollout__n=5), tmp_path, 9, LOOK)  # not asked to resume
+    refuse_another_run(config(trainer__resume_mode="auto", rollout__n=3, actor__shuffle=True), tmp_path, 9, LOOK)
     with pytest.raises(UserError) as refusal:
-        refuse_another_run(config(trainer__resume_mode="auto", rollout__n=5), tmp_path, 9)
+        refuse_another_run(config(trainer__resume_mode="auto", rollout__n=5), tmp_path, 9, LOOK)
     text = str(refusal.value)
     assert (
         "rollout.n: 3 in the checkpoint, 5 now" in text and "actor.shuffle: True in the checkpoint, False now" in text
     )
     assert "trainer.resume_allow=[actor.shuffle,rollout.n]" in text
     allowed = config(trainer__resume_mode="auto", rollout__n=5, trainer__resume_allow=["rollout.n", "actor.shuffle"])
-    refuse_another_run(allowed, tmp_path, 9)
+    refuse_another_run(allowed, tmp_path, 9, LOOK)
 
 
 def test_nothing_to_continue_is_no_refusal(tmp_path: Path) -> None:
-    refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 9)
+    refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 9, LOOK)
 
 
 def test_nothing_left_to_do_is_said(tmp_path: Path) -> None:
     checkpoint(tmp_path, 9, config())
-    refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 10)
-    refuse_another_run(config(trainer__resume_mode="auto", trainer__val_only=True, rollout__n=7), tmp_path, 9)
-    with pytest.raises(UserError, match="is at step 9 of 9: nothing is left to do"):
-        refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 9)
+    refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 10, LOOK)
+    with pytest.raises(UserError, match="is at step 9 of 9: nothing is left to do.*to look at it, a mirror"):
+        refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 9, LOOK)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from trainer import run
+from trainer import launch, run
 from trainer.ending import failure_text
 from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError
 
@@ -30,7 +30,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
             return 0
 
         monkeypatch.setattr(run, "train", train)
-        monkeypatch.setattr(run, "guarded", nullcontext)
+        monkeypatch.setattr(launch, "guarded", nullcontext)
         assert run.run_ppo([*ARGV, f"trainer.max_retries={retries}"]) == 0
         return modes
 

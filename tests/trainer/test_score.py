@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from trainer.sample_files import SampleFiles
 from trainer.samples import Sample, SampleWriter, plain_value
 from trainer.saved_answers import SavedAnswer, read_saved
 from trainer.score import main, run_config, score
@@ -63,7 +64,7 @@ def make_run(folder: Path, *options: str) -> Path:
         load_config(["recipe=null", "model.path=m", f"trainer.rollout_data_dir={kept}", *options]),
         folder / "config.yaml",
     )
-    writer = SampleWriter(str(kept), None)
+    writer = SampleWriter(SampleFiles(folder, 0, print), str(kept), None)
     for step in (2, 10):
         writer.write_training([sample(place, "#### 72", 1.0, step=step) for place in range(2)], step)
     return folder

@@ -52,6 +52,6 @@ def test_on_a_cpu_nothing_is_claimed_and_a_run_too_large_is_told(
     monkeypatch.setenv("VERL_LITE_LEASES", str(tmp_path / "none"))
     told: list[str] = []
     config = config_of(model, "rollout.name=vllm", "rollout.kv_cache_memory_mb=100000000")
-    with claimed_devices(config, 1, tmp_path, told.append):
+    with claimed_devices(config, wish_of(config, 1, tmp_path), told.append):
         pass
     assert "this run takes about 97" in told[0] and not (tmp_path / "none").exists()

@@ -231,7 +231,7 @@ def test_large_batches_are_planned_fast():
             start = time.process_time()
             plan_batch(lengths, num_tokens=lengths, world_size=64, max_token_len=8192, **arguments)
             times.append(time.process_time() - start)
-        assert min(times) < 0.1  # 0.012 s and 0.04 s when written
+        assert min(times) < 0.2  # 0.012 s and 0.04 s when written
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,19 @@ from verl_lite.sandbox.system_calls import (
 )
 
 HEADERS = {0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), 1: Path("/usr/include/asm-generic/unistd.h")}
+
+
+@pytest.fixture(autouse=True)
+def _without_limit_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forked child of a test process that has loaded much would be over it at once; test_escapes.py has the
+    limit."""
+    usual = resource.setrlimit
+
+    def setrlimit(which: int, limits: tuple[int, int]) -> None:
+        if which != resource.RLIMIT_AS:
+            usual(which, limits)
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
 
 
 def in_child(work: Callable[[], Any]) -> Any:
