@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 SOON_S = 60.0
 STEPS = 3
-SECOND, THIRD, FOURTH = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 
 
 class Site:
@@ -33,7 +32,21 @@ class Site:
         self.task = TinyTask(folder)
         own = "ray_kwargs.ray_init."
         self.task.options = [option for option in self.task.options if not option.startswith(own)]
-        self.machines = RayMachines([SECOND, THIRD], slots=2, env={"PAUSE": str(self.pause)})
+        self.machines = RayMachines([], slots=2, env={"PAUSE": str(self.pause)})
+        self.there: list[str] = []
+        self.joined = 0
+
+    def join(self) -> str:
+        """One more machine, with an address that none had before."""
+        self.joined += 1
+        self.there.append(f"127.0.0.{9 + self.joined}")
+        self.machines.add(self.there[-1])
+        return self.there[-1]
+
+    def lose(self) -> str:
+        """The machine that joined last goes away."""
+        self.machines.kill(self.there[-1])
+        return self.there.pop()
 
     def start(self, name: str, *options: str) -> TinyRun:
         return self.task.start(
@@ -65,10 +78,18 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site = Site(tmp_path_factory.mktemp("site"))
     yield site
     site.machines.close()
+
+
+@pytest.fixture
+def site(cluster: Site) -> Site:
+    """With two machines, whatever the tests before have done."""
+    while len(cluster.there) < 2:
+        cluster.join()
+    return cluster
 
 
 @pytest.fixture
@@ -90,17 +111,17 @@ def test_each_rank_has_a_machine_and_a_replacement_costs_nothing_but_time(site: 
     runs.append(whole)
     told = [path.read_text().split() for path in site.paused()]
     assert len({node for node, _, _ in told}) == 2, "two ranks on one machine"
-    assert len({address for _, address, _ in told}) == 1 and told[0][1] in (SECOND, THIRD)  # where they meet: rank 0's
+    assert len({address for _, address, _ in told}) == 1 and told[0][1] in site.there  # where they meet: rank 0's
     site.go_on()
     assert whole.wait() == 0, whole.output()
     whole.leaves_nothing(within_s=0)
 
     hit = site.start_and_pause("hit", "trainer.max_retries=1")
     runs.append(hit)
-    site.machines.kill(THIRD)
+    site.lose()
     hit.wait_for(lambda: "waiting up to 300 s for room in the cluster" in hit.log.read_text())
     site.go_on()
-    site.machines.add(FOURTH)
+    site.join()
     assert hit.wait() == 0, hit.output()
     assert "Starting again from the last checkpoint" in hit.log.read_text()
     assert list(history(hit)) == [1, 2, 3] and history(hit) == history(whole)
@@ -112,18 +133,18 @@ def test_without_a_machine_to_take_its_place_the_run_ends_and_goes_on_with_fewer
     run = site.start_and_pause("alone", "trainer.max_retries=1", "ray_kwargs.ray_init.wait_for_nodes_s=5")
     runs.append(run)
     killed = time.monotonic()
-    site.machines.kill(FOURTH)
+    lost = site.lose()
     site.go_on()
     assert run.wait() == 1, run.output()
     assert time.monotonic() - killed < SOON_S
     text = run.log.read_text()
     summary = text.split("The run failed: ")[-1]
-    assert summary.startswith("actor_rollout, rank ") and f"on node {FOURTH}" in summary
+    assert summary.startswith("actor_rollout, rank ") and f"on node {lost}" in summary
     assert "in update_actor (phase update_actor of step 2)" in summary and "left the cluster" in summary
     assert "2 slots are asked for, on 2 machines with 1 CPU each; 1 of the 2 machines there can hold that" in text
     assert "trainer.nnodes=1" in text and "trainer.resume_mode=auto" in text
     capsule = run.run_dir / "crash" / "step_2"
-    assert (capsule / "step.pkl").exists() and f"node {FOURTH}" in (capsule / "error.txt").read_text()
+    assert (capsule / "step.pkl").exists() and f"node {lost}" in (capsule / "error.txt").read_text()
     assert "MainThread" in (capsule / "stacks.txt").read_text()
     assert (capsule / "logs" / "actor_rollout-1.log").exists()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import math
@@ -152,8 +153,8 @@ def _attempts() -> dict[str, bool]:
 def _fails(attempt: Callable[[], object]) -> bool:
     try:
         attempt()
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)  # no file left to open: nobody has forbidden it
     return False
 
 

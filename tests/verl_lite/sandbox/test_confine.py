@@ -1,16 +1,18 @@
-"""What is given up on machines that lack a layer: tried by a forked child that pretends to be on one."""
+"""What is given up on machines that lack a layer: tried by a process that pretends to be on one."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from verl_lite.errors import UserError
@@ -36,49 +38,35 @@ from verl_lite.sandbox.system_calls import (
 HEADERS = {0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), 1: Path("/usr/include/asm-generic/unistd.h")}
 
 
-@pytest.fixture(autouse=True)
-def _without_limit_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forked child of a test process that has loaded much would be over it at once; test_escapes.py has the
-    limit."""
-    usual = resource.setrlimit
-
-    def setrlimit(which: int, limits: tuple[int, int]) -> None:
-        if which != resource.RLIMIT_AS:
-            usual(which, limits)
-
-    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+ROOT = Path(__file__).resolve().parents[3]
+CHILD = "import sys, cloudpickle; work = cloudpickle.load(sys.stdin.buffer); print(__import__('json').dumps(work()))"
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a forked process."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(writer, json.dumps(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return json.loads(text)
+    """What `work` returns in a small process of its own, as the sandbox's server is one: a test process that has
+    loaded much would be over the limits at once."""
+    command = [sys.executable, "-c", CHILD]
+    done = subprocess.run(command, input=cloudpickle.dumps(work), capture_output=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, folder: Path, readable: list[str], **fakes: Any) -> Protection:
-    for name, value in fakes.items():
-        monkeypatch.setattr(confine, name, value)
-    return Protection(**in_child(lambda: vars(probe(str(folder), readable))))
+def tried(folder: Path, readable: list[str], **fakes: Any) -> Protection:
+    def look() -> dict[str, Any]:
+        for name, value in fakes.items():
+            setattr(confine, name, value)
+        return vars(probe(str(folder), readable))
+
+    return Protection(**in_child(look))
 
 
-def test_without_landlock_nothing_is_written_and_everything_can_be_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = tried(monkeypatch, tmp_path, ["/root"], landlock_version=lambda libc: 0)
+def test_without_landlock_nothing_is_written_and_everything_can_be_read(tmp_path: Path) -> None:
+    found = tried(tmp_path, ["/root"], landlock_version=lambda libc: 0)
     assert found.is_safe and not found.reading
     assert found.missing() == ["read every file that this user may read"]
 
     def write_inside() -> list[str]:
+        confine.landlock_version = lambda libc: 0
         confine.confine(Limits(), str(tmp_path), ["/root"])
         errors = []
         for attempt in (lambda: open("x", "w"), lambda: os.mkdir("y"), lambda: os.unlink("old"), lambda: open("old")):
@@ -93,8 +81,8 @@ def test_without_landlock_nothing_is_written_and_everything_can_be_read(
     assert in_child(write_inside) == ["PermissionError"] * 3 + [""]
 
 
-def test_without_seccomp_it_is_not_safe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = tried(monkeypatch, tmp_path, ["/root"], is_known_machine=lambda: False)
+def test_without_seccomp_it_is_not_safe(tmp_path: Path) -> None:
+    found = tried(tmp_path, ["/root"], is_known_machine=lambda: False)
     assert not found.is_safe and not found.network and not found.processes
     assert found.writing and found.reading  # Landlock's part
 
