@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.agentic_build import episode_parts, try_environments
+from trainer.agentic.build import episode_parts, try_environments
 from trainer.context import check_context, check_vocabulary
-from trainer.data import PromptDataset
-from trainer.data_order import build_order
+from trainer.data.order import build_order
+from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import DynamicSampling, PromptStream
 from trainer.environment import worker_environment
 from trainer.group_metrics import check_entries, names_entry
@@ -34,10 +34,10 @@ from trainer.starting import join_ray, start_workers
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
 from trainer.wish import wish_of
-from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
+from verl_lite.options.agentic import is_agentic
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import (
     ClassWithInitArgs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from workers.policy.loading import load_model_config, longest_context

@@ -3,7 +3,7 @@ change where it does not fit.
 
 `python -m trainer.diffusion_plan [--like MODEL] [--memory_gb 80] key=value ...` prints it. Takes the options of
 `trainer.main_reward_flow` and the config files of `model.path` (no weights are read), or the published shapes of a
-model. All figures are calculated (`trainer.diffusion_shapes`), in GiB; `python -m tests.bench reward_flow_memory`
+model. All figures are calculated (`planner.diffusion_shapes`), in GiB; `python -m tests.bench reward_flow_memory`
 compares them with a measured step.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.diffusion_shapes import (
+from trainer.planner.diffusion_shapes import (
     FP32,
     DecodeMemory,
     StepMemory,
@@ -29,9 +29,9 @@ from trainer.diffusion_shapes import (
     step_memory,
     umt5_parameters,
 )
-from trainer.plan_table import CONTEXT_GIB, FRAGMENTATION, GIB, Phase, part_lines, phase_lines, with_context
-from verl_lite.diffusion_config import RewardFlowConfig
+from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, Phase, part_lines, phase_lines, with_context
 from verl_lite.errors import UserError
+from verl_lite.options.diffusion import RewardFlowConfig
 
 ADAM_BYTES = 4 * FP32  # weight, gradient and two moments of what learns
 FACE_MODEL_BYTES = 280_000_000  # glintr100 (65 M parameters) and scrfd_10g (4 M), fp32

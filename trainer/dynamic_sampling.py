@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from trainer.group_metrics import Groups, groups_of
 from trainer.steps import TrainingSteps
 from verl_lite.config import PPOConfig

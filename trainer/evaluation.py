@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state, write_atomically
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from trainer.kept_answers import KeptAnswers, claim_folder, content_of, plain, read_settings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.resume import flat_config, is_bound

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from trainer.evaluation import CHUNKS, answer_settings, load_weights, stop_if_asked
 from trainer.kept_answers import KeptAnswers, claim_folder, plain, read_settings
 from trainer.ray_trainer import FitResult, RayPPOTrainer

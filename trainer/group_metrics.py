@@ -14,6 +14,7 @@ import torch
 
 from trainer.overlong import check_no_such_entry
 from verl_lite.advantages import outcome_scores
+from verl_lite.checks.sampling import MODEL_METRICS
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.group_outcomes import KINDS, GroupKinds, group_kinds
@@ -21,7 +22,6 @@ from verl_lite.masked import group_ids
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
-from verl_lite.sampling_checks import MODEL_METRICS
 
 SCORE, ACCURACY = "score", "acc"
 

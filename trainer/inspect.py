@@ -51,9 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(folder: Path, given: argparse.Namespace) -> int:
     import rich.console
 
-    from trainer.run_data import read_run
-    from trainer.sample_choice import Choice, changed, chosen
-    from trainer.terminal_report import changed_samples, overview, samples_shown
+    from trainer.reports.run_data import read_run
+    from trainer.reports.sample_choice import Choice, changed, chosen
+    from trainer.reports.terminal import changed_samples, overview, samples_shown
 
     console = rich.console.Console(highlight=False)
     read_run(folder)  # what is no run is said before anything is drawn
@@ -75,8 +75,8 @@ def _follow(folder: Path, console: Console) -> None:
     """Draws the run again whenever it has logged, until it has ended or somebody has seen enough (Ctrl-C)."""
     from rich.live import Live
 
-    from trainer.run_data import read_run
-    from trainer.terminal_report import overview
+    from trainer.reports.run_data import read_run
+    from trainer.reports.terminal import overview
 
     with (
         suppress(KeyboardInterrupt),  # which ends the looking, not the run

@@ -43,8 +43,8 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     from trainer.evaluation import Evaluation, answer_settings, finished_metrics, read_results
     from trainer.final_report import validation_table
     from trainer.run import prepare_recipe, recipe_overrides, run_ppo
-    from verl_lite.agentic_config import is_agentic
     from verl_lite.config_loader import load_config
+    from verl_lite.options.agentic import is_agentic
 
     argv = eval_arguments(target, overrides)
     loaded = load_config(argv, recipe_loader=recipe_overrides)

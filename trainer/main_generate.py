@@ -69,8 +69,8 @@ def output_file(options: list[str]) -> tuple[Path, list[str]]:
 
 def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
     """Raises UserError for options that a file of answers knows nothing of."""
-    from verl_lite.agentic_config import is_agentic
     from verl_lite.errors import UserError
+    from verl_lite.options.agentic import is_agentic
 
     if is_agentic(config):
         raise UserError(

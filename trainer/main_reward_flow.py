@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     from trainer.ending import run_command
 
     def command() -> int:
-        from trainer.reward_flow_run import run_reward_flow
+        from trainer.flow.run import run_reward_flow
 
         return run_reward_flow(sys.argv[1:] if argv is None else argv)
 

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str]) -> int:
     """The whole command; returns the exit status."""
     from verl_lite.config_loader import help_config, load_schema, print_config, save_config
-    from verl_lite.reward_training_config import RewardTrainingConfig
+    from verl_lite.options.reward_training import RewardTrainingConfig
 
     loaded = load_schema(argv, RewardTrainingConfig)
     if loaded.action == "help":

@@ -6,9 +6,9 @@ that takes `selected`, an estimator that takes `sum_pi_squared`) says so by nami
 
 from __future__ import annotations
 
-from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl_lite.options.agentic import is_agentic
 from verl_lite.registry import takes
 
 

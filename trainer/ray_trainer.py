@@ -16,10 +16,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import compute_advantage, compute_token_reward
-from trainer.agentic_advantage import shape_scores, token_estimator
+from trainer.agentic.advantage import shape_scores, token_estimator
 from trainer.baselines import take_greedy_baselines
 from trainer.checkpoint import find_checkpoint, read_state, saved_steps
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import ANSWERS, DynamicSampling, NothingToLearn
 from trainer.group_metrics import group_shares
 from trainer.kept_answers import KeptAnswers

@@ -39,8 +39,8 @@ def replay(folder: Path, overrides: list[str]) -> int:
     from trainer.capsule import read_capsule
     from trainer.recipe import recipe_overrides, trainer_of
     from trainer.run import run_ppo
-    from verl_lite.agentic_config import is_agentic
     from verl_lite.config_loader import load_config
+    from verl_lite.options.agentic import is_agentic
     from verl_lite.protocol import DataProto
 
     failed = read_capsule(folder)

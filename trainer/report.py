@@ -23,15 +23,15 @@ from typing import Any
 
 from trainer.ending import run_command
 
-PAGE = Path(__file__).parent / "report_page"
+PAGE = Path(__file__).parent / "reports" / "run_page"
 SCRIPTS = ("charts.js", "panels.js", "samples.js", "page.js")
 NAME = "report.html"
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Writes the page about these run folders. Raises UserError for a folder that holds no run."""
-    from trainer.report_data import page_data
-    from trainer.run_data import read_run
+    from trainer.reports.page_data import page_data
+    from trainer.reports.run_data import read_run
 
     text = render(page_data([read_run(folder) for folder in folders]))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page with this data (`trainer.report_data.page_data`)."""
+    """The page with this data (`trainer.reports.page_data.page_data`)."""
     script = "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     parts = {
         "title": html.escape(", ".join(run["title"] for run in data["runs"])),

@@ -23,21 +23,21 @@ from trainer.launch import (
     run_or_show,
 )
 from trainer.picture import draw_curve
-from trainer.plan import launch_table
-from trainer.plan_report import expected_rows, launch_device, measured_line, memory_lines
+from trainer.planner.batch import launch_table
+from trainer.planner.report import expected_rows, launch_device, measured_line, memory_lines
+from trainer.planner.run_memory import read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import prepare_recipe, recipe_overrides, trainer_of
+from trainer.reports.terminal import closing_findings
 from trainer.resume import refuse_another_run
-from trainer.run_plan import read_networks
 from trainer.saving import checkpoint_bytes, require_room_for_checkpoints
 from trainer.steps import count_steps
 from trainer.stopping import stopping_on_signal
-from trainer.terminal_report import closing_findings
 from trainer.tracking import Tracking
 from trainer.wish import claimed_devices, wish_of
-from verl_lite.agentic_config import is_agentic
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import LoadedConfig, load_config, save_config, validate
+from verl_lite.options.agentic import is_agentic
 from verl_lite.random_state import seed_random_state
 
 COMMAND = ["python", "-m", "trainer.main_ppo"]

@@ -19,8 +19,8 @@ import pyarrow.parquet
 from trainer.sample_files import FOLDER, JSON, TRAIN, VAL
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
+from verl_lite.options.score import ScoreConfig
 from verl_lite.rewards import RewardItem
-from verl_lite.score_config import ScoreConfig
 
 SUFFIXES = (".jsonl", ".parquet")
 _SAVES_ALL = (

@@ -26,8 +26,8 @@ from trainer.environment import prepare_driver
 if TYPE_CHECKING:
     from trainer.saved_answers import SavedAnswers
     from verl_lite.config import PPOConfig
+    from verl_lite.options.score import ScoreConfig
     from verl_lite.rewards import RewardResult
-    from verl_lite.score_config import ScoreConfig
 
 USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [out=FILE.parquet]"
 REWARD = "reward="
@@ -75,9 +75,9 @@ def score(target: Path, overrides: list[str]) -> int:
 
 def run_config(target: Path) -> PPOConfig | None:
     """The configuration of a run folder; None of anything else. Raises UserError for a run of agents."""
-    from verl_lite.agentic_config import is_agentic
     from verl_lite.config_loader import load_config
     from verl_lite.errors import UserError
+    from verl_lite.options.agentic import is_agentic
 
     file = target / "config.yaml"
     if not file.is_file():
@@ -90,10 +90,10 @@ def run_config(target: Path) -> PPOConfig | None:
 
 def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     """The options: those of the run's own reward, and over them the command line. Raises UserError for wrong ones."""
+    from verl_lite.checks.reward import reward_function
     from verl_lite.config import PPOConfig
     from verl_lite.config_loader import ConfigError, load_schema
-    from verl_lite.reward_checks import reward_function
-    from verl_lite.score_config import ScoreConfig
+    from verl_lite.options.score import ScoreConfig
 
     given, replaces = _spelt_out(overrides)
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +192,7 @@ def _ending(results: list[RewardResult], config: ScoreConfig) -> int:
 
 def _help() -> int:
     from verl_lite.config_loader import help_config
-    from verl_lite.score_config import ScoreConfig
+    from verl_lite.options.score import ScoreConfig
 
     print(help_config(ScoreConfig))
     return 0

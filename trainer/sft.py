@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from trainer.sft_data import collate, load_examples
+from trainer.data.sft import collate, load_examples
 from trainer.supervised import SupervisedWorker, Task, check, train
+from verl_lite.checks.model import adapter
 from verl_lite.config import SFTConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
-from verl_lite.model_checks import adapter
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.policy.causal_lm import causal_lm

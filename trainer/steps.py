@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.data import PromptDataset
-from trainer.data_order import build_order, build_train_loader
+from trainer.data.order import build_order, build_train_loader
+from trainer.data.prompts import PromptDataset
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.step_counter import StepCounter
 from verl_lite.config import PPOConfig

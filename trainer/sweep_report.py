@@ -42,7 +42,7 @@ def write_report(folder: Path) -> list[Path]:
 
     Raises UserError if there is no study.
     """
-    from trainer.pages.page import write_page
+    from trainer.reports.pages.page import write_page
     from trainer.sweeps.engine import locked
     from trainer.sweeps.importance import importance_of
     from trainer.sweeps.pictures import pictures

@@ -29,7 +29,7 @@ CHUNKS_OF_BUDGET = 16
 
 
 class Prompts(Protocol):
-    """A dataset of prompts, see `trainer.data.PromptDataset`."""
+    """A dataset of prompts, see `trainer.data.prompts.PromptDataset`."""
 
     def __len__(self) -> int: ...
 

@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.video_reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
-from trainer.video_table import VideoRow, read_tables
-from verl_lite.diffusion_config import VideoDataConfig
+from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
+from trainer.clips.table import VideoRow, read_tables
+from verl_lite.checks.video import video_data
 from verl_lite.errors import UserError
+from verl_lite.options.diffusion import VideoDataConfig
 from verl_lite.protocol import DataProto
-from verl_lite.video_checks import video_data
 
 _SHOWN_PROBLEMS = 5
 _LIST_ALL = "`python -m trainer.video_data FILE.csv`, with the same data.* options, lists all"
@@ -252,8 +252,8 @@ class VideoLoader:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that checks data; returns the exit status."""
+    from trainer.clips.report import USAGE, show
     from trainer.environment import prepare_driver
-    from trainer.video_report import USAGE, show
 
     prepare_driver()
     argv = sys.argv[1:] if argv is None else argv

@@ -1,5 +1,5 @@
-"""Every option of verl_lite, as typed dataclasses: the only place where a default lives (those of data, reward and
-agents are in the files `data_config.py`, `reward_config.py` and `agentic_config.py` beside this one).
+"""Every option of verl_lite, as typed dataclasses: the only place where a default lives (those of data, reward, agents and
+of other commands are in the folder `options`, which this one takes in).
 
 Names are verl's. A key on the command line is the path through these classes (`actor.optim.lr=1e-6`); verl's prefix
 `actor_rollout_ref.` is accepted and stripped by `config_loader`. Each field carries its sentence of documentation
@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from verl_lite.agentic_config import AgenticConfig
 from verl_lite.config_fields import opt, section
-from verl_lite.data_config import DataConfig
-from verl_lite.reward_config import RewardConfig
+from verl_lite.options.agentic import AgenticConfig
+from verl_lite.options.data import DataConfig
+from verl_lite.options.reward import RewardConfig
 
 
 @dataclass

@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite import config_compat
+from verl_lite.checks.config import validate
 from verl_lite.config import PPOConfig
-from verl_lite.config_checks import validate
 from verl_lite.config_keys import ConfigError, Key, Path, Schema, WrongValue, convert, is_interpolation, join, schema_of
 from verl_lite.config_print import help_config, print_config, save_config
 from verl_lite.config_sources import (
@@ -375,7 +375,7 @@ def _note_idle_reference(state: _State) -> None:
 
 def _refuse_silent_critic(state: _State) -> None:
     """verl's default estimator has a critic (gae), this project's has none (grpo): `critic.*` alone must not mean
-    GRPO, not even where it asks for a default value, which `config_checks` cannot see."""
+    GRPO, not even where it asks for a default value, which `checks.config` cannot see."""
     given = [name for name, source in state.provenance.items() if name.startswith("critic.") and _rank(source) > 1]
     if given and state.provenance["algorithm.adv_estimator"] == "default":
         state.problems.append(

@@ -5,7 +5,7 @@ the same, and do not: other kernels, other dtypes, quantisation, stale weights. 
 of a sampled token, `correct_rollout` gives importance weights such as e^x, to multiply the loss with, and a
 response_mask without the tokens or answers whose x is out of bounds. ROLLOUT_CORRECTION.md says which to use when.
 
-One implementation for the options of verl and of ROLL (`rollout_correction_options` translates both). All tensors are
+One implementation for the options of verl and of ROLL (`options.rollout_correction` translates both). All tensors are
 (B, T). A value under mask 0 never matters; a row without a valid token has no weight and is in no metric. Weights and
 rejection read a token, its run of tokens or its row, so they do not depend on how a batch was cut; only
 batch_normalize reads the whole batch.
@@ -20,8 +20,7 @@ import torch
 from verl_lite.masked import at_least_fp32, check_shapes, compute_segment_masked_mean
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
-from verl_lite.policy_losses import LOG_RATIO_BOUND, masked_log_ratio
-from verl_lite.rollout_correction_options import (
+from verl_lite.options.rollout_correction import (
     WEIGHT_LEVELS,
     Correction,
     Rejection,
@@ -29,6 +28,7 @@ from verl_lite.rollout_correction_options import (
     correction_of,
     from_roll,
 )
+from verl_lite.policy_losses import LOG_RATIO_BOUND, masked_log_ratio
 from verl_lite.rollout_diff import mismatch_metrics
 
 Metrics = dict[str, Metric]

@@ -26,7 +26,7 @@ class Column:
     writer: str
 
 
-_PROMPTS = "trainer/data.py"
+_PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
 _ROLLOUT = "workers/rollout/single_turn.py"
 _REWARD = "trainer/rewards.py"

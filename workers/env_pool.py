@@ -17,9 +17,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from verl_lite.agentic_config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError
+from verl_lite.options.agentic import EnvPoolConfig
 from workers.env_host import EnvHost
 from workers.env_messages import Act, Begin, Call, EnvId, EnvReply, Trial
 from workers.env_processes import EnvProcesses

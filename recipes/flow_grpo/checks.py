@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.tracking import TRACKERS
-from verl_lite.algorithm_checks import losses
-from verl_lite.checkpoint_checks import checkpoints
+from verl_lite.checks.algorithm import losses
+from verl_lite.checks.checkpoint import checkpoints
+from verl_lite.checks.config import ranges
+from verl_lite.checks.run import group_size, run, slots
 from verl_lite.config import ActorConfig, AlgorithmConfig
-from verl_lite.config_checks import ranges
 from verl_lite.config_keys import ConfigError, unknown_value
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
-from verl_lite.flow_grpo_config import FlowGRPOConfig
+from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.registry import takes
-from verl_lite.run_checks import group_size, run, slots
 
 Problems = Iterator[str]
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from verl_lite.diffusion_config import FlowRewardConfig
 from verl_lite.errors import UserError
-from verl_lite.flow_grpo_config import FlowScoreConfig
+from verl_lite.options.diffusion import FlowRewardConfig
+from verl_lite.options.flow_grpo import FlowScoreConfig
 from verl_lite.registry import find_entry
 from verl_lite.visual_rewards import VISUAL_REWARDS, build_visual_reward
 

@@ -26,17 +26,17 @@ from trainer.launch import (
 )
 from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
 from trainer.recipe import prepare_recipe, recipe_modules, recipe_overrides
+from trainer.reports.terminal import closing_findings
 from trainer.resume import refuse_another_run
 from trainer.saving import BYTES_PER_PARAMETER, Saver, require_room_for_checkpoints
 from trainer.starting import join_ray, start_workers
 from trainer.stopping import stopping_on_signal
-from trainer.terminal_report import closing_findings
 from trainer.tracking import Tracking
 from trainer.wish import claimed_devices
 from verl_lite.config_loader import LoadedConfig, load_schema, save_config
 from verl_lite.device_claim import Wish
 from verl_lite.errors import UserError
-from verl_lite.flow_grpo_config import FlowGRPOConfig
+from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller import ClassWithInitArgs
 from workers.diffusion.sde_actor import FlowActorWorker

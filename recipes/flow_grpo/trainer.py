@@ -28,8 +28,8 @@ from trainer.timing import timed
 from trainer.tracking import Tracking
 from trainer.validation_metrics import name_metrics, process_validation_metrics
 from verl_lite.core_algos import RunningMoments
-from verl_lite.flow_grpo_config import FlowGRPOConfig
 from verl_lite.metrics import Metric, combine, values
+from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.seqlen_balance import BatchPlan, plan_batch

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from recipes.reasoning_gym.tasks import WEIGHTS, source
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from trainer.group_metrics import outcomes_of
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
@@ -25,7 +25,7 @@ SHARES = {source(task): weight for task, weight in WEIGHTS.items()}
 
 
 class Curriculum:
-    """See `trainer.data_order.Sampler`. Sources that have no share in WEIGHTS get that of the smallest."""
+    """See `trainer.data.order.Sampler`. Sources that have no share in WEIGHTS get that of the smallest."""
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
         self.pools = pools_of(data_source)

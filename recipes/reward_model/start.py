@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from recipes.quickstart import start as quickstart
 
 if TYPE_CHECKING:
-    from verl_lite.reward_training_config import RewardTrainingConfig
+    from verl_lite.options.reward_training import RewardTrainingConfig
 
 NAME = "reward_model"
 PAIRS_SEED = 1
@@ -36,7 +36,7 @@ def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
     """Of the reward model's training, which writes folder/training."""
     from recipes.embedded import ONE_GROUP
     from verl_lite.config import FSDPConfig, NetworkConfig, OptimConfig, WrapPolicyConfig
-    from verl_lite.reward_training_config import (
+    from verl_lite.options.reward_training import (
         PreferenceDataConfig,
         RewardLossConfig,
         RewardTrainerConfig,

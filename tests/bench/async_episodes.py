@@ -46,7 +46,7 @@ class Run:
     """A run of one ratio, one step at a time."""
 
     def __init__(self, config: Any, clock: Clock) -> None:
-        from trainer.agentic_pipeline import training_sampling
+        from trainer.agentic.agentic_pipeline import training_sampling
         from trainer.roles import AgentRole
         from trainer.rollout_scheduler import RolloutScheduler
         from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
@@ -62,7 +62,7 @@ class Run:
         self.seconds, self.clock = Seconds(), clock
 
     def step(self) -> None:
-        """One training step, in the order of `trainer.agentic_pipeline`."""
+        """One training step, in the order of `trainer.agentic.agentic_pipeline`."""
         from trainer.advantage import compute_advantage
         from verl_lite.metrics import values
         from verl_lite.protocol import DataProto

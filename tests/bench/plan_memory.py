@@ -3,7 +3,7 @@
 `python -m tests.bench plan_memory [--only NAME ...] [--steps 2]`. Each case is a run of the main command in a process
 of its own (`trainer.backend=inline`: driver and worker are one process) on a random Qwen2 of 81 million parameters in
 fp32. Measured: the highest resident memory within a phase of the last step (VmHWM, reset at its begin), less the
-resident memory just before the models are built (Python, libraries, data). Predicted: `trainer.run_plan.memory_plan`
+resident memory just before the models are built (Python, libraries, data). Predicted: `planner.run_memory.memory_plan`
 from the same options and the model's config.json; with vLLM also its libraries, a constant. The C library keeps freed
 memory for the next tensor; it is given back at the begin of each phase (malloc_trim), or every phase would show the
 largest. The last line of a case is the process as a whole against the planner's figure, whose share for libraries is a
@@ -132,11 +132,11 @@ def measure(argv: list[str]) -> None:
 
     prepare_driver()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from trainer.planner.run_memory import WORKER_BYTES, memory_plan, read_networks
+    from trainer.planner.step_time import accelerator
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
     from trainer.run import run_ppo
-    from trainer.run_plan import WORKER_BYTES, memory_plan, read_networks
-    from trainer.step_time import accelerator
     from verl_lite.config_loader import load_config
 
     config = load_config(argv, recipe_loader=recipe_overrides).config

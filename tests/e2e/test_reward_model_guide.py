@@ -14,7 +14,7 @@ import pytest
 from tests.tiny_model import tiny_qwen2
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import KEYS, schema_of
-from verl_lite.reward_training_config import RewardTrainingConfig
+from verl_lite.options.reward_training import RewardTrainingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "trainer" / "REWARD_MODELS.md").read_text()

@@ -17,7 +17,7 @@ from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrain
 from recipes.flow_grpo.world import PLACES, PROMPTS, captioned_images, connected, describe, draw, follows_prompt
 from verl_lite.config_keys import ConfigError
 from verl_lite.errors import UserError
-from verl_lite.flow_grpo_config import FlowGRPOConfig, FlowScoreConfig
+from verl_lite.options.flow_grpo import FlowGRPOConfig, FlowScoreConfig
 from verl_lite.protocol import DataProto
 
 # ------------------------------------------------------------------------------------------------------------- world

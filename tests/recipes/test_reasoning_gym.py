@@ -18,7 +18,7 @@ from recipes.embedded import byte_tokenizer
 from recipes.reasoning_gym import data, recipe
 from recipes.reasoning_gym.curriculum import BOUND, STEPS, Curriculum
 from recipes.reasoning_gym.tasks import LEVELS, TOKENS, WEIGHTS, source
-from trainer.data_order import SamplerBatches
+from trainer.data.order import SamplerBatches
 from trainer.recipe import recipe_overrides
 from verl_lite.config import DataConfig
 from verl_lite.config_loader import load_config, validate

@@ -9,9 +9,9 @@ import pytest
 from recipes.reward_flow import recipe
 from trainer.recipe import recipe_overrides
 from trainer.tracking import read_metrics
+from verl_lite.checks.diffusion import validate
 from verl_lite.config_loader import load_schema
-from verl_lite.diffusion_checks import validate
-from verl_lite.diffusion_config import RewardFlowConfig
+from verl_lite.options.diffusion import RewardFlowConfig
 
 CORE = "val-core/cosine_identity/reward/mean@1"
 
@@ -46,7 +46,7 @@ def test_only_what_the_cache_is_asked_for_is_made(tmp_path: Path, monkeypatch: p
 def test_the_command_learns_and_leaves_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("av")
-    from trainer.reward_flow_run import run_reward_flow
+    from trainer.flow.run import run_reward_flow
 
     run_dir = tmp_path / "run"
     arguments = ["trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[console,jsonl]"]

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.rewards import Rewards
 from trainer.roles import ActorRole

@@ -12,7 +12,7 @@ import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.data import PromptDataset
+from trainer.data.prompts import PromptDataset
 from verl_lite.config import DataConfig
 
 TEMPLATE = (

@@ -14,13 +14,13 @@ from tests.tiny_model import tiny_qwen2
 from trainer import main_sft
 from trainer.build import worker_classes
 from trainer.export import main as export
-from trainer.plan import launch_table
+from trainer.planner.batch import launch_table
 from trainer.run import run_ppo
 from trainer.saving import checkpoint_bytes
 from trainer.tracking import read_metrics
 from trainer.wish import host_bytes
+from verl_lite.checks.config import ConfigError
 from verl_lite.config import PPOConfig
-from verl_lite.config_checks import ConfigError
 from verl_lite.errors import UserError
 
 OPTIONS = [

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trainer.checkpoint import DiskFull
-from trainer.data_order import EpochBatches
+from trainer.data.order import EpochBatches
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.reward_failures import RewardFailure
 from trainer.rewards import Rewards

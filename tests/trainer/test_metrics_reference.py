@@ -23,8 +23,8 @@ from trainer.validation_metrics import validation_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import schema_of
 from verl_lite.metric_docs import Health, MetricDoc
+from verl_lite.options.rollout_correction import REJECTION_OPTIONS, CorrectionOptions
 from verl_lite.rollout_correction import correct_rollout
-from verl_lite.rollout_correction_options import REJECTION_OPTIONS, CorrectionOptions
 
 PARTS_OF_COMMANDS = {"actor", "critic", "train", "val", "greedy", "val-core", "val-aux", "perf"}
 """Segments that stand for a role or a command: the module that computes the number need not name them."""
@@ -120,8 +120,8 @@ def test_a_run_that_logs_something_else_fails_its_test(tmp_path: Path) -> None:
         ("reward/error_rate", "trainer/rewards.py"),
         ("reward/overlong/mean", "trainer/overlong.py"),
         ("reward/accuracy_of_mine/mean", "trainer/rewards.py"),
-        ("env/error_rate", "trainer/agentic_pipeline.py"),
-        ("env/FrozenLake/success", "trainer/agentic_metrics.py"),
+        ("env/error_rate", "trainer/agentic/agentic_pipeline.py"),
+        ("env/FrozenLake/success", "trainer/agentic/metrics.py"),
         ("rollout_corr/rollout_rs_token_k1_seq_max_deviation", "verl_lite/rollout_correction.py"),
         ("train/grad_norm", "workers/engine/optimizer.py"),
         ("actor/unheard_of", None),

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from trainer.agentic_pipeline import AgenticPipeline
+from trainer.agentic.agentic_pipeline import AgenticPipeline
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import built_in_recipes, load_recipe, prepare_recipe, recipe_overrides, trainer_of, worker_modules
 from verl_lite.config import PPOConfig

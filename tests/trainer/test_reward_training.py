@@ -18,19 +18,19 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
 from tests.workers.ranks import Ranks
 from trainer import main_rm
-from trainer.preference_data import Pair, collate_pairs, encode_answer, load_pairs, read_pair, texts_of
+from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair, texts_of
+from trainer.data.sft import Example
 from trainer.reward_training import RewardTrainingWorker, bradley_terry, pair_loss, run_reward_training
-from trainer.sft_data import Example
 from verl_lite.config import NetworkConfig, OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
-from verl_lite.protocol import DataProto
-from verl_lite.reward_training_config import (
+from verl_lite.options.reward_training import (
     PreferenceDataConfig,
     RewardLossConfig,
     RewardTrainerConfig,
     RewardTrainingConfig,
 )
+from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 
 QUESTION = {"role": "user", "content": "1+1="}

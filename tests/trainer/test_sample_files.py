@@ -12,7 +12,7 @@ import pytest
 from trainer.sample_files import SampleFiles, step_of
 from trainer.samples import Sample
 from trainer.saved_answers import read_saved
-from verl_lite.score_config import ScoreConfig
+from verl_lite.options.score import ScoreConfig
 
 PROMPT = [{"role": "user", "content": "What is 70 + 2?"}]
 SAMPLE = Sample(

@@ -19,8 +19,8 @@ from trainer.score import main, run_config, score
 from trainer.score_report import Comparison, compare, truth_text
 from verl_lite.config_loader import ConfigError, load_config, save_config
 from verl_lite.errors import UserError
+from verl_lite.options.score import ScoreConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from verl_lite.score_config import ScoreConfig
 
 PROMPT = [{"role": "user", "content": "What is 70 + 2?"}]
 INLINE = "reward.num_workers=0"

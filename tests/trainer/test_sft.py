@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer import main_sft
+from trainer.data.sft import Example, collate, encode_chat, load_examples
 from trainer.sft import run_sft, sft_loss
-from trainer.sft_data import Example, collate, encode_chat, load_examples
 from trainer.supervised import draw_batches
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.errors import UserError

@@ -285,7 +285,7 @@ def test_the_new_spelling_of_a_reward_model_and_one_without_another_tokenizer() 
 
 
 def test_a_critic_needs_its_estimator_to_be_named() -> None:
-    """Where one is named, `config_checks` says what has no effect."""
+    """Where one is named, `checks.config` says what has no effect."""
     named = load_config(["model.path=m", "critic.optim.lr=1e-5", "algorithm.adv_estimator=grpo"])
     assert named.config.algorithm.adv_estimator == "grpo"
     by_recipe = load_config(["recipe=x", "critic.ppo_epochs=2"], recipe_loader=lambda _: {

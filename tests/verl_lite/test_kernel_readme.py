@@ -14,7 +14,7 @@ import pytest
 
 from tests.verl_lite import test_differences
 from verl_lite import core_algos
-from verl_lite.algorithm_checks import OF_AGENTS, estimator, losses
+from verl_lite.checks.algorithm import OF_AGENTS, estimator, losses
 from verl_lite.config_keys import KEYS
 from verl_lite.config_loader import load_config
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY

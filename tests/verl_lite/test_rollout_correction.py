@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from verl_lite.metrics import combine, values
-from verl_lite.rollout_correction import (
-    compute_train_infer_correction,
-    correct_rollout,
-    keep_rewards,
-)
-from verl_lite.rollout_correction_options import (
+from verl_lite.options.rollout_correction import (
     REJECTION_OPTIONS,
     WEIGHT_LEVELS,
     Correction,
@@ -26,6 +21,11 @@ from verl_lite.rollout_correction_options import (
     TrainInferCorrectionConfig,
     Weighting,
     rejections_of,
+)
+from verl_lite.rollout_correction import (
+    compute_train_infer_correction,
+    correct_rollout,
+    keep_rewards,
 )
 from verl_lite.rollout_diff import mismatch_metrics
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.workers.test_reward_pool import gone
-from verl_lite.reward_config import CustomRewardConfig, RewardConfig
+from verl_lite.options.reward import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
 from workers import child_process
 from workers.child_inside import CappedLog

@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 
 from trainer.console import format_seconds
-from trainer.pages.page import Cell, Html, command, element, folded, join, page, section, table, text
+from trainer.reports.pages.page import Cell, Html, command, element, folded, join, page, section, table, text
 from trainer.sweeps.importance import Importance
 from trainer.sweeps.pictures import Picture, is_number
 from trainer.sweeps.results import compare

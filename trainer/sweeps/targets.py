@@ -20,8 +20,8 @@ from verl_lite.errors import UserError
 SCHEMAS = {
     "ppo": "verl_lite.config:PPOConfig",
     "sft": "verl_lite.config:SFTConfig",
-    "rm": "verl_lite.reward_training_config:RewardTrainingConfig",
-    "reward_flow": "verl_lite.diffusion_config:RewardFlowConfig",
+    "rm": "verl_lite.options.reward_training:RewardTrainingConfig",
+    "reward_flow": "verl_lite.options.diffusion:RewardFlowConfig",
 }
 """Classes of options by name; `none` is a command whose words are not looked at."""
 
@@ -103,7 +103,7 @@ class Target:
 
             validate(config, slots=resolve_slots(config), available=devices)
         elif self.options == "reward_flow":
-            from verl_lite.diffusion_checks import validate as validate_flow
+            from verl_lite.checks.diffusion import validate as validate_flow
 
             validate_flow(config, count=devices, available=devices)
 

@@ -6,7 +6,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from verl_lite.reward_config import RewardConfig
+from verl_lite.options.reward import RewardConfig
 from verl_lite.rewards.custom import function_of, load_reward_function
 from verl_lite.rewards.dispatch import (
     NAMED,

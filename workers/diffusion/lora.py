@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl_lite.diffusion_config import DiffusionModelConfig
 from verl_lite.errors import UserError
+from verl_lite.options.diffusion import DiffusionModelConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from verl_lite.diffusion_config import DiffusionModelConfig
 from verl_lite.errors import UserError
 from verl_lite.flow_match import predicts_velocity
+from verl_lite.options.diffusion import DiffusionModelConfig
 from workers.diffusion.codec import LatentCodec
 from workers.policy.guarded import told_as
 

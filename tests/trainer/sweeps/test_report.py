@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 import pytest
 
-from tests.trainer.pages.test_page import Reader
+from tests.trainer.reports.pages.test_page import Reader
 from trainer.sweep_report import report, write_report
 from trainer.sweeps.engine import Engine
 from trainer.sweeps.importance import importance_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from verl_lite.errors import UserError
-from verl_lite.reward_config import CustomRewardConfig, RewardConfig
+from verl_lite.options.reward import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import (
     REWARDS,
     PlainScorer,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.reward_server import Answer, RewardServer, reward_server
 from verl_lite.errors import UserError
-from verl_lite.reward_config import RewardConfig
+from verl_lite.options.reward import RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult, json_post, judge, load_scorer
 from verl_lite.rewards.judge import compute_score, read_verdict
 from workers.reward_pool import RewardPool

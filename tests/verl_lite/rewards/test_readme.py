@@ -15,7 +15,7 @@ import verl_lite.rewards
 from verl_lite.config import PPOConfig
 from verl_lite.config_keys import schema_of
 from verl_lite.config_loader import load_config
-from verl_lite.reward_config import CustomRewardConfig, RemoteRewardConfig, RewardConfig
+from verl_lite.options.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verl_lite.rewards import (
     REWARDS,
     AsyncScorer,

@@ -1,0 +1,262 @@
+"""Clips as files: frames of known content come back from every kind of file; each kind of damage has its sentence."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.trainer.made_clips import corner_frames, grey_frames, which, write_animation, write_folder, write_video
+from trainer.clips.reading import ClipError, choose_frames, fitted_size, read_frames, read_header
+
+KINDS = ("a.mp4", "a.mov", "a.mkv", "a.avi", "a.gif", "a.webp", "a")
+RATE = 10
+
+
+def make(path: Path, number: int) -> Path:
+    """Grey frames at RATE a second, in a file of the kind that the name says."""
+    frames = grey_frames(number)
+    if not path.suffix:
+        return write_folder(path, frames)
+    if path.suffix in (".gif", ".webp"):
+        return write_animation(path, frames, durations_ms=1000 // RATE)
+    return write_video(path, frames, rate=RATE, codec="mpeg4" if path.suffix == ".avi" else "libx264")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_gives_its_frames(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path / name, 12)
+    header = read_header(path, 5)
+    assert (header.height, header.width, header.frames, header.is_whole) == (32, 48, 12, True)
+    frames = read_frames(path, [0, 1, 2, 10, 11], 32, 48)
+    assert frames.shape == (5, 32, 48, 3) and frames.dtype == np.uint8 and which(frames) == [0, 1, 2, 10, 11]
+
+
+@pytest.mark.parametrize("name", KINDS[:-1])
+def test_frames_at_a_rate_are_those_nearest_in_time(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path / name, 12)
+    # at 10 frames a second, 0, 1/4, 2/4 ... s are frames 0, 2.5, 5, 7.5, 10: of two that are as near the earlier
+    numbers = choose_frames(read_header(path, 5, 4.0), 5, 4.0)
+    assert numbers == [0, 2, 5, 7, 10] and which(read_frames(path, numbers, 32, 48)) == numbers
+    assert choose_frames(read_header(path, 5, float(RATE)), 5, float(RATE)) == [0, 1, 2, 3, 4]
+
+
+def test_a_header_of_a_long_clip_is_read_only_as_far_as_needed(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", np.tile(grey_frames(25), (8, 1, 1, 1)), bf="3")
+    header = read_header(path, 5)
+    assert header.times is not None
+    assert 5 <= header.frames < 100 and not header.is_whole
+    np.testing.assert_allclose(header.times, np.arange(header.frames) / 16)  # also where frames lie out of order
+    header = read_header(path, 9, 2.0)
+    assert choose_frames(header, 9, 2.0) == [0, 8, 16, 24, 32, 40, 48, 56, 64] and header.frames < 130
+    assert which(read_frames(path, [24, 25, 40], 32, 48)) == [24, 0, 15]
+
+
+def test_a_rate_that_is_nearly_that_of_the_clip_is_the_clip(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", grey_frames(20), rate=Fraction(16_000, 1_001))
+    assert choose_frames(read_header(path, 17, 16.0), 17, 16.0) == list(range(17))
+    with pytest.raises(ClipError, match=r"it has 15.98 frames a second, fewer than data.fps=24"):
+        choose_frames(read_header(path, 17, 24.0), 17, 24.0)
+
+
+def test_durations_that_differ_and_what_players_make_of_none(tmp_path: Path) -> None:
+    path = write_animation(tmp_path / "a.gif", grey_frames(4), [300, 100, 100, 500])
+    header = read_header(path, 5, 5.0)
+    assert header.times == pytest.approx((0.0, 0.3, 0.4, 0.5))
+    assert choose_frames(header, 3, 5.0) == [0, 1, 2]  # at 0, 0.2, 0.4 s
+    still = write_animation(tmp_path / "b.gif", grey_frames(3), 0)
+    assert read_header(still, 1, 5.0).times == pytest.approx((0.0, 0.1, 0.2))
+
+
+@pytest.mark.parametrize(("turned", "corner"), [(90, (1, 0)), (-90, (0, 1)), (180, (1, 1))])
+def test_a_clip_that_was_filmed_sideways_is_upright(tmp_path: Path, turned: int, corner: tuple[int, int]) -> None:
+    """Turned counter-clockwise by a quarter, what was in the upper left corner is in the lower left one."""
+    path = write_video(tmp_path / "a.mp4", corner_frames(2), turned=turned)
+    header = read_header(path, 1)
+    assert (header.height, header.width) == ((32, 48) if turned == 180 else (48, 32))
+    frame = read_frames(path, [0], header.height, header.width)[0]
+    bright = frame.reshape(2, header.height // 2, 2, header.width // 2, 3).mean((1, 3, 4)) > 128
+    assert [tuple(place) for place in np.argwhere(bright)] == [corner]
+
+
+def test_pictures_of_a_folder_in_natural_order_upright_and_on_white(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "a", grey_frames(12))
+    (folder / "notes.txt").write_text("no frame")
+    (folder / ".hidden.png").write_text("nor this")
+    assert which(read_frames(folder, list(range(12)), 32, 48)) == list(range(12))  # frame_10 after frame_9
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    side = tmp_path / "b"
+    side.mkdir()
+    Image.fromarray(corner_frames(1)[0]).save(side / "0.jpg", exif=exif)
+    header = read_header(side, 1)
+    assert (header.height, header.width) == (48, 32)
+    frame = read_frames(side, [0], 48, 32)[0]
+    assert frame[:20, 20:].mean() > 250 and frame[:20, :12].mean() < 5
+    clear = tmp_path / "c.png"
+    Image.new("RGBA", (16, 16), (0, 0, 0, 0)).save(clear)
+    assert read_frames(clear, [0], 16, 16).min() == 255
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((480, 480), (480, 480)),
+        ((32, 48), (32, 48)),  # never scaled up
+        ((720, 1280), (352, 640)),  # 360 x 640 has 480^2 pixels, and 360 is no multiple of 16
+        ((1280, 720), (640, 352)),
+        ((500, 100), (496, 96)),
+    ],
+)
+def test_sizes_by_area(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert fitted_size(*size, max_pixels=480 * 480, multiple=16) == expected
+    assert fitted_size(*size, max_pixels=480 * 480, multiple=16, exact=(64, 80)) == (64, 80)
+
+
+def test_frames_are_scaled_until_they_cover_and_cropped_around_the_centre(tmp_path: Path) -> None:
+    # left third black, middle white, right third black: 96 x 32 covers 32 x 32 with its middle alone
+    frames = np.zeros((1, 32, 96, 3), dtype=np.uint8)
+    frames[:, :, 32:64] = 255
+    folder = write_folder(tmp_path / "a", frames)
+    assert read_frames(folder, [0], 32, 32).min() == 255
+    half = read_frames(folder, [0], 16, 48)[0]  # scaled by a half, nothing cropped
+    assert half.shape == (16, 48, 3)
+    assert half[:, :14].max() < 20 and half[:, 18:30].min() > 235 and half[:, 34:].max() < 20
+    doubled = read_frames(folder, [0], 64, 64)[0]  # scaled up where the size is given
+    assert doubled.shape == (64, 64, 3) and doubled[:, 4:-4].min() == 255
+
+
+def test_what_can_be_wrong_with_a_file(tmp_path: Path) -> None:
+    good = write_video(tmp_path / "good.mp4", grey_frames(6))
+    whole = good.read_bytes()
+    cases = {
+        "goood.mp4": (None, "there is no such file or folder (did you mean good.mp4?)"),
+        "empty.mp4": (b"", "the file is empty"),
+        "text.mp4": (b"no video" * 100, "it is no video that can be read"),
+        "cut.mp4": (whole[:600], "it is no video that can be read"),
+        "text.gif": (b"no picture", "text.gif is no picture that can be read"),
+    }
+    for name, (content, words) in cases.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ClipError) as error:
+            read_header(tmp_path / name, 5)
+        assert words in str(error.value)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ClipError, match="the folder holds no picture"):
+        read_header(tmp_path / "nothing", 5)
+
+
+def test_a_file_without_pictures(tmp_path: Path) -> None:
+    import av
+
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16_000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with pytest.raises(ClipError, match="it has no pictures, only audio"):
+        read_header(path, 1)
+
+
+def test_too_short_and_too_small(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", grey_frames(6))
+    with pytest.raises(ClipError, match="it has 6 frames, and data.num_frames=17"):
+        choose_frames(read_header(path, 17), 17, None)
+    with pytest.raises(ClipError, match=r"it lasts 0.38 s, and data.num_frames=5 at data.fps=8 reach to 0.50 s"):
+        choose_frames(read_header(path, 5, 8.0), 5, 8.0)
+    with pytest.raises(ClipError, match="its frames are 2000 x 20, which leaves a side below 16"):
+        fitted_size(20, 2000, max_pixels=20_000, multiple=16)
+
+
+def test_pictures_of_two_sizes_in_a_folder(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "a", grey_frames(3))
+    Image.new("RGB", (16, 16)).save(folder / "frame_3.png")
+    with pytest.raises(ClipError, match="frame_0.png is 48 x 32, frame_3.png 16 x 16"):
+        read_header(folder, 3)
+
+
+def test_frames_that_the_header_promises_and_the_file_lacks(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (12, 32, 48, 3), dtype=np.uint8)
+    path = write_video(tmp_path / "a.mkv", noise)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ClipError, match="of its frames can be decoded, and 12 are needed: the file is damaged"):
+        read_frames(path, list(range(12)), 32, 48)
+    picture = write_animation(tmp_path / "a.gif", noise)
+    picture.write_bytes(picture.read_bytes()[: picture.stat().st_size // 2])
+    with pytest.raises(ClipError, match="damaged"):
+        read_frames(picture, list(range(12)), 32, 48)
+
+
+def test_bytes_that_are_wrong_anywhere_are_a_sentence_or_another_picture(tmp_path: Path) -> None:
+    """Files cut short, and with bytes changed, of every kind: nothing but ClipError comes out."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 255, (6, 32, 48, 3), dtype=np.uint8)
+    sources = [
+        *(write_video(tmp_path / f"a.{kind}", noise) for kind in ("mp4", "mkv")),
+        *(write_animation(tmp_path / f"a.{kind}", noise) for kind in ("gif", "webp")),
+    ]
+    for kind in ("png", "jpg", "bmp"):
+        sources.append(tmp_path / f"a.{kind}")
+        Image.fromarray(noise[0]).save(sources[-1])
+    refused = 0
+    for number in range(20 * len(sources)):
+        source = sources[number % len(sources)]
+        content = bytearray(source.read_bytes())
+        if number % 3:
+            reach = len(content) if number % 3 == 1 else 400  # anywhere, or in the header
+            for place in rng.integers(0, min(reach, len(content)), rng.integers(1, 30)):
+                content[place] = rng.integers(256)
+        else:
+            content = content[: rng.integers(1, len(content))]
+        path = tmp_path / f"damaged{source.suffix}"
+        path.write_bytes(content)
+        frames = 1 if source.suffix in (".png", ".jpg", ".bmp") else 5
+        try:
+            numbers = choose_frames(read_header(path, frames, 10.0), frames, 10.0)
+            assert read_frames(path, numbers, 16, 16).shape == (frames, 16, 16, 3)
+        except ClipError:
+            refused += 1
+    assert 40 < refused < 140
+
+
+def test_a_frame_that_the_decoder_only_guessed_is_refused(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (6, 32, 48, 3), dtype=np.uint8)
+    path = write_video(tmp_path / "a.mp4", noise)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 200] = bytes(200)
+    path.write_bytes(content)
+    with pytest.raises(ClipError, match="damaged"):
+        read_frames(path, list(range(6)), 32, 48)
+
+
+def test_a_title_in_an_old_encoding_is_no_reason_to_fail(tmp_path: Path) -> None:
+    import av
+
+    path = tmp_path / "a.mkv"
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = "caf__"
+        stream = container.add_stream("mpeg4", rate=16)
+        stream.width = stream.height = 32
+        frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), dtype=np.uint8), format="rgb24")
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    path.write_bytes(path.read_bytes().replace(b"caf__", b"caf\xe9s"))
+    assert b"caf\xe9s" in path.read_bytes() and read_header(path, 1).frames == 1
+    assert read_frames(path, [0], 32, 32).max() < 5
+
+
+def test_a_picture_that_claims_to_be_enormous(tmp_path: Path) -> None:
+    path = tmp_path / "a.bmp"
+    Image.new("RGB", (16, 16)).save(path)
+    content = bytearray(path.read_bytes())
+    content[18:26] = (100_000).to_bytes(4, "little") * 2
+    path.write_bytes(content)
+    with pytest.raises(ClipError, match="a.bmp cannot be decoded"):
+        read_header(path, 1)

@@ -1,0 +1,238 @@
+"""Clips and prompts: what a row gives, what is refused before the start, and which batch comes at which step."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.made_clips import STEP, grey_frames, options, which, write_animation, write_folder, write_table
+from trainer import video_data
+from trainer.clips.reading import read_frames
+from trainer.video_data import (
+    VideoDataset,
+    VideoLoader,
+    collate,
+    noise_seeds,
+    rows_of_step,
+    steps_per_epoch,
+)
+from verl_lite.errors import UserError
+from verl_lite.schema import check
+from verl_lite.seqlen_balance import plan_batch
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Three clips of 32 x 48 pixels: a folder of 6 frames, a gif of 7, a webp of 8, which begin at 0, 1, 2."""
+    write_folder(tmp_path / "a", grey_frames(6))
+    write_animation(tmp_path / "b.gif", grey_frames(8)[1:])
+    write_animation(tmp_path / "c.webp", grey_frames(10)[2:])
+    rows = [["a", "a cat", "x"], ["b.gif", "a dog", "y"], ["c.webp", "a bird", "z"]]
+    return write_table(tmp_path, rows, ["video", "prompt", "person"])
+
+
+def test_a_row_is_a_clip(table: Path) -> None:
+    data = VideoDataset(options(table))
+    data.check()
+    assert len(data) == 3
+    clip = data[1]
+    assert clip.video.shape == (5, 32, 48, 3) and clip.video.dtype == np.uint8 and which(clip.video) == [1, 2, 3, 4, 5]
+    assert (clip.prompt, clip.row, clip.path.name, clip.extra) == ("a dog", 1, "b.gif", {"person": "y"})
+    assert data[-1].row == 2
+    with pytest.raises(ValueError, match="read-only"):
+        clip.video[:] = 0
+
+
+def test_a_batch_has_the_columns_of_the_schema(table: Path) -> None:
+    data = VideoDataset(options(table))
+    batch = collate([data[2], data[0]], [7, 2**63 - 1])
+    check(batch, ["video", "prompt", "noise_seed", "row", "extra_info"], "test")
+    video = batch.batch["video"]
+    assert video.shape == (2, 5, 3, 32, 48) and video.dtype == torch.float32 and video.is_contiguous()
+    torch.testing.assert_close(video[0, :, 1, 4, 4], torch.arange(2, 7) * STEP / 255)
+    assert batch.batch["noise_seed"].tolist() == [7, 2**63 - 1] and batch.batch["row"].tolist() == [2, 0]
+    assert batch.non_tensor_batch["prompt"].tolist() == ["a bird", "a cat"]
+    assert batch.non_tensor_batch["extra_info"].tolist() == [{"person": "z"}, {"person": "x"}]
+
+
+def test_colours_stay_in_their_channels(tmp_path: Path) -> None:
+    frames = np.zeros((1, 16, 16, 3), dtype=np.uint8)
+    frames[..., 0], frames[0, 0, 5] = 255, (0, 0, 255)
+    write_folder(tmp_path / "a", frames)
+    data = VideoDataset(options(write_table(tmp_path, [["a", "red"]]), num_frames=1))
+    video = collate([data[0]], [0]).batch["video"]
+    assert video[0, 0, :, 9, 9].tolist() == [1, 0, 0] and video[0, 0, :, 0, 5].tolist() == [0, 0, 1]
+
+
+def test_a_planned_batch_of_any_number_of_clips(table: Path) -> None:
+    """Three rows for two ranks: the fourth place repeats one and has no weight."""
+    data = VideoDataset(options(table))
+    batch = collate([data[row] for row in range(3)], [1, 2, 3])
+    plan = plan_batch(np.ones(3), world_size=2, mini_batch_size=None, max_token_len=1, num_tokens=np.ones(3))
+    planned = plan.apply(batch)
+    assert planned.batch["video"].shape == (4, 5, 3, 32, 48) and int(planned.batch["is_padding"].sum()) == 1
+    restored = plan.restore(planned)
+    torch.testing.assert_close(restored.batch["video"], batch.batch["video"])
+    assert restored.non_tensor_batch["prompt"].tolist() == ["a cat", "a dog", "a bird"]
+
+
+# --------------------------------------------------------------------------------------------------- before the start
+
+
+def test_all_that_is_wrong_with_files_is_said_at_once_with_rows(table: Path) -> None:
+    write_folder(table.parent / "short", grey_frames(3))
+    rows = [["a", "p"], ["missing.mp4", "p"], ["short", "p"], *[[f"none{n}.mp4", "p"] for n in range(5)]]
+    path = write_table(table.parent, rows)
+    with pytest.raises(UserError) as error:
+        VideoDataset(options(path)).check()
+    lines = str(error.value).split("\n")
+    assert lines[0] == (
+        f"data.train_files: row 1 (line 3) of {path}, {table.parent}/missing.mp4: there is no such file or folder"
+    )
+    assert "row 2 (line 4)" in lines[1] and "it has 3 frames, and data.num_frames=5" in lines[1]
+    assert len(lines) == 6 and "and 2 more, of 8 rows" in lines[5]
+    with pytest.raises(UserError, match=r"row 2 \(line 4\) of .* it has 3 frames"):
+        VideoDataset(options(path))[2]
+
+
+def test_options_are_checked_before_files_are_opened(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.num_frames=16: 4 k"):
+        VideoDataset(options(tmp_path / "missing.csv", num_frames=16))
+
+
+def test_clips_of_several_sizes_are_refused_with_the_setting_to_give(table: Path) -> None:
+    write_folder(table.parent / "tall", grey_frames(5, 64, 32))
+    path = write_table(table.parent, [["a", "p"], ["tall", "p"], ["b.gif", "p"]])
+    with pytest.raises(UserError) as error:
+        VideoDataset(options(path)).check()
+    text = str(error.value)
+    assert "2 sizes (width x height) at data.max_pixels=230400: 2 at 48 x 32, 1 at 32 x 64" in text
+    assert "row 1 (line 3)" in text and "data.height=32 data.width=48" in text
+    data = VideoDataset(options(path, height=32, width=48))
+    data.check()
+    assert {data[row].video.shape for row in range(3)} == {(5, 32, 48, 3)}
+
+
+# ------------------------------------------------------------------------------------------------------------ the order
+
+
+@pytest.mark.parametrize(("rows", "size", "repeat"), [(7, 3, 1), (6, 3, 1), (2, 8, 1), (3, 4, 5)])
+def test_an_epoch_has_every_row_as_often_as_asked(rows: int, size: int, repeat: int) -> None:
+    config = options(train_batch_size=size, repeat=repeat)
+    steps = steps_per_epoch(rows, config)
+    assert steps == -(-rows * repeat // size)
+    epochs = [[rows_of_step(epoch * steps + n, rows, config, seed=1) for n in range(1, steps + 1)] for epoch in (0, 1)]
+    for epoch in epochs:
+        assert Counter(row for batch in epoch for row in batch) == {row: repeat for row in range(rows)}
+        assert [len(batch) for batch in epoch[:-1]] == [size] * (steps - 1) and 0 < len(epoch[-1]) <= size
+    in_order = options(train_batch_size=size, repeat=repeat, shuffle=False)
+    listed = [rows_of_step(step, rows, in_order, seed=1) for step in range(1, steps + 1)]
+    assert [row for batch in listed for row in batch] == list(range(rows)) * repeat
+
+
+def test_epochs_and_seeds_differ_and_a_step_is_always_the_same() -> None:
+    config = options(train_batch_size=50)
+    first, again, second, other = (
+        rows_of_step(step, 50, config, seed) for step, seed in ((1, 1), (1, 1), (2, 1), (1, 2))
+    )
+    assert first == again and sorted(first) == sorted(second)
+    assert first != second and first != other and first != list(range(50))
+
+
+def test_each_sample_has_a_noise_of_its_own() -> None:
+    seen = [seed for step in (1, 2) for seed in noise_seeds(step, [0, 1, 0, 1, 0], seed=1)]
+    seen += noise_seeds(1, [0], seed=2)
+    assert len(set(seen)) == 11 and all(0 <= seed < 2**63 for seed in seen)
+    assert noise_seeds(1, [0, 1], seed=1) == seen[:2]  # whatever else is in the batch
+    assert noise_seeds(5, [3, 3], seed=1, constant=24) == [24, 24]
+    for seed in seen:
+        torch.Generator().manual_seed(seed)
+
+
+# ----------------------------------------------------------------------------------------------------------- the loader
+
+
+def same(first: Any, second: Any) -> None:
+    for name in ("video", "noise_seed", "row"):
+        torch.testing.assert_close(first.batch[name], second.batch[name], rtol=0, atol=0)
+    assert first.non_tensor_batch["prompt"].tolist() == second.non_tensor_batch["prompt"].tolist()
+    assert first.meta_info == second.meta_info
+
+
+def test_a_run_that_is_resumed_gets_the_same_batches(table: Path) -> None:
+    config = options(table, train_batch_size=2)
+    with VideoLoader(VideoDataset(config), seed=3, noise_seed=None, last_step=6) as loader:
+        assert loader.steps_per_epoch == 2
+        whole = dict(loader.batches())
+    assert [len(batch) for batch in whole.values()] == [2, 1] * 3
+    assert [batch.meta_info["global_step"] for batch in whole.values()] == [1, 2, 3, 4, 5, 6]
+    with VideoLoader(VideoDataset(config), seed=3, noise_seed=None, last_step=6) as loader:
+        rest = dict(loader.batches(first_step=4))
+        same(loader.batch(2), whole[2])  # any step, in any order
+    assert list(rest) == [4, 5, 6]
+    for step, batch in rest.items():
+        same(batch, whole[step])
+
+
+def test_the_next_step_is_decoded_meanwhile_and_nothing_after_the_last(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[str] = []
+    finished = threading.Semaphore(0)
+
+    def noting(path: Path, *rest: Any) -> Any:
+        frames = read_frames(path, *rest)
+        decoded.append(path.name)
+        finished.release()
+        return frames
+
+    monkeypatch.setattr(video_data, "read_frames", noting)
+    config = options(table, train_batch_size=1, shuffle=False, cache_gb=0.0)
+    with VideoLoader(VideoDataset(config), seed=1, noise_seed=24, last_step=2) as loader:
+        assert loader.batch(1).batch["noise_seed"].tolist() == [24]
+        for _ in range(2):
+            assert finished.acquire(timeout=30)
+        assert sorted(decoded) == ["a", "b.gif"]  # the second without having been asked for
+        loader.batch(2)
+    assert sorted(decoded) == ["a", "b.gif"]
+
+
+@pytest.mark.parametrize(("clips_kept", "times"), [(3, 3), (2, 3 + 2), (0, 3 * 3)])
+def test_clips_are_kept_within_the_memory_that_is_given(
+    table: Path, monkeypatch: pytest.MonkeyPatch, clips_kept: int, times: int
+) -> None:
+    """Three epochs over three clips: those that found no room are decoded each time."""
+    decoded: list[Path] = []
+    monkeypatch.setattr(
+        video_data, "read_frames", lambda path, *rest: (decoded.append(path), read_frames(path, *rest))[1]
+    )
+    bytes_per_clip = 5 * 32 * 48 * 3
+    data = VideoDataset(options(table, cache_gb=(clips_kept + 0.5) * bytes_per_clip / 2**30))
+    for _ in range(3):
+        assert [which(data[row].video)[0] for row in range(3)] == [0, 1, 2]
+    assert len(decoded) == times
+
+
+def test_a_file_that_is_damaged_behind_its_header_ends_the_step_with_its_row(table: Path) -> None:
+    config = options(table, train_batch_size=1, shuffle=False)
+    data = VideoDataset(config)
+    data.check()
+    gif = table.parent / "b.gif"
+    with VideoLoader(data, seed=1, noise_seed=None, last_step=3) as loader:
+        gif.write_bytes(gif.read_bytes()[:100])
+        loader.batch(1)
+        with pytest.raises(UserError, match=r"row 1 \(line 3\) of .*b.gif: .*damaged"):
+            loader.batch(2)
+
+
+def test_a_clip_that_comes_twice_in_a_batch_has_two_noises(table: Path) -> None:
+    config = options(table, train_max_samples=1, repeat=4, train_batch_size=4)
+    with VideoLoader(VideoDataset(config), seed=1, noise_seed=None, last_step=1) as loader:
+        batch = loader.batch(1)
+    assert batch.batch["row"].tolist() == [0] * 4 and len(set(batch.batch["noise_seed"].tolist())) == 4

@@ -1,0 +1,426 @@
+"""The order of training prompts: epochs, sources mixed by weight, samplers; each resumed as if never stopped."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.prompt_rows import load, make_row, write
+from trainer.data.order import BatchOrder, MixtureBatches, SamplerBatches, build_order, build_train_loader
+from trainer.data.prompts import PromptDataset
+from trainer.steps import TrainingSteps, count_steps
+from verl_lite.config import DataConfig, PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.options.data import SamplerConfig
+from verl_lite.protocol import DataProto
+
+HERE = Path(__file__)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., PromptDataset]:
+    """Rows "0", "1", ... of these sources; a number stands for so many rows."""
+
+    def build(count: int = 10, **sources: int) -> PromptDataset:
+        names = [name for name, size in (sources or {"a": count}).items() for _ in range(size)]
+        rows = [make_row(str(place), data_source=name) for place, name in enumerate(names)]
+        return load(write(tmp_path / "d.jsonl", rows))
+
+    return build
+
+
+def config_of(**data: Any) -> PPOConfig:
+    return PPOConfig(data=DataConfig(**data))
+
+
+def uids(loader: Any) -> list[list[str]]:
+    return [batch.non_tensor_batch["uid"].tolist() for batch in loader]
+
+
+def walk(
+    loader: Any, count: int, learn: Callable[[DataProto], Any] = lambda batch: None
+) -> list[tuple[list[str], Any]]:
+    """The uids of the next batches and the state after each, once the order has heard of the batch."""
+    seen: list[tuple[list[str], Any]] = []
+    while len(seen) < count:
+        for batch in loader:
+            learn(batch)
+            seen.append((batch.non_tensor_batch["uid"].tolist(), copy.deepcopy(loader.state_dict())))
+            if len(seen) == count:
+                break
+    return seen
+
+
+# --- epochs ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_every_prompt_once_in_a_new_order_each_time(make: Callable) -> None:
+    data = make()
+    loader = build_train_loader(data, config_of(train_batch_size=4))
+    first, second = uids(loader), uids(loader)
+    assert [len(batch) for batch in first] == [4, 4, 2] and len(loader) == 3
+    for epoch in (first, second):
+        assert sorted(sum(epoch, [])) == [f"train-{i}" for i in range(10)]
+    assert first != second
+    assert first == uids(build_train_loader(data, config_of(train_batch_size=4)))
+    assert first != uids(build_train_loader(data, config_of(train_batch_size=4, seed=7)))
+    in_order = uids(build_train_loader(data, config_of(train_batch_size=4, shuffle=False)))
+    assert sum(in_order, []) == [f"train-{i}" for i in range(10)]
+
+
+MIXED = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+@pytest.mark.parametrize("sources", [{}, MIXED], ids=["epochs", "mixture"])
+def test_a_loader_with_a_loaded_state_continues_as_if_never_interrupted(
+    make: Callable, stop: int, sources: dict[str, Any]
+) -> None:
+    data, config = make(a=10, b=4), config_of(train_batch_size=5, sources=sources)
+    whole = walk(build_train_loader(data, config), 12)
+    resumed = build_train_loader(data, config)
+    resumed.load_state_dict(whole[stop - 1][1])
+    assert [uid for uid, _ in walk(resumed, 12 - stop)] == [uid for uid, _ in whole[stop:]]
+
+
+def test_the_state_of_another_dataset_is_refused(make: Callable) -> None:
+    loader = build_train_loader(make(4), config_of(train_batch_size=2))
+    next(iter(loader))
+    other = build_train_loader(make(5), config_of(train_batch_size=2))
+    with pytest.raises(UserError, match="not those of the checkpoint"):
+        other.load_state_dict(loader.state_dict())
+        next(iter(other))
+
+
+# --- sources by weight -----------------------------------------------------------------------------------------------
+
+
+def sources_of(data: PromptDataset, batches: list[list[int]]) -> list[Counter[str]]:
+    return [Counter(data.row(place)["data_source"] for place in batch) for batch in batches]
+
+
+def drawn(order: BatchOrder, count: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    while len(found) < count:
+        found += list(order)
+    return found[:count]
+
+
+def test_shares_are_exact_and_what_is_rounded_is_made_up_for(make: Callable) -> None:
+    """By hand, 0.7 and 0.3 of 4 are 2.8 and 1.2: 3+1 (a is 0.2 ahead), 2.6 and 1.4: 3+1 (0.4 over, 0.6 of b is owed),
+    2.4 and 1.6: 2+2, and so on; ten batches are 28 and 12."""
+    data = make(a=12, b=6)
+    order = build_order(data, config_of(train_batch_size=4, sources=MIXED))
+    counts = sources_of(data, drawn(order, 10))
+    assert [count["a"] for count in counts] == [3, 3, 2, 3, 3, 3, 3, 2, 3, 3]
+    assert sum(counts, Counter()) == {"a": 28, "b": 12}
+
+
+@pytest.mark.parametrize(
+    "weights", [[1, 1, 1], [0.7, 0.2, 0.1], [5, 3, 2, 1, 1], [1e-3, 1], [0.123456789012345, 0.5, 3]]
+)
+def test_no_source_is_ever_a_prompt_ahead_and_all_end_at_their_share(make: Callable, weights: list[float]) -> None:
+    names = "abcde"[: len(weights)]
+    data = make(**{name: 20 for name in names})
+    sources = {name: {"weight": weight} for name, weight in zip(names, weights, strict=True)}
+    order = build_order(data, config_of(train_batch_size=7, sources=sources))
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = {name: weight / sum(exact) for name, weight in zip(names, exact, strict=True)}
+    total: Counter[str] = Counter()
+    for step, count in enumerate(sources_of(data, drawn(order, 200)), start=1):
+        total += count
+        assert sum(count.values()) == 7
+        for name, share in shares.items():
+            assert -len(weights) + 1 < total[name] - share * 7 * step < 1
+
+
+def test_sources_repeat_evenly_however_small_they_are(make: Callable) -> None:
+    data = make(a=9, b=2)
+    order = build_order(data, config_of(train_batch_size=6, sources={"a": {"weight": 1}, "b": {"weight": 2}}))
+    batches = drawn(order, 45)
+    times = Counter(place for batch in batches for place in batch)
+    assert [times[place] for place in range(9)] == [10] * 9  # 90 in ten whole passes
+    assert [times[place] for place in range(9, 11)] == [90, 90]
+
+
+def test_a_prompt_twice_in_a_batch_is_two_groups(make: Callable) -> None:
+    batch = make(3).__getitems__([2, 0, 2, 2])
+    assert batch.non_tensor_batch["uid"].tolist() == ["train-2", "train-0", "train-2+1", "train-2+2"]
+    assert batch.non_tensor_batch["index"].tolist() == [2, 0, 2, 2]
+
+
+def test_an_epoch_of_a_mixture_is_as_long_as_the_data_in_full_batches(make: Callable) -> None:
+    config = config_of(train_batch_size=4, sources=MIXED)
+    order = build_order(make(a=7, b=3), config)
+    assert [len(batch) for batch in order] == [4, 4, 4] and order.rows == 12 and len(order) == 3
+    config.trainer.total_epochs = 2
+    assert count_steps(config, order.rows) == 6
+
+
+def test_without_shuffling_a_mixture_keeps_each_sources_order(make: Callable) -> None:
+    order = build_order(
+        make(a=4, b=4), config_of(train_batch_size=4, shuffle=False, sources={"a": {"weight": 1}, "b": {"weight": 1}})
+    )
+    assert list(order) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+
+
+def test_a_source_of_weight_nought_is_left_out(make: Callable) -> None:
+    data = make(a=6, b=2)
+    order = build_order(data, config_of(train_batch_size=3, sources={"a": {"weight": 1}, "b": {"weight": 0}}))
+    assert all(place < 6 for batch in order for place in batch)
+
+
+def test_other_weights_go_on_from_where_the_sources_are(make: Callable) -> None:
+    """As with trainer.resume_allow=[data.sources]: no row of a source comes again before all of it came."""
+    data = make(a=8, b=8)
+    first = build_order(data, config_of(train_batch_size=4, sources={"a": {"weight": 1}, "b": {"weight": 1}}))
+    seen = list(islice(first, 2))
+    second = build_order(data, config_of(train_batch_size=4, sources={"a": {"weight": 3}, "b": {"weight": 1}}))
+    second.load_state_dict(first.state_dict())
+    rest = list(islice(second, 1))
+    assert len(set(sum([*seen, *rest], []))) == 12
+
+
+@pytest.mark.parametrize(
+    ("rows", "sources", "message"),
+    [
+        ({"a": 5, "b": 5}, {"a": {"weight": 1}}, "the data source 'b' of data.train_files has none: .*0 leaves it out"),
+        ({"a": 5}, {"a": {"weight": -1}}, "data.sources.a.weight=-1: expected a number of at least 0"),
+        ({"a": 5}, {"a": {"n": 0}}, "data.sources.a.n=0: expected a whole number of at least 1"),
+    ],
+)  # fmt: skip
+def test_mixtures_that_cannot_be_are_explained(
+    tmp_path: Path, make: Callable, rows: dict, sources: dict, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build_order(make(**rows), config_of(train_batch_size=4, sources=sources))
+
+
+def test_a_source_whose_rows_were_all_dropped_is_explained(tmp_path: Path) -> None:
+    rows = [make_row("1", data_source="a"), make_row("123456789", data_source="b")]
+    data = load(write(tmp_path / "d.jsonl", rows), max_prompt_length=6, filter_overlong_prompts=True)
+    with pytest.raises(UserError, match="data.sources.b.weight=1: all its prompts are longer than"):
+        build_order(data, config_of(train_batch_size=1, sources={"a": {"weight": 1}, "b": {"weight": 1}}))
+
+
+# --- samplers --------------------------------------------------------------------------------------------------------
+
+
+class Backwards:
+    """Stateless: the same positions whenever it is made."""
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
+        self.size, self.passes, self.seed = len(data_source), 0, data_config.seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        yield from np.random.default_rng([self.seed, self.passes]).permutation(self.size)[::-1]
+
+
+class Learning:
+    """Draws from as many prompts as the sum of all scores so far allows; every row's turn by counts of draws."""
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
+        self.drawn, self.open = np.zeros(len(data_source), dtype=int), 4
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self) - self.drawn.sum() % len(self)):
+            place = self.drawn[: self.open].argmin()
+            self.drawn[place] += 1
+            yield place
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        self.open = min(len(self), self.open + 1)
+        return {"open": self.open}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "open": self.open}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn, self.open = state["drawn"], state["open"]
+
+
+class Counting(Learning):
+    """Like torchdata's samplers: resets what it has given when an epoch ends."""
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
+        self.size, self.given = len(data_source), 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Any:
+        while self.given < self.size:
+            self.given += 1
+            yield self.given - 1
+        self.given = 0
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+class Random(Backwards):
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.size).tolist())  # of the global generator
+
+
+class Deaf(Backwards):
+    def update(self, batch: DataProto) -> None: ...
+
+
+class Short(Backwards):
+    def __iter__(self) -> Any:
+        return iter(range(self.size - 1))
+
+
+class Endless(Backwards):
+    def __iter__(self) -> Any:
+        return iter(range(self.size + 1))
+
+
+class Beyond(Backwards):
+    def __iter__(self) -> Any:
+        return iter(range(1, self.size + 1))
+
+
+class Texts(Backwards):
+    def __iter__(self) -> Any:
+        return iter("abcdefghijkl"[: self.size])
+
+
+class Empty(Backwards):
+    def __len__(self) -> int:
+        return 0
+
+
+class Shapeless:
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None: ...
+
+
+class OtherArguments:
+    def __init__(self, dataset: PromptDataset) -> None: ...
+
+
+def sampled(name: str, **data: Any) -> PPOConfig:
+    return config_of(**{"train_batch_size": 4, **data}, sampler=SamplerConfig(class_path=str(HERE), class_name=name))
+
+
+@pytest.mark.parametrize("name", ["Backwards", "Learning", "Counting"])
+@pytest.mark.parametrize("stop", range(1, 8))
+@pytest.mark.parametrize("rows", [10, 8])
+def test_a_sampler_is_resumed_exactly(make: Callable, name: str, stop: int, rows: int) -> None:
+    """With a state of its own or replayed; in the middle of an epoch, at its end, in a later one."""
+    data, config = make(rows), sampled(name)
+
+    def steps(state: Any = None, count: int = 8) -> list[tuple[list[str], Any]]:
+        order = build_order(data, config)
+        loader = build_train_loader(data, config, order)
+        if state is not None:
+            loader.load_state_dict(state)
+        return walk(loader, count, order.update)
+
+    whole = steps()
+    assert [batch for batch, _ in steps(whole[stop - 1][1], 8 - stop)] == [batch for batch, _ in whole[stop:]]
+
+
+def test_a_sampler_decides_what_comes_next_when_it_has_heard_of_the_step(make: Callable) -> None:
+    data, config = make(), sampled("Learning")
+    steps = TrainingSteps(config, data)
+    seen = []
+    for prompts in steps:
+        seen.append(prompts.non_tensor_batch["index"].tolist())
+        assert steps.update(prompts) == {"sampler/open": min(10, 4 + len(seen))}
+        if len(seen) == 3:
+            break
+    assert seen == [[0, 1, 2, 3], [4, 0, 1, 2], [5, 3]]  # a fifth prompt is open in the second step, then a sixth
+
+
+def test_the_seed_of_a_sampler_is_that_of_the_run(make: Callable) -> None:
+    data, config = make(), sampled("Backwards")
+    config.trainer.seed = 5
+    first = list(build_order(data, config))
+    config.data.seed = 5
+    assert first == list(build_order(data, config))
+    config.data.seed = 6
+    assert first != list(build_order(data, config))
+
+
+def test_a_samplers_epoch_may_have_another_length_than_the_data(make: Callable) -> None:
+    class Twice(Backwards):
+        def __len__(self) -> int:
+            return 2 * self.size
+
+        def __iter__(self) -> Any:
+            yield from [*range(self.size), *range(self.size)]
+
+    data = make(6)
+    order = SamplerBatches(Twice(data, DataConfig()), "Twice", len(data), 4, seed=0, fingerprint="x")
+    assert list(order) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+    assert count_steps(config_of(train_batch_size=4), order.rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Deaf", r"Deaf has update\(batch\) but not both of state_dict\(\) and load_state_dict"),
+        ("Empty", r"len\(Empty\) is 0, expected at least one"),
+        ("Shapeless", "found Shapeless without __len__; expected an object"),
+        ("OtherArguments", r"cannot be called as OtherArguments\(data_source=..., data_config=...\)"),
+        ("Nobody", "data.sampler.class_name='Nobody': .*found: .*Backwards"),
+    ],
+)
+def test_samplers_that_cannot_be_used_are_explained_before_anything_starts(
+    make: Callable, name: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build_order(make(), sampled(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Short", "an epoch of Short gave 9 positions, and its len is 10"),
+        ("Endless", "an epoch of Endless gave more positions, and its len is 10"),
+        ("Beyond", "Beyond gave 10, expected a position from 0 to 9"),
+        ("Texts", "Texts gave 'a', expected a position from 0 to 9"),
+    ],
+)
+def test_positions_that_are_none_are_explained(make: Callable, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        list(build_order(make(), sampled(name)))
+
+
+def test_a_sampler_that_cannot_be_replayed_is_refused_when_the_run_is_resumed(make: Callable) -> None:
+    data, config = make(), sampled("Random")
+    order = build_order(data, config)
+    next(iter(order))
+    resumed = build_order(data, config)
+    with pytest.raises(UserError, match="made anew, Random gives other positions.*data_config.seed"):
+        resumed.load_state_dict(order.state_dict())
+
+
+def test_a_mixture_is_what_weights_ask_for_and_answers_alone_do_not(make: Callable) -> None:
+    data = make(a=5, b=5)
+    assert isinstance(build_order(data, config_of(train_batch_size=2, sources=MIXED)), MixtureBatches)
+    assert not isinstance(build_order(data, config_of(train_batch_size=2, sources={"a": {"n": 2}})), MixtureBatches)

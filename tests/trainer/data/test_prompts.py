@@ -1,0 +1,270 @@
+"""The prompts of a run: what is served, what is refused and with which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.trainer.prompt_rows import char_tokenizer, make_row, write
+from trainer.data.prompts import PromptDataset
+from verl_lite.config import DataConfig
+from verl_lite.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return char_tokenizer()
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptDataset]:
+    def build(
+        contents_or_rows: list[Any], split: str = "train", name: str = "d.parquet", **config: Any
+    ) -> PromptDataset:
+        rows = [make_row(item, i) if isinstance(item, str) else item for i, item in enumerate(contents_or_rows)]
+        path = write(tmp_path / name, rows)
+        return PromptDataset([path], tokenizer, DataConfig(**{"max_prompt_length": 6, **config}), split=split)
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.json", "d.jsonl"])
+def test_columns_of_a_batch(make: Callable, name: str) -> None:
+    batch = make(["312", "54321"], name=name).__getitems__([1, 0])
+    # ids by hand: "0" is 1, "=" is 14, pad is 0
+    assert batch.batch["prompts"].tolist() == [[6, 5, 4, 3, 2, 14], [0, 0, 4, 2, 3, 14]]
+    assert batch.batch["prompt_mask"].tolist() == [[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]
+    columns = batch.non_tensor_batch
+    assert columns["uid"].tolist() == ["train-1", "train-0"] and columns["index"].tolist() == [1, 0]
+    assert columns["raw_prompt"][0] == [{"role": "user", "content": "54321"}]
+    assert columns["reward_model"][1]["ground_truth"] == "123"
+    assert columns["extra_info"][0] == {"index": 1} and columns["data_source"][0] == "verl_lite/sort"
+
+
+def test_template_arguments_reach_the_template(make: Callable) -> None:
+    assert make(["1"], apply_chat_template_kwargs={"mark": True})[0].batch["prompts"][0].tolist() == [
+        0,
+        0,
+        0,
+        2,
+        15,
+        14,
+    ]
+
+
+def test_several_files_count_on_and_rows_need_not_agree(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    first = write(tmp_path / "a.parquet", [make_row("1"), make_row("2")])
+    second = write(tmp_path / "b.jsonl", [make_row("3", reward_model={"ground_truth": 3}), make_row("4", ability="x")])
+    data = PromptDataset([first, second], tokenizer, DataConfig(max_prompt_length=4), split="val")
+    batch = next(data.batches())
+    assert batch.non_tensor_batch["uid"].tolist() == [f"val-{i}" for i in range(4)]
+    assert [row["ground_truth"] for row in batch.non_tensor_batch["reward_model"]] == ["1", "2", 3, "4"]
+    assert [prompt[0]["content"] for prompt in batch.non_tensor_batch["raw_prompt"]] == list("1234")
+    assert data.data_sources() == ["verl_lite/sort"] and data.row(2)["reward_model"]["ground_truth"] == 3
+
+
+def test_max_samples_takes_the_first_rows(make: Callable) -> None:
+    assert len(make(["1", "2", "3"], train_max_samples=2)) == 2
+    assert len(make(["1", "2", "3"], split="val", train_max_samples=1, val_max_samples=-1)) == 3
+
+
+def test_val_max_samples_takes_random_rows_that_are_the_same_in_every_run(make: Callable) -> None:
+    texts = [str(number) for number in range(100)]
+    data = make(texts, split="val", val_max_samples=10, seed=1)
+    index = data.__getitems__(range(10)).non_tensor_batch["index"].tolist()
+    assert len(data) == 10 and index == sorted(index) and len(set(index)) == 10
+    assert max(index) > 50, "not the first ones, which often are of one source"
+    assert make(texts, split="val", val_max_samples=10, seed=2).fingerprint() == data.fingerprint()
+    assert "10 of them are taken, at random" in data.report
+    assert len(make(texts, split="val", val_max_samples=200)) == 100
+
+
+def test_overlong_prompts_are_an_error_by_default_that_names_row_length_limit_and_remedy(make: Callable) -> None:
+    with pytest.raises(UserError) as caught:
+        make(["1", "12345678", "123456"])
+    message = str(caught.value)
+    for part in ("2 of 3", "row 1 of", "9 tokens", "data.max_prompt_length=6", "filter_overlong_prompts", "truncation"):
+        assert part in message
+
+
+def test_overlong_prompts_are_dropped_and_counted_when_asked(make: Callable) -> None:
+    data = make(["1", "12345678", "12345"], filter_overlong_prompts=True)
+    assert len(data) == 2 and "1 longer than 6 were dropped, 2 kept" in data.report
+    assert [prompt.non_tensor_batch["uid"][0] for prompt in data.batches(1)] == ["train-0", "train-2"]
+    with pytest.raises(UserError, match="leaves none of the 1"):
+        make(["12345678"], filter_overlong_prompts=True)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "45678="), ("right", "123456"), ("middle", "12378=")])
+def test_overlong_prompts_are_cut_when_asked(
+    make: Callable, tokenizer: PreTrainedTokenizerFast, side: str, kept: str
+) -> None:
+    data = make(["12345678"], truncation=side)
+    assert tokenizer.decode(data[0].batch["prompts"][0]) == kept and "1 longer than 6 were cut" in data.report
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        (
+            {"data_source": "x"},
+            ["no column 'prompt'", "columns found: data_source", "data.prompt_key", '"ground_truth"'],
+        ),
+        (make_row("1", prompt="1 + 1"), ["row 0", "'prompt'", "found text", '[{"role": "user", "content": "1 + 1"}]']),
+        (make_row("1", prompt=[{"role": "user"}]), ["expected a message like"]),
+        (make_row("1", prompt=[]), ["expected a list of chat messages"]),
+        (make_row("1", prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["not supported yet"]),
+        (make_row("1", images=["x.png"]), ["'images'", "not supported yet"]),
+        (make_row("1", reward_model={"style": "rule"}), ["'reward_model'", "ground_truth"]),
+        (make_row("1", data_source=None), ["'data_source'", "None"]),
+        (make_row("1", extra_info="text"), ["'extra_info'", "expected a dict"]),
+        (make_row("1", data_source=""), ["'data_source'", "expected a name"]),
+        (make_row("1", reward_model="2"), ["'reward_model'", "expected a dict"]),
+        (
+            make_row("1", prompt=[{"role": None, "content": "1"}]),
+            ["row 0", "a message's role is None", "expected text"],
+        ),
+        (make_row("1", prompt=[{"role": 5, "content": "1"}]), ["row 0", "a message's role is 5", "expected text"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
+def test_wrong_rows_are_explained(make: Callable, row: dict[str, Any], parts: list[str], name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make([row], name=name)
+    assert all(part in str(caught.value) for part in [name, "data.train_files", *parts]), str(caught.value)
+
+
+def test_wrong_files_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, make: Callable) -> None:
+    def load(name: str, text: str | None = None) -> None:
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        PromptDataset(str(tmp_path / name), tokenizer, DataConfig(), split="val")
+
+    with pytest.raises(UserError, match="data.val_files=.*no such file"):
+        load("none.parquet")
+    with pytest.raises(UserError, match="not a readable parquet"):
+        load("text.parquet", "hello")
+    with pytest.raises(UserError, match="line 2: not valid json"):
+        load("broken.jsonl", '{"a": 1}\n{"a":\n')
+    with pytest.raises(UserError, match="expected a file named"):
+        load("rows.csv", "a,b")
+    with pytest.raises(UserError, match="the dataset has no rows"):
+        load("empty.jsonl", "")
+    with pytest.raises(UserError, match="data.truncation='centre'"):
+        make(["1"], truncation="centre")
+
+
+BROKEN_BYTES = {
+    "half a character": (b'{"a": 1}\n{"a": "\xff"}\n', "line 2: found the byte 0xff, which is not UTF-8"),
+    "gzip": (b"\x1f\x8b\x08\x00", "line 1: found the byte 0x8b.*not compressed"),
+    "utf-16": ('{"a": 1}'.encode("utf-16"), "line 1: found the byte 0xff, which is not UTF-8"),
+    "brackets": (b"[" * 100_000, "not valid json .*recursion"),
+    "digits": (b'{"a": ' + b"9" * 10_000 + b"}", "line 1: not valid json .*digits"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_BYTES)
+def test_files_that_are_not_json_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    content, message = BROKEN_BYTES[name]
+    (tmp_path / "d.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=f"data.train_files=.*d.jsonl.*{message}"):
+        PromptDataset(str(tmp_path / "d.jsonl"), tokenizer, DataConfig(), split="train")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "d.jsonl", [make_row("12")])
+    Path(path).write_bytes(b"\xef\xbb\xbf" + Path(path).read_bytes())
+    assert len(PromptDataset(path, tokenizer, DataConfig(), split="train")) == 1
+
+
+def test_parquet_text_that_is_not_utf8_is_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([make_row("1")]), path, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"verl_lite/sort", b"verl_lite/so\xff\xff"))
+    with pytest.raises(UserError, match="data.train_files=.*not a readable parquet file.*UTF8"):
+        PromptDataset(str(path), tokenizer, DataConfig(), split="train")
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_source": None}, "'data_source': found None"),
+        ({"reward_model": None}, "expected a dict with 'ground_truth'"),
+    ],
+)
+def test_a_wrong_row_is_found_wherever_it_stands(make: Callable, name: str, changes: dict, message: str) -> None:
+    rows = [make_row("1", index=number) for number in range(1500)]
+    rows[1234] |= changes
+    with pytest.raises(UserError, match=f"row 1234 of .*{message}"):
+        make(rows, name=name)
+
+
+def test_half_a_surrogate_pair_is_refused(make: Callable) -> None:
+    with pytest.raises(UserError, match=r"row 0 of .*a message's content is '\\ud800', .*surrogate"):
+        make([make_row("1", prompt=[{"role": "user", "content": "\ud800"}])], name="d.jsonl")
+    with pytest.raises(UserError, match=r"row 0 of .*'data_source'.*surrogate"):
+        make([make_row("1", data_source="a\udfff")], name="d.jsonl")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    table = pyarrow.Table.from_pylist([make_row("1")])
+    pyarrow.parquet.write_table(table.append_column("prompt", table.column("prompt")), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match="data.train_files: .*several columns 'prompt'"):
+        PromptDataset(str(tmp_path / "d.parquet"), tokenizer, DataConfig(), split="train")
+
+
+def test_columns_of_maps_are_read_as_dicts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    table = pyarrow.Table.from_pylist([make_row("1")])
+    maps = pyarrow.array([[("ground_truth", "7")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    place = table.schema.get_field_index("reward_model")
+    pyarrow.parquet.write_table(table.set_column(place, "reward_model", maps), tmp_path / "d.parquet")
+    data = PromptDataset(str(tmp_path / "d.parquet"), tokenizer, DataConfig(), split="train")
+    assert data[0].non_tensor_batch["reward_model"][0] == {"ground_truth": "7"}
+
+
+def test_a_prompt_without_tokens_is_refused(make: Callable, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token="<pad>",
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    path = write(tmp_path / "d.jsonl", [make_row("12"), make_row("")])
+    with pytest.raises(UserError, match="data.train_files: row 1 of .* without any token"):
+        PromptDataset(path, bare, DataConfig(), split="train")
+
+
+def test_a_template_that_refuses_a_prompt_is_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    strict = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token="<pad>",
+        chat_template="{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
+        "{% endif %}{{ m.content }}{% endfor %}",
+    )
+    rows = [make_row("1"), make_row("2", prompt=[{"role": "system", "content": "be kind"}])]
+    with pytest.raises(UserError, match="be kind.*no system role.*model.tokenizer_path"):
+        PromptDataset(write(tmp_path / "d.jsonl", rows), strict, DataConfig(), split="train")
+
+
+def test_template_arguments_that_are_the_trainers_are_refused(make: Callable) -> None:
+    with pytest.raises(UserError, match="data.apply_chat_template_kwargs.tokenize=True: .*leave it out"):
+        make(["1"], apply_chat_template_kwargs={"tokenize": True})
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>")
+    with pytest.raises(UserError, match="no chat template"):
+        PromptDataset(write(tmp_path / "d.jsonl", [make_row("1")]), bare, DataConfig(), split="train")
+
+
+@pytest.mark.slow
+def test_tokenising_in_processes_gives_the_same(make: Callable) -> None:
+    contents = [str(number) for number in range(2500)]
+    one, two = make(contents), make(contents, filter_overlong_prompts_workers=2)
+    assert one.fingerprint() == two.fingerprint()

@@ -1,0 +1,316 @@
+"""Where rows may come from: folders, folders of `datasets`, hub names from the cache without network, a class."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets.packaged_modules.parquet.parquet import Parquet
+
+from tests.trainer.prompt_rows import contents, load, make_row, truths, write
+from verl_lite.errors import UserError
+
+SIMPLE = {"prompt": "question", "ground_truth": "answer"}
+
+
+def questions(*numbers: int) -> list[dict[str, Any]]:
+    return [{"question": f"{n}", "answer": f"so #### {n}"} for n in numbers]
+
+
+def numbered(*numbers: int) -> list[dict[str, Any]]:
+    return [make_row(str(number)) for number in numbers]
+
+
+# --- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_gives_the_files_of_the_split_by_their_names(tmp_path: Path) -> None:
+    write(tmp_path / "sums" / "sums_train-00000-of-00002.parquet", numbered(1))
+    write(tmp_path / "sums" / "sums_train-00001-of-00002.parquet", numbered(2))
+    write(tmp_path / "sums" / "test.jsonl", numbered(3))
+    folder = str(tmp_path / "sums")
+    assert contents(load(folder)) == ["1", "2"] and contents(load(folder, "val")) == ["3"]
+    assert contents(load(folder + "@test")) == ["3"]
+    with pytest.raises(UserError, match="data.train_files=.*no split 'dev'; there are test, train. Name one"):
+        load(folder + "@dev")
+
+
+def test_a_folder_whose_files_name_no_split_gives_them_all(tmp_path: Path) -> None:
+    write(tmp_path / "b.json", numbered(2))
+    write(tmp_path / "a.jsonl", numbered(1))
+    (tmp_path / "notes.txt").write_text("not rows")
+    assert contents(load(str(tmp_path))) == ["1", "2"] and contents(load(str(tmp_path), "val")) == ["1", "2"]
+
+
+def test_a_folder_may_keep_its_files_in_data_as_the_hub_does(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train-00000-of-00001.parquet", numbered(1))
+    write(tmp_path / "data" / "validation-00000-of-00001.parquet", numbered(2))
+    assert contents(load(str(tmp_path))) == ["1"] and contents(load(str(tmp_path), "val")) == ["2"]
+
+
+def test_a_folder_in_which_some_files_name_a_split_and_one_does_not_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", numbered(1))
+    write(tmp_path / "more.jsonl", numbered(2))
+    with pytest.raises(UserError, match=r"named after a split \(train\), and more.jsonl is not"):
+        load(str(tmp_path))
+
+
+def test_a_folder_without_the_split_of_the_option_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "test.jsonl", numbered(1))
+    with pytest.raises(UserError, match="no split called train or training; there are test"):
+        load(str(tmp_path))
+
+
+def test_a_folder_without_rows_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b")
+    with pytest.raises(UserError, match="has no parquet, json or jsonl file.*it holds rows.csv"):
+        load(str(tmp_path))
+
+
+# --- folders of datasets.save_to_disk ------------------------------------------------------------------------------
+
+
+def test_a_saved_dataset_is_read_from_its_folder_in_any_order(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(numbered(0, 1, 2, 3)).select([3, 1])  # with indices, as a shuffled one
+    rows.save_to_disk(str(tmp_path / "saved"))
+    data = load(str(tmp_path / "saved"))
+    assert contents(data) == ["3", "1"]
+    assert data.__getitems__([1, 0]).non_tensor_batch["reward_model"].tolist() == [
+        {"style": "rule", "ground_truth": "1"},
+        {"style": "rule", "ground_truth": "3"},
+    ]
+    with pytest.raises(UserError, match="the folder holds one dataset without splits; leave @test out"):
+        load(str(tmp_path / "saved") + "@test")
+
+
+def test_a_saved_dict_of_splits_gives_the_one_that_fits(tmp_path: Path) -> None:
+    made = {name: datasets.Dataset.from_list(numbered(n)) for n, name in enumerate(("train", "validation", "hard"))}
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "saved"))
+    place = str(tmp_path / "saved")
+    assert [contents(load(place)), contents(load(place, "val")), contents(load(place + "@hard"))] == [
+        ["0"],
+        ["1"],
+        ["2"],
+    ]
+
+
+def test_a_damaged_saved_dataset_is_explained(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(numbered(1)).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="not a readable folder of datasets.save_to_disk"):
+        load(str(tmp_path / "saved"))
+
+
+def test_pictures_that_only_the_features_declare_are_refused(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {"question": datasets.Value("string"), "answer": datasets.Value("string"), "figure": datasets.Image()}
+    )
+    picture = {"bytes": b"x", "path": None}
+    rows = datasets.Dataset.from_list([{"question": "1", "answer": "1", "figure": picture}], features=features)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="row 0 of .*column 'figure' is not empty .*not supported yet"):
+        load(str(tmp_path / "saved"), columns=SIMPLE, data_source="sums")
+
+
+# --- the hub -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cached_gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of `datasets` as one leaves it that has loaded openai/gsm8k once: two configs, two splits."""
+    root = tmp_path_factory.mktemp("hub")
+    cache = root / "cache"
+    for config, first in (("main", 10), ("socratic", 20)):
+        files = {
+            split: [write(root / config / f"{split}.parquet", questions(first + place, first + place + 1))]
+            for place, split in enumerate(("train", "test"))
+        }
+        made = Parquet(cache_dir=str(cache), dataset_name="gsm8k", config_name=config, hash="0123abc", data_files=files)
+        made.download_and_prepare()
+        wanted = cache / "openai___gsm8k" / config  # where a download has it
+        wanted.parent.mkdir(exist_ok=True)
+        shutil.move(str(Path(made.cache_dir).parents[1]), wanted)
+    return cache
+
+
+@pytest.fixture
+def offline(cached_gsm8k: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cached_gsm8k)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    yield
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_hub_name_is_read_from_the_cache_and_is_the_data_source() -> None:
+    regex = "#### (-?[0-9.,]+)"
+    data = load("openai/gsm8k:main", columns=SIMPLE, ground_truth_regex=regex)
+    assert contents(data) == ["10", "11"] and truths(data) == ["10", "11"]
+    assert data.data_sources() == ["openai/gsm8k"] and "2 prompts" in data.report
+    assert contents(load("openai/gsm8k:main", "val", columns=SIMPLE)) == ["11", "12"]
+    assert contents(load("openai/gsm8k:socratic@test", columns=SIMPLE)) == ["21", "22"]
+
+
+@pytest.mark.usefixtures("offline")
+def test_hub_names_and_files_stand_in_one_list(tmp_path: Path) -> None:
+    file = write(tmp_path / "more.jsonl", [{**row, "data_source": "mine"} for row in questions(1)])
+    data = load(["openai/gsm8k:main", file], columns=SIMPLE)
+    assert contents(data) == ["10", "11", "1"] and data.data_sources() == ["mine", "openai/gsm8k"]
+    assert data[2].non_tensor_batch["uid"].tolist() == ["train-2"]
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (
+            "openai/gsm8k",
+            "multiple .*(main|socratic), (main|socratic).*A config is named .* openai/gsm8k:NAME",
+        ),
+        ("openai/gsm8k:hard", "config 'hard'.*main.*socratic"),
+        ("openai/gsm8k:main@dev", "no split 'dev'; there are test, train. Name one.*openai/gsm8k:main@NAME"),
+        (
+            "nobody/nothing",
+            r"data.train_files='nobody/nothing': there is no such file or folder .*no dataset of that name on the "
+            r"Hugging Face hub or in the cache .*Couldn't reach.*to_parquet\(FILE\)",
+        ),
+    ],
+)
+def test_hub_names_that_lead_nowhere_are_explained(place: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        load(place, columns=SIMPLE)
+
+
+@pytest.mark.usefixtures("offline")
+def test_columns_of_a_hub_dataset_that_look_known_come_with_the_setting_to_give() -> None:
+    with pytest.raises(UserError) as caught:
+        load("openai/gsm8k:main")
+    setting = "data.columns='{prompt: question, ground_truth: answer}'"
+    assert setting in str(caught.value) and "data.data_source" not in str(caught.value)
+
+
+def test_a_folder_laid_out_like_a_repository_of_the_hub_has_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    repository = tmp_path / "sums"
+    write(repository / "easy" / "train.parquet", questions(1))
+    write(repository / "hard" / "train.parquet", questions(2))
+    (repository / "README.md").write_text(
+        "---\nconfigs:\n- config_name: easy\n  data_files: easy/*.parquet\n"
+        "- config_name: hard\n  data_files: hard/*.parquet\n---\n"
+    )
+    assert contents(load(f"{repository}:hard", columns=SIMPLE, data_source="sums")) == ["2"]
+    assert contents(load(f"{repository}:easy@train", columns=SIMPLE, data_source="sums")) == ["1"]
+
+
+def test_what_is_neither_a_file_nor_a_hub_name_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file .*owner/name:config@split"):
+        load("nowhere")
+    with pytest.raises(UserError, match="no such file"):
+        load("owner/name.parquet")
+
+
+# --- the user's class ----------------------------------------------------------------------------------------------
+
+CLASSES = '''
+import torch
+
+
+class Sums:
+    """Questions made on the spot."""
+
+    def __init__(self, data_files, tokenizer, config):
+        self.files, self.limit = data_files, config.max_prompt_length
+        assert tokenizer.pad_token_id == 0
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"data_source": self.files[0], "prompt": [{"role": "user", "content": str(index)}],
+                "reward_model": {"ground_truth": str(self.limit)}}
+
+
+class LikeVerl(Sums):
+    def __init__(self, data_files, tokenizer, processor, config, max_samples=-1):
+        super().__init__(data_files, tokenizer, config)
+        assert processor is None
+        self.most = max_samples
+
+    def __len__(self):
+        return 3 if self.most < 0 else self.most
+
+
+class Processed(Sums):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "input_ids": torch.zeros(3)}
+
+
+class Hooked(Sums):
+    def on_batch_end(self, batch):
+        pass
+
+
+class Lazy:
+    def __iter__(self):
+        return iter(())
+
+
+class Texts(Sums):
+    def __getitem__(self, index):
+        return "a text"
+
+
+class Wrong(Sums):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "prompt": "1+1"}
+'''
+
+
+@pytest.fixture
+def classes(tmp_path: Path) -> str:
+    (tmp_path / "classes.py").write_text(CLASSES)
+    return str(tmp_path / "classes.py")
+
+
+def custom(path: str, name: str | None) -> Any:
+    from verl_lite.options.data import CustomClassConfig
+
+    return CustomClassConfig(path=path, name=name)
+
+
+@pytest.mark.parametrize(("name", "most", "count"), [("Sums", -1, 3), ("LikeVerl", 2, 2)])
+def test_a_class_of_rows_is_a_dataset(classes: str, name: str, most: int, count: int) -> None:
+    data = load(["made up"], custom_cls=custom(classes, name), train_max_samples=most)
+    assert contents(data) == ["0", "1", "2"][:count] and truths(data) == ["32"] * count
+    assert data.data_sources() == ["made up"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Processed", "tensor in 'input_ids': the class gives processed items, as verl's RLHFDataset.*items are rows"),
+        ("Hooked", "on_batch_end would not be called.*data.sampler.class_path"),
+        ("Lazy", "found Lazy without __len__ or __getitem__, expected a sequence of rows"),
+        ("Texts", "row 0 of Texts of .* is 'a text', expected a dict"),
+        ("Wrong", "row 0 of Wrong of .*column 'prompt': found text"),
+        ("Nobody", "data.custom_cls.name='Nobody': .*found: Hooked, Lazy, LikeVerl"),
+    ],
+)
+def test_a_class_that_gives_something_else_is_explained(classes: str, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(["x"], custom_cls=custom(classes, name))
+
+
+def test_a_class_may_stand_in_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "my_sums.py").write_text(CLASSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(load(["x"], custom_cls=custom("pkg://my_sums", "Sums"))) == 3
+    with pytest.raises(UserError, match="data.custom_cls.path='pkg://my_summs': No module named"):
+        load(["x"], custom_cls=custom("pkg://my_summs", "Sums"))
+    with pytest.raises(UserError, match="data.custom_cls.path=.*no such file"):
+        load(["x"], custom_cls=custom(str(tmp_path / "none.py"), "Sums"))

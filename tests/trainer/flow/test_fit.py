@@ -1,0 +1,246 @@
+"""`RewardFlowTrainer.fit` with fake workers: the order of calls, what is due, checkpoints, resume, stop, validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.flow.actor import AdapterExport, FlowActorRole
+from trainer.flow.reward_flow import RewardFlowTrainer
+from trainer.flow.steps import ClipSteps, count_steps, refuse_other_clips
+from trainer.saving import Savable, Saver
+from verl_lite.errors import UserError
+from verl_lite.metrics import Metric
+from verl_lite.options.diffusion import RewardFlowConfig
+from verl_lite.protocol import DataProto
+
+CLIPS, FRAMES, SIDE = 3, 2, 4
+
+
+def clips(step: int, rows: list[int]) -> DataProto:
+    prompts = np.empty(len(rows), dtype=object)
+    prompts[:] = [f"clip {row}" for row in rows]
+    columns = {
+        "video": torch.zeros(len(rows), FRAMES, 3, SIDE, SIDE),
+        "noise_seed": torch.tensor([100 * step + row for row in rows]),
+        "row": torch.tensor(rows),
+    }
+    batch = DataProto.from_dict(columns, non_tensors={"prompt": prompts})
+    batch.meta_info["global_step"] = step
+    return batch
+
+
+class FakeGroup:
+    """Workers that note their calls. The weight is how many steps were trained; a sample's score is 0.1 times it."""
+
+    world_size = 2
+
+    def __init__(self, without_face: tuple[int, ...] = ()) -> None:
+        self.calls: list[str] = []
+        self.weight, self.without_face = 0, without_face
+        self.trained: list[tuple[list[int], list[bool], int]] = []
+        self.kept: DataProto | None = None
+
+    def train_step(self, data: DataProto) -> DataProto:
+        self.calls.append(f"train {data.meta_info['global_step']}")
+        [[mini_batch]] = data.meta_info["schedule"]
+        rows, padding = data.batch["row"].tolist(), data.batch["is_padding"].tolist()
+        self.trained.append((rows, padding, mini_batch.num_tokens))
+        real = data.batch["row"][~data.batch["is_padding"]]
+        self.kept = DataProto.from_dict(
+            {"row": real, "frames": real.float().view(-1, 1, 1, 1, 1).expand(-1, 2, 3, 4, 4)}
+        )
+        self.weight += 1
+        parts = [Metric.mean(1.0, 4), Metric.mean(3.0, 4)]  # two ranks
+        return DataProto(meta_info={"metrics": {"actor/face_score": parts}})
+
+    def sample(self, data: DataProto) -> DataProto:
+        self.calls.append("sample")
+        rows = data.batch["row"]
+        return DataProto.from_dict(
+            {
+                "frames": rows.float().view(-1, 1, 1, 1, 1).expand(-1, FRAMES, 3, SIDE, SIDE) + self.weight,
+                "face_score": torch.full((len(rows),), 0.1 * self.weight),
+                "counted": torch.tensor([float(row not in self.without_face) for row in rows.tolist()]),
+            }
+        )
+
+    def last_frames(self) -> list[DataProto]:
+        self.calls.append("last_frames")
+        assert self.kept is not None
+        return [self.kept[:2], self.kept[2:], DataProto()]  # a rank whose rows are all padding has none
+
+    def save_checkpoint(self, folder: str, background: bool) -> None:
+        self.calls.append("save")
+        Path(folder).mkdir()
+        (Path(folder) / "weight").write_text(str(self.weight))
+
+    def finish_save(self) -> None:
+        self.calls.append("finish_save")
+
+    def load_checkpoint(self, folder: str) -> None:
+        self.calls.append("load")
+        self.weight = int((Path(folder) / "weight").read_text())
+
+    def export_lora(self, folder: str) -> None:
+        self.calls.append("export")
+        Path(folder).mkdir()
+        (Path(folder) / "pytorch_lora_weights.safetensors").touch()
+
+
+class FakeTracking:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.notes: list[str] = []
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((step, dict(metrics)))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class FakeVideos:
+    def __init__(self) -> None:
+        self.written: dict[str, float] = {}
+
+    def write(self, name: str, video: torch.Tensor) -> bool:
+        assert video.shape == (FRAMES, 3, SIDE, SIDE)
+        self.written[name] = float(video.mean())
+        return True
+
+
+class FakeLoader:
+    def batch(self, step: int) -> DataProto:
+        return clips(step, list(range(CLIPS)))
+
+
+class Run:
+    """A trainer of fake parts, and these."""
+
+    def __init__(self, run_dir: Path, group: FakeGroup | None = None, total: int = 3, **settings: Any) -> None:
+        config = RewardFlowConfig()
+        for name, value in ({"save_freq": 0, "video_freq": 0, "test_freq": 0} | settings).items():
+            assert hasattr(config.trainer, name), name
+            setattr(config.trainer, name, value)
+        self.group, self.tracking, self.videos = group or FakeGroup(), FakeTracking(), FakeVideos()
+        fake: Any = self.group
+        tracking: Any = self.tracking
+        actor = FlowActorRole(fake, config)
+        learners: dict[str, Savable] = {"actor": actor, "lora": AdapterExport(fake)}
+        self.trainer = RewardFlowTrainer(
+            config,
+            actor=actor,
+            steps=ClipSteps(FakeLoader(), total=total, steps_per_epoch=2, dataset="same"),
+            validation=clips(0, [0, 1]),
+            videos=self.videos,
+            tracking=tracking,
+            saver=Saver(run_dir, config.trainer, learners, 0, self.tracking.notes.append),
+            run_dir=run_dir,
+        )
+
+
+def test_a_step_is_one_call_of_the_workers(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    result = run.trainer.fit()
+    assert run.group.calls == ["train 1", "train 2", "train 3"]
+    assert (result.before, result.after, result.checkpoint, result.stopped) == ({}, {}, None, False)
+    steps = [step for step, _ in run.tracking.logged]
+    first = run.tracking.logged[0][1]
+    assert steps == [1, 2, 3] and first["actor/face_score"] == 0.5  # (1 + 3) / (4 + 4)
+    assert {"timing_s/step", "timing_s/data", "timing_s/train", "perf/samples_per_second"} <= set(first)
+    assert [metrics["training/epoch"] for _, metrics in run.tracking.logged] == [0, 0, 1]
+
+
+def test_rows_are_planned_for_all_ranks_and_padding_does_not_count(tmp_path: Path) -> None:
+    run = Run(tmp_path, total=1)
+    run.trainer.fit()
+    [(rows, padding, samples)] = run.group.trained
+    assert samples == CLIPS and len(rows) == 4 and sum(padding) == 1  # three rows on two ranks
+    assert sorted(row for row, is_padding in zip(rows, padding, strict=True) if not is_padding) == [0, 1, 2]
+
+
+def test_videos_are_the_steps_own_samples(tmp_path: Path) -> None:
+    run = Run(tmp_path, video_freq=2)
+    run.trainer.fit()
+    assert run.group.calls == ["train 1", "train 2", "last_frames", "train 3", "last_frames"]  # the last step counts
+    assert run.videos.written == {f"step_{step}/row_{row}": float(row) for step in (2, 3) for row in range(CLIPS)}
+
+
+def test_the_same_clips_are_sampled_before_and_after(tmp_path: Path) -> None:
+    run = Run(tmp_path, test_freq=-1)
+    result = run.trainer.fit()
+    assert run.group.calls == ["sample", "train 1", "train 2", "train 3", "sample"]
+    name = "val-core/cosine_identity/reward/mean@1"
+    assert result.before[name] == 0 and result.after[name] == pytest.approx(0.3)
+    assert result.first is not None and result.last is not None
+    assert result.first.batch["frames"].mean((1, 2, 3, 4)).tolist() == [0, 1]  # in the order of the rows
+    assert result.last.batch["frames"].mean((1, 2, 3, 4)).tolist() == [3, 4]
+    assert run.tracking.logged[0] == (0, result.before) and name in run.tracking.logged[-1][1]
+
+
+def test_samples_without_a_face_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    result = Run(tmp_path / "a", FakeGroup(without_face=(1,)), test_freq=-1).trainer.fit()
+    assert result.after["val-core/cosine_identity/reward/mean@1"] == pytest.approx(0.3)
+    assert result.after["val-aux/cosine_identity/no_face_frac"] == 0.5
+    result = Run(tmp_path / "b", FakeGroup(without_face=(0, 1)), test_freq=-1).trainer.fit()
+    assert result.after == {"val-aux/cosine_identity/no_face_frac": 1.0}
+
+
+def test_a_resumed_run_goes_on_and_has_its_before_from_the_untrained_model(tmp_path: Path) -> None:
+    Run(tmp_path, total=2, save_freq=-1).trainer.fit()
+    again = Run(tmp_path, total=4, save_freq=-1, test_freq=-1, resume_mode="auto")
+    result = again.trainer.fit()
+    calls = ["sample", "load", "train 3", "train 4", "sample", "save", "export", "finish_save"]
+    assert again.group.calls == calls and again.group.weight == 4
+    name = "val-core/cosine_identity/reward/mean@1"
+    assert result.before[name] == 0 and result.after[name] == pytest.approx(0.4)
+    assert [step for step, _ in again.tracking.logged] == [3, 4, 4]  # the untrained model's was logged at step 0 before
+    assert result.checkpoint == tmp_path / "global_step_4"
+    assert (tmp_path / "global_step_4" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_checkpoints_come_last_in_a_step_and_old_ones_go(tmp_path: Path) -> None:
+    run = Run(tmp_path, save_freq=1, max_actor_ckpt_to_keep=1)
+    run.trainer.fit()
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_3"]
+    save = ["save", "export", "finish_save"]
+    assert run.group.calls == ["train 1", *save, "train 2", *save, "train 3", *save]
+
+
+def test_a_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, save_freq=-1, test_freq=-1)
+    train, group = run.group.train_step, run.group
+
+    def train_and_stop(data: DataProto) -> DataProto:
+        run.trainer.steps.stop()
+        return train(data)
+
+    group.train_step = train_and_stop  # type: ignore[method-assign]
+    result = run.trainer.fit()
+    assert result.stopped and result.checkpoint == tmp_path / "global_step_1" and result.last is None
+    assert group.calls == ["sample", "train 1", "save", "export", "finish_save"]
+
+
+def test_steps_of_epochs_and_of_a_limit() -> None:
+    config = RewardFlowConfig()
+    config.trainer.total_epochs = 3
+    assert count_steps(config, 4) == 12
+    config.trainer.total_training_steps = 5
+    assert count_steps(config, 4) == 5
+
+
+def test_other_clips_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    Run(tmp_path, total=1, save_freq=-1).trainer.fit()
+    config = RewardFlowConfig()
+    refuse_other_clips(config, tmp_path, "other")  # not asked to resume
+    config.trainer.resume_mode = "auto"
+    refuse_other_clips(config, tmp_path, "same")
+    with pytest.raises(UserError, match=r"not those of .*global_step_1: their fingerprint is other.*checkpoint same"):
+        refuse_other_clips(config, tmp_path, "other")
+    config.trainer.resume_allow = ["data.train_files"]
+    refuse_other_clips(config, tmp_path, "other")

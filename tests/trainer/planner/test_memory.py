@@ -1,0 +1,149 @@
+"""Memory by hand: shapes against published counts and the modules themselves, and bytes worked out on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from trainer.planner.memory import (
+    HeldNetwork,
+    Pass,
+    engine_weights,
+    forward_only,
+    kv_bytes_per_token,
+    layer_activations,
+    logits_bytes,
+    sync_bytes,
+    training_pass,
+)
+from trainer.planner.model_shape import LIKE, ModelShape, config_like, shape_of
+from verl_lite.errors import UserError
+
+# the models' own pages on the Hugging Face hub (number of parameters of the safetensors files)
+PUBLISHED = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+}
+SEVEN = shape_of(config_like("qwen2.5-7b"))
+SMALL = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, inner=16, vocab=100)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name: str) -> None:
+    assert shape_of(config_like(name)).parameters == PUBLISHED[name]
+
+
+def test_every_name_has_a_shape() -> None:
+    assert all(shape_of(config_like(name)).parameters > 4e8 for name in LIKE)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_modules(tied: bool) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 70,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "tie_word_embeddings": tied,
+    }
+    for config, model in ((Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)):
+        made = config(**sizes)
+        with torch.device("meta"):
+            network = model(made)
+        found = shape_of(made.to_dict() | {"head_dim": getattr(made, "head_dim", None)})
+        assert found.parameters == sum(parameter.numel() for parameter in network.parameters())
+        layer = network.model.layers[0]
+        assert found.layer_parameters == sum(parameter.numel() for parameter in layer.parameters())
+
+
+def test_an_unknown_name_gets_the_nearest_and_a_config_without_sizes_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"--like qwen2\.5-8b: expected one of .*; did you mean qwen2\.5-7b\?"):
+        config_like("qwen2.5-8b")
+    with pytest.raises(UserError, match="has no num_hidden_layers, .*--like"):
+        shape_of({"model_type": "mamba", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9})
+
+
+def test_seven_billion_parameters_on_eight_ranks() -> None:
+    """fp32 masters and moments, bf16 compute: 4 P / 8, 8 P / 8 and 4 P / 8 bytes on each rank."""
+    network = HeldNetwork(SEVEN, ranks=8, compute=2, trained=SEVEN.parameters)
+    assert network.weights == 3_807_808_256
+    assert network.moments == 7_615_616_512
+    assert network.sharded_gradients == 3_807_808_256
+    # embedding and output layer of 152064 x 3584 each, the last norm, and two layers of 233,057,792, in bf16
+    assert network.gathered == 2 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
+    # several micro-batches: whole gradients on every rank, in fp32, whatever the number of ranks
+    assert network.whole_gradients(2) == 4 * 7_615_616_512
+    assert network.whole_gradients(1) == 6 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
+    assert replace(network, reduce=2).whole_gradients(2) == 2 * 7_615_616_512
+    frozen = replace(network, trained=0)
+    assert (frozen.weights, frozen.moments) == (2 * 7_615_616_512 / 8, 0)
+
+
+def test_an_adapter_costs_moments_for_itself_alone() -> None:
+    # rank 16: query 3584+3584, output the same, key and value 3584+512 each, three times 3584+18944 for the MLP
+    adapter = SEVEN.adapter_parameters(16)
+    assert adapter == 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    network = HeldNetwork(SEVEN, ranks=1, compute=2, trained=adapter, adapter=adapter)
+    assert network.weights == 2 * SEVEN.parameters + 4 * adapter
+    assert network.moments == 8 * adapter
+
+
+def test_keys_and_values_of_a_token() -> None:
+    assert kv_bytes_per_token(SEVEN, 2) == 57_344  # 2 x 28 layers x 4 heads x 128 x 2 bytes
+    assert kv_bytes_per_token(SEVEN, 2, tensor_parallel=2) == 28_672
+    assert kv_bytes_per_token(SEVEN, 2, tensor_parallel=8) == 14_336, "four heads: two devices have the same one"
+    assert engine_weights(SEVEN, 2, tensor_parallel=2) == 7_615_616_512
+
+
+def test_activations_of_a_layer() -> None:
+    """Of each of 10 tokens, in fp32: two norms of 3 x 8; query, output and its copy of 8 each, key and value of 4; four
+    times 16 in the MLP."""
+    run = Pass(tokens=10, predicted=5, chunk=1024, size=4)
+    assert layer_activations(SMALL, run) == 10 * 4 * (2 * 3 * 8 + 3 * 8 + 2 * 4 + 4 * 16)
+    # in bf16 a norm keeps its input in fp32
+    assert layer_activations(SMALL, replace(run, size=2)) == 10 * (2 * 8 * 8 + 2 * (3 * 8 + 2 * 4 + 4 * 16))
+
+
+def test_gradient_checkpointing_keeps_a_layers_input() -> None:
+    network = HeldNetwork(SMALL, ranks=1, compute=4, trained=SMALL.parameters)
+    run = Pass(tokens=1000, predicted=10, chunk=1024, size=4)
+    ends = 1000 * 3 * 8 * 4
+    with_it = training_pass(network, run, 1, checkpointing=True)["kept activations"]
+    assert with_it == 2 * 1000 * 8 * 4 + ends
+    without = training_pass(network, run, 1, checkpointing=False)["kept activations"]
+    assert without == 2 * layer_activations(SMALL, run) + ends
+
+
+def test_logits_exist_in_chunks() -> None:
+    shape = replace(SMALL, vocab=100_000)
+    run = Pass(tokens=9000, predicted=4000, chunk=1024, size=4)
+    assert logits_bytes(shape, run) == 1024 * 100_000 * 4
+    assert logits_bytes(shape, replace(run, predicted=50)) == 50 * 100_000 * 4
+    assert logits_bytes(shape, replace(run, predicted=83, chunk=8)) == 83 * 100_000 * 4, "up to 32 MiB they are kept"
+    assert logits_bytes(shape.as_scorer(), run) == 0
+    more = forward_only(HeldNetwork(shape, 1, 4), replace(run, entropy=True))["logits"]
+    assert more - forward_only(HeldNetwork(shape, 1, 4), run)["logits"] == logits_bytes(shape, run)
+
+
+def test_a_weight_update_holds_a_bucket_twice_and_this_ranks_part() -> None:
+    network = HeldNetwork(SEVEN, ranks=8, compute=2, trained=SEVEN.parameters)
+    bucket = 2048 << 20
+    assert sync_bytes(network, bucket) == bucket * (2 + 1 / 8)
+    assert sync_bytes(network, 1 << 20) == 2 * 152064 * 3584 * (2 + 1 / 8), "a bucket holds the largest tensor"
+    assert sync_bytes(replace(network, ranks=1, compute=4), bucket) == 0, "one rank hands its own tensors over"

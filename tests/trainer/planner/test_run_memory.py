@@ -1,0 +1,177 @@
+"""The plan of a run: phases by hand, offload and sleep, what to change, disk, and the command's text and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.planner.command import run
+from trainer.planner.model_shape import ModelShape, config_like, shape_of
+from trainer.planner.remedies import remedies, together
+from trainer.planner.report import expected_rows, measured_line, stage_seconds
+from trainer.planner.run_memory import Networks, checkpoint_disk, memory_plan
+from trainer.planner.step_time import Efficiency, accelerator
+from trainer.planner.table import GIB
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+
+SEVEN = shape_of(config_like("qwen2.5-7b"))
+SEVENTY = shape_of(config_like("llama-3.1-70b"))
+PARAMETERS = 7_615_616_512
+H100, CPU = accelerator("h100"), accelerator("cpu")
+
+
+def grpo() -> PPOConfig:
+    """256 prompts x 8 samples of at most 512 + 1536 tokens, eight devices, four mini-batches."""
+    config = PPOConfig()
+    config.rollout.name, config.rollout.n = "vllm", 8
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size = 256, 64
+    config.data.max_prompt_length, config.data.max_response_length = 512, 1536
+    config.trainer.n_gpus_per_node = 8
+    return config
+
+
+def test_phases_of_seven_billion_parameters_on_eight_devices() -> None:
+    plan = memory_plan(grpo(), Networks(SEVEN), 8, H100)
+    assert plan.always == {"actor: weights": PARAMETERS / 2, "actor: AdamW's moments": PARAMETERS}
+    phases = {phase.name: phase for phase in plan.phases}
+    assert list(phases) == ["rollout", "old log-probs", "update", "weight sync"]
+    # half of 80 GB is the engine's: 15.2 GB of weights, its step, and the rest for keys and values
+    assert phases["rollout"].total == pytest.approx(0.5 * 80e9)
+    assert phases["rollout"].parts["engine: weights"] == 2 * PARAMETERS
+    assert plan.sequences == phases["rollout"].parts["engine: KV cache"] // (57_344 * 2048)
+    # 64 x 8 / 8 rows of 2048 tokens, 16384 tokens at a time: 8 micro-batches, so gradients add up whole
+    assert plan.micro_batches == 8
+    assert phases["update"].parts["gradients before their reduction"] == 4 * PARAMETERS
+    assert "engine: weights" not in phases["update"].parts, "the engine sleeps"
+    assert plan.worst.name == "update"
+
+
+def test_what_is_offloaded_comes_for_its_phase_and_is_on_the_host_else() -> None:
+    config = grpo()
+    config.actor.fsdp_config.param_offload = config.actor.fsdp_config.optimizer_offload = True
+    plan = memory_plan(config, Networks(SEVEN), 8, H100)
+    assert plan.always == {}
+    assert plan.host == {"actor: weights": PARAMETERS / 2, "actor: AdamW's moments": PARAMETERS}
+    phases = {phase.name: phase.parts for phase in plan.phases}
+    assert phases["update"]["AdamW's moments, from the host"] == PARAMETERS
+    assert phases["weight sync"]["weights, from the host"] == PARAMETERS / 2
+    assert "AdamW's moments, from the host" not in phases["weight sync"]
+    on_cpu = memory_plan(config, Networks(SEVEN), 8, CPU)
+    assert sum(on_cpu.always.values()) == 1.5 * PARAMETERS and not on_cpu.host, "on a CPU nothing moves"
+
+
+def test_an_engine_that_does_not_sleep_is_there_in_every_phase() -> None:
+    config = grpo()
+    config.rollout.free_cache_engine = False
+    plan = memory_plan(config, Networks(SEVEN), 8, H100)
+    assert all("engine: KV cache" in phase.parts for phase in plan.phases)
+
+
+def test_reference_critic_and_reward_model_are_held_beside() -> None:
+    config = grpo()
+    config.actor.use_kl_loss, config.reward_model.enable = True, True
+    config.algorithm.adv_estimator = "gae"
+    scorer = SEVEN.as_scorer()
+    plan = memory_plan(config, Networks(SEVEN, scorer, scorer), 8, H100)
+    assert plan.always["reference: weights"] == 2 * PARAMETERS / 8
+    of_scorer = PARAMETERS - 152_064 * 3584 + 3584
+    assert plan.always["reward model: weights"] == 2 * of_scorer / 8
+    assert plan.always["critic: AdamW's moments"] == of_scorer
+    names = ["rollout", "reward model", "old log-probs", "reference log-probs", "values", "critic update"]
+    assert [phase.name for phase in plan.phases] == [*names, "update", "weight sync"]
+
+
+def test_changes_are_sorted_by_what_they_give_and_planned_anew() -> None:
+    config, networks = grpo(), Networks(SEVENTY)
+    found = remedies(config, networks, 8, H100, 80e9)
+    numbers = [remedy.device_bytes for remedy in found]
+    assert numbers == sorted(numbers)
+    assert numbers[0] < memory_plan(config, networks, 8, H100).device_bytes
+    by_keys = {remedy.keys: remedy.device_bytes for remedy in found}
+    config.model.lora_rank = 32
+    assert by_keys[("model.lora_rank=32",)] == memory_plan(config, networks, 8, H100).device_bytes
+
+
+def test_several_changes_together_where_one_is_not_enough() -> None:
+    config, networks = grpo(), Networks(SEVENTY)
+    config.trainer.nnodes = 2
+    found = remedies(config, networks, 16, H100, 80e9)
+    both = together(config, networks, H100, 80e9, found)
+    assert both is not None and both.device_bytes <= 80e9
+
+
+def test_disk_is_weights_and_moments_of_what_learns() -> None:
+    config = grpo()
+    config.trainer.save_freq, config.trainer.max_actor_ckpt_to_keep = 10, 2
+    assert checkpoint_disk(config, Networks(SEVEN), 100) == (12 * PARAMETERS, 3)  # two, and the one being written
+    config.trainer.save_freq = 0
+    assert checkpoint_disk(config, Networks(SEVEN), 100)[1] == 0
+
+
+def test_twice_the_devices_halve_the_passes() -> None:
+    config, networks = grpo(), Networks(SEVEN)
+    one = stage_seconds(config, networks, 8, H100, Efficiency())
+    two = stage_seconds(config, networks, 16, H100, Efficiency())
+    assert two["old log-probs"] == pytest.approx(one["old log-probs"] / 2)
+    assert two["update"] == pytest.approx(one["update"] / 2)
+    short = stage_seconds(config, networks, 8, H100, Efficiency(), response_length=100)
+    assert short["generation: answers"] < one["generation: answers"] / 15
+
+
+def folder_with_config(tmp_path: Path) -> str:
+    sizes = config_like("qwen2.5-0.5b") | {"num_hidden_layers": 2, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    return str(tmp_path)
+
+
+def test_the_command_plans_a_cluster_from_a_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["rollout.n=8", "trainer.n_gpus_per_node=8", "trainer.nnodes=16"]
+    options.append(f"model.path={folder_with_config(tmp_path)}")
+    assert run(options) == 0
+    text = capsys.readouterr().out
+    assert "on 128 x h100 in 16 machines" in text and "fits 74.5 GiB" in text and "a step" in text
+    assert run([*options, "--memory_gb", "2", "rollout.name=vllm"]) == 1
+    assert "enough" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--like", "qwen2.5-7b", "--device", "b200"], "--device b200: expected one of h100"),
+        (["--like", "qwen-7b"], r"--like qwen-7b: expected one of .*did you mean qwen"),
+        (["--like", "qwen2.5-7b", "model.path=somewhere"], "contradict each other"),
+        (["--like", "qwen2.5-7b", "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
+        (["--like", "qwen2.5-7b", "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
+        (["--like", "qwen2.5-7b", "trainer.nodes=2"], "nnodes"),
+        ([], "model.path=null: expected a folder with config.json, or --like"),
+    ],
+)
+def test_wrong_input_is_a_sentence(options: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        run(options)
+
+
+def test_a_folder_without_config_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config\.json, from which memory is planned"):
+        run([f"model.path={tmp_path}"])
+
+
+def test_a_run_tells_what_it_expects_and_what_was_measured(tmp_path: Path) -> None:
+    config = grpo()
+    config.trainer.device, config.rollout.name = "cpu", "hf"
+    [unknown] = expected_rows(config, 1, 10)
+    assert unknown.value == "?"
+    config.model.path = folder_with_config(tmp_path)
+    memory, disk = expected_rows(config, 1, 10)
+    assert memory.value.endswith(" GiB") and "1 checkpoint of" in disk.options
+    assert measured_line(config, 1, tmp_path) == ""
+    (tmp_path / "metrics.jsonl").write_text('{"actor/perf/host_peak_gb": 2.0}\n{"actor/perf/host_peak_gb": 4.0}\n')
+    line = measured_line(config, 1, tmp_path)
+    assert line.startswith("Memory of the fullest worker: 4.00 GiB measured, ")
+    expected = memory_plan(config, Networks(ModelShape(896, 2, 14, 2, 64, 4864, 1000, True, True)), 1, CPU)
+    assert f"{expected.device_bytes / GIB:.2f} expected" in line

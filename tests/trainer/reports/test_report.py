@@ -1,0 +1,195 @@
+"""The page of trainer.report (safe with what models write, bounded in size, for any kind of run); trainer.inspect."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run
+from trainer import inspect, report
+from trainer.reports import run_data
+from trainer.reports.page_data import MAX_POINTS, page_data
+from trainer.reports.run_data import read_run
+from trainer.sample_files import SampleFiles
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of each script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self._is_in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._is_in_script = tag == "script"
+        if self._is_in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._is_in_script:
+            self.scripts[-1] += data
+
+    @property
+    def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.scripts[0])
+        return found
+
+
+def page_of(*folders: Path) -> Page:
+    out = report.write_report(folders, folders[0] / "out.html")
+    return Page(out.read_text(encoding="utf-8"))
+
+
+def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "<b>a</b>"))
+    assert [tag for tag, _ in page.tags].count("script") == 2 and "img" not in [tag for tag, _ in page.tags]
+    assert HOSTILE in [row[7] for row in page.data["samples"]]
+    assert "innerHTML" not in page.scripts[1] and "insertAdjacentHTML" not in page.scripts[1]
+
+
+def test_the_page_allows_its_own_script_and_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "a"))
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert not [attrs for tag, attrs in page.tags if "src" in attrs or "href" in attrs]
+
+
+def test_text_with_halves_of_characters_and_braces_goes_through(tmp_path: Path) -> None:
+    text = report.embedded({"a": "\ud800 {{script}} \u2028"})
+    assert json.loads(text)["a"] == "? {{script}} \u2028" and "\u2028" not in text
+    with pytest.raises(ValueError):
+        report.embedded(float("nan"))
+
+
+def test_curves_configuration_findings_and_docs_are_on_the_page(tmp_path: Path) -> None:
+    data = page_of(make_run(tmp_path / "a")).data
+    (run,) = data["runs"]
+    assert run["steps"] == [0, 1, 2, 3, 4] and run["series"]["critic/score/mean"] == [[None, 0.1, 0.2, 0.3, 0.4]]
+    assert run["config"]["actor.optim.lr"] == ["0.001", "command line"] and run["state"] == "finished"
+    assert {finding["grade"] for finding in run["findings"]} <= {"ok", "look", "bad"}
+    assert "sum of token_level_scores" in data["docs"]["critic/score/mean"]["formula"]
+    assert data["validation"][0]["interval"] == "val-aux/sums/acc/mean@1/ci95"
+    assert len(data["samples"]) == 13 and len(data["prompts"]) == 1 and run["notes"] == ["a note"]
+
+
+def test_a_run_without_samples_and_without_configuration(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"train/loss": 2.0}}\n')
+    data = page_of(tmp_path).data
+    assert data["samples"] == [] and data["runs"][0]["config"] == {} and data["runs"][0]["total_steps"] is None
+
+
+def test_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    data = page_of(make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=6, lr=0.01)).data
+    assert [run["title"] for run in data["runs"]] == ["a", "b"] and {row[0] for row in data["samples"]} == {0, 1}
+    assert [run["config"]["actor.optim.lr"][0] for run in data["runs"]] == ["0.001", "0.01"]
+
+
+def test_samples_are_capped_evenly_with_best_and_worst_of_each_step_and_it_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", steps=2)
+    files = SampleFiles(folder, 1 << 30, print)
+    for step in range(1, 21):
+        rows = [replace(SAMPLE, uid=f"u{i}", score=i / 50, output="x" * 9000, step=step) for i in range(50)]
+        files.write_training(rows, step)
+    data = page_data([read_run(folder)], sample_bytes=23 * 20_000)
+    train = [row for row in data["samples"] if row[1] == "train"]
+    assert len(json.dumps(data["samples"])) < 23 * 30_000
+    for step in range(1, 21):
+        of_step = [row for row in train if row[2] == step]
+        assert {0.0, 0.98} <= {row[9] for row in of_step} and 2 <= len(of_step) <= 4
+        assert {row[3] for row in of_step} == {row[3] for row in train}  # the same prompts at each step
+    assert "(cut here; 9,000 characters)" in train[0][7]
+    assert "of 1,003 samples are on this page, taken from every step" in data["runs"][0]["notes"][-1]
+
+
+def test_long_curves_are_thinned_and_the_last_step_stays(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "data": {"critic/score/mean": float(step)}}) for step in range(4001)]
+    rare = json.dumps({"step": 4001, "data": {"val-core/sums/acc/mean@1": 0.5}})
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, rare]) + "\n")
+    (run,) = page_data([read_run(tmp_path)])["runs"]
+    assert len(run["steps"]) <= MAX_POINTS and run["steps"][-1] == 4001 and run["steps"][:2] == [0, 3]
+    assert run["series"]["critic/score/mean"][0][1] == 3.0
+    assert run["series"]["val-core/sums/acc/mean@1"] == [[4001], [0.5]]
+    assert run["notes"] == ["the curves show one step in 3, and the last"]
+
+
+# ------------------------------------------------------------------------------------------------------ commands
+
+
+def test_the_command_writes_into_the_run_folder_or_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "a")
+    assert report.main([str(folder / "metrics.jsonl")]) == 0 and (folder / "report.html").is_file()
+    assert "MiB" in capsys.readouterr().out
+    assert report.main([str(folder), "--out", str(tmp_path / "new" / "x.html")]) == 0
+    assert (tmp_path / "new" / "x.html").is_file()
+    assert report.main([str(tmp_path / "nothing")]) == 2 and "no such folder" in capsys.readouterr().err
+
+
+def test_inspect_shows_state_curves_findings_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "a")
+    assert inspect.main([str(folder)]) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        "finished",
+        "step 4 of 4",
+        "critic/score/mean",
+        "▁",
+        "gen",
+        "checks are fine",
+        "best",
+        "worst",
+        "after",
+    ):
+        assert word in shown
+    assert inspect.main([str(folder), "--follow"]) == 0  # it has ended: drawn once
+    assert inspect.main([str(tmp_path)]) == 2
+
+
+def test_whoever_has_seen_enough_of_a_run_ends_the_looking_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ctrl_c(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect.time, "sleep", ctrl_c)
+    monkeypatch.setattr(run_data, "_is_held", lambda path: True)
+    assert inspect.main([str(make_run(tmp_path / "a")), "--follow"]) == 0
+    shown = capsys.readouterr()
+    assert "critic/score/mean" in shown.out and "left running" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--best", "--count", "1"], ["step 4, p0", "1 of 13 that fit"]),
+        (["--worst"], ["score late"]),
+        (["--changed"], ["+1  train, p0", "step 1, score 0", "step 4, score 1: answer 4"]),
+        (["--grep", "ONERROR"], ["1 of 1 that fit", "onerror=alert"]),
+        (["--uid", "v0", "--step", "2"], ["val, step 2, v0", "1 of 1"]),
+        (["--grep", "nowhere"], ["no samples fit"]),
+    ],
+)
+def test_inspect_shows_the_samples_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]
+) -> None:
+    assert inspect.main([str(make_run(tmp_path / "a")), *options]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in words) and "\x1b[2J" not in shown
+    assert re.search("Traceback", shown) is None

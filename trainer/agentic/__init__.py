@@ -1,0 +1,1 @@
+"""Agents that act in environments: the driver."""

@@ -1,0 +1,173 @@
+"""From the rewards of episodes to one number for each row: what comes before `trainer.advantage` where agents act.
+
+    shape_scores       reward_postprocess, for episodes after compute_response_level_rewards
+    token_estimator    the estimator that takes over once rewards stand on tokens
+
+GiGPO and step_reinforce are REINFORCE on rewards that are computed over whole episodes first. Taken as estimators
+(`compute_advantage` with their names) they do both at once; in a run the KL penalty comes between, as in ROLL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.advantage import Controllers, Numbers, response_scores, reward_postprocess
+from verl_lite.agentic_rewards import (
+    GROUPINGS,
+    Normalization,
+    adjusted_rows,
+    agentic_reward_norm,
+    build_state_groups,
+    compute_gigpo_rewards,
+    compute_step_rewards,
+    normalization,
+)
+from verl_lite.config import PPOConfig
+from verl_lite.masked import Labels
+from verl_lite.metric_docs import MetricDoc
+from verl_lite.options.agentic import AgenticConfig, RewardNormalizationConfig, is_agentic
+from verl_lite.protocol import DataProto
+from verl_lite.schema import check
+
+OF_EPISODES = frozenset({"gigpo", "step_reinforce"})
+"""Estimators whose rewards are computed over episodes, before they stand on tokens."""
+
+
+def shape_scores(
+    data: DataProto, config: PPOConfig, running_ctrl: Controllers | None = None
+) -> tuple[DataProto, Numbers]:
+    """`reward_postprocess` with config.algorithm; for a run of agents, of what config.agentic makes of episodes."""
+    metrics: Numbers = {}
+    if is_agentic(config):
+        data, metrics = compute_response_level_rewards(data, config.agentic, config.algorithm.adv_estimator)
+    data, more = reward_postprocess(data, config.algorithm, running_ctrl)
+    return data, metrics | more
+
+
+def token_estimator(config: PPOConfig) -> str:
+    """The estimator from token_level_rewards on."""
+    chosen = config.algorithm.adv_estimator
+    return "reinforce" if is_agentic(config) and chosen in OF_EPISODES else chosen
+
+
+@torch.no_grad()
+def compute_response_level_rewards(
+    data: DataProto, pipeline_config: AgenticConfig | Any, adv_estimator: str | None = None
+) -> tuple[DataProto, Numbers]:
+    """Writes response_level_rewards (B,): of each row its score, normalised as reward_normalization says.
+
+    step_reinforce: the discounted return of its step instead; gigpo: episode_reward_weight times its episode's score,
+    normalised, and step_reward_weight times its step's return, normalised among the steps of its task from the same
+    state. Where gigpo finds no word on normalisation, it is the paper's: mean and std within the task.
+
+    pipeline_config: `config.agentic`, or any object with its names. adv_estimator: None = that of the object, as ROLL
+    has it. Reads what `reward_postprocess` reads; traj_id and step, and for gigpo state_hash and uid; those of the
+    grouping: uid (traj_group_id), uid and state_hash (state_group_id), tags. Rows without a valid token count nowhere.
+    Returns the batch, the metrics of `adjust_batch`, and with gigpo the mean, max and min, over rows that count, of
+    critic/episode_rewards_norm and critic/step_rewards_norm. Raises ValueError for an unknown option or a missing
+    column.
+    """
+    chosen: str = getattr(pipeline_config, "adv_estimator", "") if adv_estimator is None else adv_estimator
+    stage = f"compute_response_level_rewards with adv_estimator={chosen}"
+    data, metrics = adjust_batch(data.select(), pipeline_config.batch_adjust_mode)
+    scores, valid = response_scores(data, stage)
+    options: RewardNormalizationConfig = pipeline_config.reward_normalization
+    grouping, how = _normalization(options, is_gigpo=chosen == "gigpo")
+    groups = _labels(data, grouping, stage)
+    if chosen in OF_EPISODES:
+        check(data, ["traj_id", "step"], stage)
+        steps = (_column(data, "traj_id"), _column(data, "step"))
+        gamma = float(pipeline_config.step_reward_gamma)
+    if chosen == "gigpo":
+        check(data, ["uid", "state_hash"], stage)
+        found = compute_gigpo_rewards(
+            scores,
+            valid,
+            _column(data, "uid"),
+            *steps,
+            _column(data, "state_hash"),
+            step_reward_gamma=gamma,
+            episode_reward_weight=pipeline_config.episode_reward_weight,
+            step_reward_weight=pipeline_config.step_reward_weight,
+            episode_norm=how,
+            step_norm=how.within_groups(),
+            episode_groups=groups,
+        )
+        rewards = found.rewards
+        metrics |= _spread("critic/episode_rewards_norm", found.by_episode[valid])
+        metrics |= _spread("critic/step_rewards_norm", found.by_step[valid])
+    elif chosen == "step_reinforce":
+        rewards = compute_step_rewards(scores, valid, *steps, step_reward_gamma=gamma, how=how, groups=groups)
+    else:
+        rewards = agentic_reward_norm(scores, how, valid=valid, groups=groups)
+    data.batch["response_level_rewards"] = rewards
+    return data, metrics
+
+
+def adjust_batch(data: DataProto, mode: str, multiple: int = 1, seed: int = 0) -> tuple[DataProto, Numbers]:
+    """ROLL's: makes the batch as long as a multiple of `multiple`, see `adjusted_rows`. In a run any number of rows
+    will do, so it is 1 there and nothing changes.
+
+    A copy has an empty response_mask and counts in no mean (ROLL: it weighs double). Returns the batch and
+    system/batch_add_count, system/batch_remove_count.
+    """
+    count = len(data)
+    rows = adjusted_rows(count, multiple, mode, torch.Generator().manual_seed(seed))
+    metrics = {
+        "system/batch_add_count": float(max(0, len(rows) - count)),
+        "system/batch_remove_count": float(max(0, count - len(rows))),
+    }
+    if len(rows) == count:
+        return data, metrics
+    result = data[rows.numpy()]
+    if len(rows) > count:
+        mask = result.batch["response_mask"].clone()
+        mask[count:] = 0
+        result.batch["response_mask"] = mask
+    return result, metrics
+
+
+def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tuple[str, Normalization]:
+    """Grouping and normalisation, with what stands for null."""
+    grouping, method = options.grouping, options.method
+    mean, std = options.norm_mean_type, options.norm_std_type
+    if grouping is None:
+        grouping = "traj_group_id" if is_gigpo else "batch"
+    if method is None:
+        method = "mean_std" if is_gigpo and mean is None and std is None else "identity"
+    return grouping, normalization(method, mean, std, is_grouped=grouping != "batch")
+
+
+def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
+    """The group of each row; None = one for all."""
+    if grouping not in GROUPINGS:
+        raise ValueError(f"{stage}: grouping={grouping!r}: expected one of {', '.join(GROUPINGS)}.")
+    if grouping == "batch":
+        return None
+    if grouping == "tags":
+        check(data, ["tags"], stage)
+        return _column(data, "tags")
+    check(data, ["uid"], stage)
+    if grouping == "traj_group_id":
+        return _column(data, "uid")
+    check(data, ["state_hash"], stage)
+    return build_state_groups(_column(data, "uid"), _column(data, "state_hash"))
+
+
+def _column(data: DataProto, name: str) -> Labels:
+    return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
+
+
+def _spread(name: str, values: torch.Tensor) -> Numbers:
+    if not len(values):
+        return {}
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
+
+
+METRIC_DOCS = (
+    MetricDoc("critic/episode_rewards_norm/{mean,max,min}", "GiGPO's part by episodes, over rows", "", "gigpo"),
+    MetricDoc("critic/step_rewards_norm/{mean,max,min}", "GiGPO's part by equal states, over rows", "", "gigpo"),
+    MetricDoc("system/batch_{add,remove}_count", "rows added or removed to make the batch divide", "rows", "episodes"),
+)

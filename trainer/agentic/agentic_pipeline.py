@@ -1,0 +1,314 @@
+"""Training of agents that act in environments: `RayPPOTrainer` with other samples, nothing else.
+
+A batch is made of whole episodes, which `trainer.rollout_scheduler` chooses and the ranks run
+(`workers.agent_rollout`). What follows (log-probs, values, advantages, updates, checkpoints) is the trainer's.
+Attributes and `run` have ROLL's names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_of, write_episodes
+from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
+from trainer.agentic.renders import save_renders
+from trainer.ray_trainer import FitResult, RayPPOTrainer
+from trainer.reward_failures import FailureRate
+from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
+from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
+from trainer.step_metrics import compute_throughput_metrics, compute_timing_metrics
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.metric_docs import Health, MetricDoc
+from verl_lite.metrics import Metric, values
+from verl_lite.protocol import DataProto
+from workers.rollout.base import SamplingParams
+from workers.rollout.groups import EpisodeCounts
+
+EPISODES_SHOWN = 2
+FREQUENCIES = ("test_freq", "save_freq")
+
+
+class EnvironmentFailure(RuntimeError):
+    """Too many episodes failed. Carries the first failure of the batch."""
+
+
+class EpisodeRewards:
+    """The place of the rewards in the loop: an episode's rewards came with its rows, and only failures are left to
+    count. Writes them to env_failures.jsonl in `run_dir`.
+
+    show: gets the first failure of the run as text.
+    """
+
+    def __init__(self, max_error_rate: float, run_dir: Path, show: Callable[[str], None] = print) -> None:
+        self._rate = FailureRate(max_error_rate)
+        self._max_error_rate, self._path, self._show = max_error_rate, run_dir / "env_failures.jsonl", show
+        self._shown = False
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Reads meta_info episodes. Metrics: env/error_rate, and the part of it that was late, env/timeout_rate.
+
+        Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; a batch of fewer than 20 counts
+        together with those before it, and while there are none, as 20.
+        """
+        counts: EpisodeCounts = batch.meta_info["episodes"]
+        failures, episodes, allowed = self._rate.note(counts.failed, counts.episodes)
+        if counts.failed:
+            self._tell(counts, failures, episodes, allowed)
+        metrics = {
+            "env/error_rate": Metric.mean(counts.failed, counts.episodes),
+            "env/timeout_rate": Metric.mean(counts.timeouts, counts.episodes),
+        }
+        return DataProto(meta_info={"metrics": metrics})
+
+    def _tell(self, counts: EpisodeCounts, failures: int, episodes: int, allowed: float) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            row = {"failed": counts.failed, "timeouts": counts.timeouts, "episodes": counts.episodes}
+            file.write(json.dumps(row | {"first_failure": counts.first_failure}) + "\n")
+        if failures > allowed:
+            raise EnvironmentFailure(
+                f"{failures} of {episodes} episodes failed; agentic.env_pool.max_error_rate={self._max_error_rate} "
+                f"allows {int(allowed)}. Mend the environment, or raise the limit. The first of this batch: "
+                f"{counts.first_failure}"
+            )
+        if not self._shown:
+            self._shown = True
+            self._show(
+                "an episode failed; it is left out of loss, groups and metrics, and counts in env/error_rate. Later "
+                f"ones are not shown; the first of each batch is in {self._path}. It was {counts.first_failure}"
+            )
+
+
+class AgenticPipeline(RayPPOTrainer):
+    """Trains an agent in environments.
+
+    train_rollout_scheduler, val_rollout_scheduler: choose the episodes; the latter is None where nothing is validated.
+    Other arguments: as of `RayPPOTrainer`.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        train_rollout_scheduler: RolloutScheduler,
+        val_rollout_scheduler: RolloutScheduler | None,
+        **parts: Any,
+    ) -> None:
+        super().__init__(config, val_data=None, **parts)
+        self.train_rollout_scheduler = train_rollout_scheduler
+        self.val_rollout_scheduler = val_rollout_scheduler
+        self.engine_version: int | None = None  # the step after which the rollout engines got their weights
+        self.episodes_seen = 0
+
+    # ----------------------------------------------------------------------------------------------- names of ROLL
+
+    @property
+    def pipeline_config(self) -> PPOConfig:
+        """The configuration."""
+        return self.config
+
+    @property
+    def actor_train(self) -> ActorRole:
+        """The policy that learns."""
+        return self.actor
+
+    @property
+    def actor_infer(self) -> ActorRole:
+        """The policy that acts: the same workers, which hold the rollout engines."""
+        return self.actor
+
+    @property
+    def reference(self) -> ReferenceRole | None:
+        """The frozen reference model; None where no KL term asks for it."""
+        return self.ref
+
+    @property
+    def running(self) -> dict[str, Any]:
+        """Running statistics of scores, by environment."""
+        return self.running_moments
+
+    critic: Critic | None
+
+    def run(self) -> FitResult:
+        """`fit`."""
+        return self.fit()
+
+    def fit(self) -> FitResult:
+        """Trains to the end of the configured steps, or until the environments have no episode left."""
+        try:
+            return super().fit()
+        except EnvironmentsExhausted:
+            return self._end_early()
+
+    # -------------------------------------------------------------------------------------------------- the stages
+
+    def sample(self, prompts: DataProto) -> DataProto:
+        """The episodes of this step, and with agentic.async_generation_ratio the beginning of those of later ones."""
+        scheduler, size = self.train_rollout_scheduler, self.config.agentic.rollout_batch_size
+        batch = scheduler.get_batch(prompts, size)
+        if scheduler.is_exhausted and not scheduler.flying and not scheduler.ready:
+            self.steps.end_at(self.steps.global_step)
+        if scheduler.ratio and not self.steps.is_last:
+            with self.timed("update_weights"):
+                self.metrics |= self._give_weights(self.steps.global_step - 1)
+            scheduler.begin_ahead(prompts, size)
+        return batch
+
+    def model_update(self) -> Metrics:
+        """Gives the rollout engines the trained weights, every agentic.model_update_frequency steps. Where episodes of
+        later steps are on their way, `sample` does it instead, when those of its own step have ended."""
+        if self.train_rollout_scheduler.ratio and self.engine_version is not None:
+            return {}
+        return self._give_weights(self.steps.global_step)
+
+    def _give_weights(self, version: int, must: bool = False) -> Metrics:
+        """version: the last step that they were trained in. must: whether the frequency says so or not."""
+        is_due = must or self.engine_version is None or version % self.config.agentic.model_update_frequency == 0
+        if version == self.engine_version or not is_due:
+            return {}
+        self.train_rollout_scheduler.finish()
+        self.engine_version = version
+        return self.actor.update_weights(version=version)
+
+    # -------------------------------------------------------------------------------------------------- validation
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are environments to validate in."""
+        return self.val_rollout_scheduler is not None
+
+    def validate(self, result: FitResult) -> dict[str, float]:
+        """Runs the validation's episodes with the newest weights. Keeps some to show in `result`."""
+        self._give_weights(self.steps.global_step, must=True)
+        metrics: dict[str, float] = {}
+        for prefix, sampling in validation_sampling(self.config).items():
+            with self.validating.spent():
+                batch = self.run_validation(sampling)
+            counts: EpisodeCounts = batch.meta_info["episodes"]
+            metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
+            metrics |= validation_metrics(batch, prefix)
+            episodes = episodes_of(batch, self.steps.global_step)
+            write_episodes(self.config.trainer.validation_data_dir, episodes, self.steps.global_step)
+            shown = [sample_of(episode, limit=None) for episode in episodes]
+            self.samples.write_validation(shown, self.steps.global_step, prefix.strip("/"))
+            if not prefix:
+                self._show_validation(batch, episodes, result)
+        return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
+
+    def run_validation(self, sampling: SamplingParams) -> DataProto:
+        """The rows of the validation's episodes."""
+        scheduler = self.val_rollout_scheduler
+        assert scheduler is not None
+        scheduler.sampling = sampling
+        data = DataProto(meta_info={"global_step": self.steps.global_step})
+        batch = scheduler.get_batch(data, self.config.agentic.val_batch_size)
+        self.rewards.score(batch)
+        return batch
+
+    def _show_validation(self, batch: DataProto, episodes: list[Episode], result: FitResult) -> None:
+        agentic, step = self.config.agentic, self.steps.global_step
+        if agentic.render_save_dir is not None:
+            save_renders(agentic.render_save_dir, batch, step)
+        result.samples = [sample_of(episode) for episode in episodes[: self.config.trainer.log_val_generations]]
+        self.tracking.log_samples(result.samples, step=step)
+
+    # --------------------------------------------------------------------------------------------- logging, the end
+
+    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
+        """Sends this step's metrics to the trackers, and its episodes to files and every logging_steps to the log."""
+        config, step = self.config, self.steps.global_step
+        episodes = episodes_of(batch, step)
+        self.episodes_seen += len(episodes)
+        logged = {
+            "training/global_step": float(step),
+            **values(self.metrics),
+            **compute_data_metrics(batch, use_critic=self.critic is not None),
+            **compute_timing_metrics(batch, self.timing),
+            **compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
+            "system/samples": float(step * config.agentic.rollout_batch_size),
+            "system/tps": tokens_of(batch) / self.timing["step"],
+            **validation,
+        }
+        write_episodes(config.trainer.rollout_data_dir, episodes, step)
+        self.samples.write_training([sample_of(episode, limit=None) for episode in episodes], step)
+        self.tracking.log(logged, step=step)
+        if validation:
+            self.saver.note_validation(step, validation)
+        if config.agentic.logging_steps and step % config.agentic.logging_steps == 0:
+            for episode in episodes[:EPISODES_SHOWN]:
+                self.tracking.show(readable(episode))
+
+    def _end_early(self) -> FitResult:
+        """The step at hand has no episode: the one before it was the last, and what ends a run is done now."""
+        last, result = self.steps.global_step - 1, self.result
+        if not last:
+            raise UserError(
+                f"agentic.train_env_manager.tags={self.config.agentic.train_env_manager.tags}: these environments have "
+                "no episode to give"
+            )
+        self.steps.end_at(last)
+        self.timing, trainer = {}, self.config.trainer
+        was_due = {name: 0 < getattr(trainer, name) and last % getattr(trainer, name) == 0 for name in FREQUENCIES}
+        if self.validates and trainer.test_freq != 0 and not was_due["test_freq"]:
+            result.after = self.validate(result)
+            self.tracking.log(result.after, step=last)
+            self.saver.note_validation(last, result.after)
+        if trainer.save_freq != 0 and not was_due["save_freq"]:
+            self.save()
+        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
+        return result
+
+
+def training_sampling(config: PPOConfig) -> SamplingParams:
+    """How actions are sampled in training."""
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_length,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_sampling(config: PPOConfig) -> dict[str, SamplingParams]:
+    """How actions are sampled in validation, by the prefix of the metrics' names."""
+    kwargs = config.rollout.val_kwargs
+
+    def sampling(greedy: bool) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0 if greedy else kwargs.temperature,
+            top_p=kwargs.top_p,
+            top_k=kwargs.top_k,
+            max_tokens=config.data.max_response_length,
+        )
+
+    return {"": sampling(not kwargs.do_sample)} | ({"greedy/": sampling(True)} if kwargs.greedy_too else {})
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "env/error_rate",
+        "episodes that failed / episodes; they are masked, never a 0",
+        "share",
+        "episodes",
+        health=(
+            Health(
+                "environments raise, die or hang",
+                "see env_failures.jsonl and logs/ in the run folder",
+                ("agentic.env_pool.timeout_s", "agentic.env_pool.max_error_rate"),
+                "none is expected; past max_error_rate the run stops",
+                high=0.0,
+                alarm_high=0.05,
+            ),
+        ),
+    ),
+    MetricDoc("env/timeout_rate", "episodes that failed by being late / episodes", "share", "episodes"),
+    MetricDoc("val/env/error_rate", "validation episodes that failed / episodes", "share", "episodes"),
+    MetricDoc("val/greedy/env/error_rate", "the same of greedy ones", "share", "val_kwargs.greedy_too"),
+    MetricDoc("system/samples", "step x agentic.rollout_batch_size", "rows", "episodes"),
+    MetricDoc("system/tps", "tokens of all rows / timing_s/step", "tokens/s", "episodes"),
+)

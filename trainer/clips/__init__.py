@@ -1,0 +1,1 @@
+"""Clips of video: read, checked, written, shown."""

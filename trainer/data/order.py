@@ -1,0 +1,366 @@
+"""In which order the training prompts come: shuffled epochs, sources mixed by weight, or a sampler of the user's own.
+
+An order is a batch sampler of the data loader: lists of positions in a `PromptDataset`, one list a step. Whatever it
+is, a state saved after a step and loaded again goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import math
+import warnings
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.data.prompts import PromptDataset
+from verl_lite.config import DataConfig, PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.metric_docs import MetricDoc
+from verl_lite.options.data import source_options
+from verl_lite.protocol import DataProto
+from verl_lite.user_code import load_object
+
+
+class Sampler(Protocol):
+    """What data.sampler names: a class made as `Sampler(data_source=PromptDataset, data_config=DataConfig)`.
+
+    data_config.seed is always a number. Each iteration gives the `len` positions of one epoch, each from 0 to
+    len(data_source) - 1; it is asked for no more of them than the next step needs. A prompt that comes twice in one
+    step is two groups of answers.
+
+    A sampler may have more. `update(batch)` is called once a step, when the batch has its advantages and before the
+    checkpoint; it may return numbers, which are logged as sampler/<name>. `state_dict()` and `load_state_dict(state)`
+    make a resumed run exact: after loading, the next iteration gives what was left of the epoch. A sampler that learns
+    (has `update`) needs both; one without them has to give the same positions whenever it is made, and is replayed.
+    """
+
+    def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class BatchOrder(ABC):
+    """Positions of the prompts of each batch, epoch after epoch.
+
+    rows: prompts of an epoch; served: how many of them this epoch has given. One pass of the iterator is one epoch, or
+    the rest of it after `load_state_dict`. fingerprint: of the dataset; a state of another dataset is refused.
+    """
+
+    def __init__(self, rows: int, batch_size: int, *, seed: int, fingerprint: str) -> None:
+        self.rows, self.batch_size, self.seed, self.fingerprint = rows, batch_size, seed, fingerprint
+        self.epoch = 0
+        self.served = 0
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return -(-self.rows // self.batch_size)
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[list[int]]: ...
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Hears what became of a batch; gives numbers to log."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "served": self.served, "dataset": [self.rows, self.fingerprint]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        found = [self.rows, self.fingerprint]
+        if state["dataset"] != found:
+            raise UserError(
+                f"The training prompts are not those of the checkpoint: rows and fingerprint are {found}, those "
+                f"of the checkpoint {state['dataset']}. Resume with the same data.train_files, tokenizer and template."
+            )
+        self.epoch, self.served = state["epoch"], state["served"]
+
+
+class EpochBatches(BatchOrder):
+    """Every prompt once an epoch; the last batch of one may be short. The order depends on (seed, epoch) alone."""
+
+    def __init__(self, rows: int, batch_size: int, *, shuffle: bool, seed: int, fingerprint: str) -> None:
+        super().__init__(rows, batch_size, seed=seed, fingerprint=fingerprint)
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.arange(self.rows)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
+        while self.served < self.rows:
+            batch = order[self.served : self.served + self.batch_size].tolist()
+            self.served += len(batch)
+            yield batch
+        self.epoch, self.served = self.epoch + 1, 0
+
+
+class _Source:
+    """The prompts of one source, pass after pass, each in a new order if shuffled. drawn: how many it gave so far."""
+
+    def __init__(self, name: str, positions: np.ndarray, seed: int, shuffle: bool) -> None:
+        self.name, self.positions, self.shuffle = name, positions, shuffle
+        self.seed = [seed, zlib.crc32(name.encode())]
+        self.drawn = 0
+        self._pass: tuple[int, np.ndarray] | None = None
+
+    def draw(self, count: int) -> list[int]:
+        """The next positions; it begins again where it ends."""
+        found: list[int] = []
+        while len(found) < count:
+            number, start = divmod(self.drawn, len(self.positions))
+            part = self._order(number)[start : start + count - len(found)].tolist()
+            found += part
+            self.drawn += len(part)
+        return found
+
+    def _order(self, number: int) -> np.ndarray:
+        if self._pass is None or self._pass[0] != number:
+            rng = np.random.default_rng([*self.seed, number])
+            self._pass = number, rng.permutation(self.positions) if self.shuffle else self.positions
+        return self._pass[1]
+
+
+class MixtureBatches(BatchOrder):
+    """Batches in which each source has its share (data.sources.NAME.weight over the sum of weights).
+
+    A batch's seats go one by one to the source that is furthest behind its share of all batches so far: it gets its
+    share rounded, what was rounded is made up for in the next batch, and it is never a whole prompt ahead. A source
+    that ends begins again, shuffled anew; an epoch is as many prompts as the dataset has, and its batches are full.
+
+    sources: positions by name. weights: for exactly these.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, np.ndarray],
+        weights: dict[str, float],
+        rows: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        fingerprint: str,
+    ) -> None:
+        batches = -(-rows // batch_size)
+        super().__init__(batches * batch_size, batch_size, seed=seed, fingerprint=fingerprint)
+        self.shuffle = shuffle
+        exact = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
+        self.shares = {name: exact[name] / sum(exact.values()) for name in sorted(exact)}
+        self.behind = dict.fromkeys(self.shares, Fraction(0))
+        self.sources = {name: _Source(name, sources[name], seed, shuffle) for name in self.shares}
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.served < self.rows:
+            batch = self._next()
+            self.served += len(batch)
+            yield batch
+        self.epoch, self.served = self.epoch + 1, 0
+
+    def _next(self) -> list[int]:
+        seats = self._seats()
+        drawn = {name: iter(source.draw(seats.count(name))) for name, source in self.sources.items()}
+        batch = [next(drawn[name]) for name in seats]
+        if self.shuffle:  # else a mini-batch could be of one source
+            mixed = np.random.default_rng([self.seed, self.epoch, self.served]).permutation(len(batch))
+            batch = [batch[place] for place in mixed]
+        return batch
+
+    def _seats(self) -> list[str]:
+        """The source of each place of the next batch; in whole numbers of the shares' common denominator."""
+        whole = math.lcm(*(value.denominator for value in (*self.shares.values(), *self.behind.values())))
+        owed = {name: int((self.behind[name] + share * self.batch_size) * whole) for name, share in self.shares.items()}
+        seats = []
+        for _ in range(self.batch_size):
+            name = max(owed, key=owed.__getitem__)
+            owed[name] -= whole
+            seats.append(name)
+        self.behind = {name: Fraction(value, whole) for name, value in owed.items()}
+        return seats
+
+    def state_dict(self) -> dict[str, Any]:
+        sources = {
+            name: {"behind": str(self.behind[name]), "drawn": source.drawn} for name, source in self.sources.items()
+        }
+        return super().state_dict() | {"sources": sources}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A source that had no weight then starts anew (data.sources may differ where trainer.resume_allow says so)."""
+        super().load_state_dict(state)
+        for name, saved in state.get("sources", {}).items():
+            if name in self.sources:
+                self.behind[name] = Fraction(saved["behind"])
+                self.sources[name].drawn = saved["drawn"]
+
+
+class SamplerBatches(BatchOrder):
+    """Batches of what a sampler gives; the last one of an epoch may be short. See `Sampler`."""
+
+    def __init__(
+        self, sampler: Any, name: str, positions: int, batch_size: int, *, seed: int, fingerprint: str
+    ) -> None:
+        super().__init__(len(sampler), batch_size, seed=seed, fingerprint=fingerprint)
+        self.sampler, self.name, self.positions = sampler, name, positions
+        self.digest = ""  # of all positions so far, to tell whether a replay gives the same ones
+        self._is_stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        if self.rows < 1:
+            raise UserError(f"data.sampler: len({name}) is {self.rows}, expected at least one position")
+        if hasattr(sampler, "update") and not self._is_stateful:
+            raise UserError(
+                f"data.sampler: {name} has update(batch) but not both of state_dict() and load_state_dict(state), so a "
+                "resumed run would not be the one that was interrupted: add them"
+            )
+        self._rest: Iterator[Any] | None = None  # of the epoch at hand, after a replay
+
+    def __iter__(self) -> Iterator[list[int]]:
+        positions, self._rest = self._fresh() if self._rest is None else self._rest, None
+        while self.served < self.rows:
+            batch = self._draw(positions)
+            self.served += len(batch)
+            yield batch
+        self.epoch, self.served = self.epoch + 1, 0
+
+    def _fresh(self) -> Iterator[Any]:
+        """The sampler's next epoch, or what is left of it. Not asked for where the epoch at hand is already done."""
+        return iter(()) if self.served >= self.rows else iter(self.sampler)
+
+    def _draw(self, positions: Iterator[Any]) -> list[int]:
+        count = min(self.batch_size, self.rows - self.served)
+        found = list(islice(positions, count))
+        ends = self.served + count == self.rows
+        more = next(positions, None) if ends else None  # also runs what the sampler does at an epoch's end
+        if len(found) < count or more is not None:
+            gave = "more" if more is not None else f"{self.served + len(found)}"
+            raise UserError(
+                f"data.sampler: an epoch of {self.name} gave {gave} positions, and its len is {self.rows}: expected as "
+                "many as that"
+            )
+        batch = [self._checked(position) for position in found]
+        self.digest = hashlib.blake2b(f"{self.digest}{batch}".encode(), digest_size=8).hexdigest()
+        return batch
+
+    def _checked(self, position: Any) -> int:
+        is_index = isinstance(position, int | np.integer) and not isinstance(position, bool)
+        if not is_index or not 0 <= position < self.positions:
+            raise UserError(
+                f"data.sampler: {self.name} gave {position!r:.100}, expected a position from 0 to {self.positions - 1}"
+            )
+        return int(position)
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        if not hasattr(self.sampler, "update"):
+            return {}
+        logged = self.sampler.update(batch)
+        return {f"sampler/{name}": float(value) for name, value in (logged or {}).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        own = copy.deepcopy(self.sampler.state_dict()) if self._is_stateful else None
+        return super().state_dict() | {"sampler": own, "digest": self.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._is_stateful:
+            self.sampler.load_state_dict(state["sampler"])
+            self.digest = state["digest"]
+        else:
+            self._replay(self.epoch, self.served)
+            if self.digest != state["digest"]:
+                raise UserError(
+                    f"data.sampler: made anew, {self.name} gives other positions than before the checkpoint. Give it "
+                    "state_dict() and load_state_dict(state), or draw from a generator seeded with data_config.seed"
+                )
+
+    def _replay(self, epoch: int, served: int) -> None:
+        """Draws all that a new sampler had given by then."""
+        self.epoch, self.served, self.digest = 0, 0, ""
+        for _ in range(epoch):
+            for _ in self:
+                pass
+        self._rest = self._fresh()
+        while self.served < served:
+            self.served += len(self._draw(self._rest))
+
+
+def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
+    """The order that data.sampler, data.sources or data.shuffle ask for. Raises UserError if they cannot be met."""
+    options, size = config.data, config.data.train_batch_size
+    seed = config.trainer.seed if options.seed is None else options.seed
+    fingerprint = data.fingerprint()
+    if options.sampler.class_path is not None:
+        sampler = _make_sampler(data, replace(options, seed=seed))
+        name = options.sampler.class_name or ""
+        return SamplerBatches(sampler, name, len(data), size, seed=seed, fingerprint=fingerprint)
+    given = source_options(options.sources)
+    weights = {name: entry.weight for name, entry in given.items() if entry.weight is not None}
+    if not weights:
+        return EpochBatches(len(data), size, shuffle=options.shuffle, seed=seed, fingerprint=fingerprint)
+    positions = data.positions_by_source()
+    missing = sorted(positions.keys() - weights.keys())
+    if missing:
+        raise UserError(
+            f"data.sources gives weights, and the data source {missing[0]!r} of data.train_files has none: set "
+            f"data.sources.{missing[0]}.weight (0 leaves it out)"
+        )
+    for name in weights.keys() - positions.keys():  # PromptDataset knows it, so its rows were dropped
+        raise UserError(
+            f"data.sources.{name}.weight={weights[name]}: all its prompts are longer than data.max_prompt_length="
+            f"{options.max_prompt_length} and were dropped: raise that, or leave the source out"
+        )
+    return MixtureBatches(
+        positions, weights, len(data), size, shuffle=options.shuffle, seed=seed, fingerprint=fingerprint
+    )
+
+
+def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:
+    path, name = options.sampler.class_path or "", options.sampler.class_name or ""
+    made = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
+    arguments = {"data_source": data, "data_config": options}
+    try:
+        inspect.signature(made).bind(**arguments)
+    except TypeError as error:
+        raise UserError(
+            f"data.sampler.class_name={name}: it cannot be called as {name}(data_source=..., data_config=...) ({error})"
+        ) from None
+    sampler = made(**arguments)
+    for method in ("__len__", "__iter__"):
+        if not hasattr(sampler, method):
+            raise UserError(
+                f"data.sampler.class_name={name}: found {type(sampler).__name__} without {method}; expected an object "
+                "with __len__ and __iter__, whose iteration gives the positions of one epoch"
+            )
+    return sampler
+
+
+def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder | None = None) -> StatefulDataLoader:
+    """Training batches of data.train_batch_size prompts (`DataProto`, see `PromptDataset.__getitems__`).
+
+    Each iteration is one epoch of `order` (None = as the configuration says). `state_dict()` after a batch, loaded into
+    a new loader, continues with the next one.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torchdata warns of its own use of a deprecated call
+        return StatefulDataLoader(
+            data,
+            batch_sampler=order or build_order(data, config),
+            num_workers=0,
+            collate_fn=_as_is,
+            generator=torch.Generator(),  # its own, so that a new iterator draws nothing from the global one
+        )
+
+
+def _as_is(batch: DataProto) -> DataProto:
+    return batch
+
+
+METRIC_DOCS = (MetricDoc("sampler/{name}", "what the update of a sampler of yours returns", "", "data.sampler"),)

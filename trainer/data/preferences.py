@@ -1,0 +1,158 @@
+"""Pairs of answers, of which one is the better: read, checked and tokenised.
+
+A row has a question and two answers, in any of the forms in which such data is published (see `read_pair`). Question
+and answer are tokenised each on its own, as a policy reads the one and samples the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.schema import check_prompt
+from trainer.data.sft import Chat, Example, collate, read_rows
+from verl_lite.errors import UserError
+from verl_lite.options.reward_training import PreferenceDataConfig
+from verl_lite.protocol import DataProto
+
+_TRUNCATIONS = ("error", "drop")
+_PLACES = ("end_of_turn", "end_of_text")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts to be scored. Every token of an answer is in its mask."""
+
+    chosen: Example
+    rejected: Example
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
+
+def load_pairs(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: PreferenceDataConfig, *, option: str
+) -> list[Pair]:
+    """All pairs of the files. option: the configuration key the files came from, for messages.
+
+    Raises UserError for a file, column or row that cannot be used, and for an answer that with its question is longer
+    than data.max_length, unless data.truncation=drop: a cut answer would be another one.
+    """
+    for key, value, known in (
+        ("truncation", config.truncation, _TRUNCATIONS),
+        ("score_at", config.score_at, _PLACES),
+    ):
+        if value not in known:
+            raise UserError(f"data.{key}={value!r}: expected one of {', '.join(known)}")
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "The tokenizer of model.path has no chat template, so that chats cannot become its input; add "
+            "chat_template to its tokenizer_config.json"
+        )
+    pairs: list[Pair] = []
+    for path in files:
+        for index, row in enumerate(read_rows(path, option)):
+            where = f"{option}: row {index} of {path}"
+            chosen, rejected = (
+                encode_answer(chat, tokenizer, config.score_at, where) for chat in read_pair(row, config, where)
+            )
+            if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
+                raise UserError(
+                    f"{where}: both answers have the same tokens, and neither is the better; leave such rows out"
+                )
+            longest = max(len(chosen), len(rejected))
+            if longest <= config.max_length:
+                pairs.append(Pair(chosen, rejected))
+            elif config.truncation == "error":
+                raise UserError(
+                    f"{where} has an answer of {longest} tokens with its question, more than data.max_length="
+                    f"{config.max_length}. Raise it, or set data.truncation=drop to leave such pairs out"
+                )
+    if not pairs:
+        raise UserError(f"{option}={list(files)}: no pairs are left; expected at least one")
+    return pairs
+
+
+def read_pair(row: dict[str, Any], config: PreferenceDataConfig, where: str) -> tuple[Chat, Chat]:
+    """The two chats of a row, the better one first; each ends with the assistant's answer.
+
+    An answer is text or a list of messages. Text, and messages that begin with the assistant's, answer the prompt
+    (text or messages), which the row then has to have. Other lists are whole chats, and a prompt beside them says
+    nothing new.
+    """
+    for key, option in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
+        if row.get(key) is None:
+            raise UserError(
+                f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "
+                '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}'
+            )
+    chosen, rejected = (_chat(row, key, config, where) for key in (config.chosen_key, config.rejected_key))
+    return chosen, rejected
+
+
+def _chat(row: dict[str, Any], key: str, config: PreferenceDataConfig, where: str) -> Chat:
+    answer = row[key]
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    check_prompt(answer, f"{where}, column {key!r}")
+    if answer[-1]["role"] != "assistant":
+        raise UserError(
+            f"{where}, column {key!r}: its last message is of role {answer[-1]['role']!r}; expected the assistant's, "
+            "which is what is scored"
+        )
+    if answer[0]["role"] != "assistant":
+        return answer
+    prompt = row.get(config.prompt_key)
+    if prompt is None:
+        raise UserError(
+            f"{where}: column {key!r} is an answer alone, and there is no column {config.prompt_key!r} "
+            f"(data.prompt_key) that asks; columns found: {', '.join(row)}"
+        )
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    check_prompt(prompt, f"{where}, column {config.prompt_key!r}")
+    return [*prompt, *answer]
+
+
+def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str, where: str) -> Example:
+    """The tokens of a chat's last message behind those of the rest. score_at: where the answer's tokens end.
+
+    Raises UserError if the chat template writes the rest differently once the answer follows.
+    """
+    question = tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert isinstance(question, str) and isinstance(whole, str)
+    if not whole.startswith(question):
+        raise UserError(
+            f"{where}: under the chat template the question with its answer does not begin with the question as it is "
+            "asked, so that the model would score other tokens than a policy reads; use another template"
+        )
+    prompt, response = (
+        list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (question, whole[len(question) :])
+    )
+    if score_at == "end_of_turn":
+        ends = [place for place, token in enumerate(response) if token == tokenizer.eos_token_id]
+        response = response[: ends[-1] + 1] if ends else [*response, tokenizer.eos_token_id]
+    return Example(prompt, response, [1] * len(response))
+
+
+def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
+    """A batch with the columns of `trainer.data.sft.collate`, in which each row holds the chosen text and, to the right
+    of it, the rejected one: twice as wide. `texts_of` parts them."""
+    texts = collate([text for pair in pairs for text in (pair.chosen, pair.rejected)], pad_token_id)
+    return DataProto.from_dict({str(name): texts.batch[name].reshape(len(pairs), -1) for name in texts.batch.keys()})
+
+
+def texts_of(data: DataProto) -> DataProto:
+    """A planned batch of (n,) pairs as one of (2n,) texts, chosen and rejected in turn. A pair was planned as one row,
+    so its two texts are in the same micro-batch."""
+    of_pair = {"mini_batch", "micro_batch", "is_padding"}
+    columns: dict[str, torch.Tensor] = {}
+    for name in map(str, data.batch.keys()):
+        column = data.batch[name]
+        columns[name] = column.repeat_interleave(2, 0) if name in of_pair else column.reshape(2 * len(data), -1)
+    return DataProto.from_dict(columns, meta_info=data.meta_info)

@@ -1,0 +1,233 @@
+"""The prompts of a run: reads rows from wherever they are, checks them, tokenises once, and serves batches.
+
+What can be wrong with a dataset is found here, before anything heavy starts, in one message that names place, row,
+column and remedy. `sources` opens the places, `schema` says what their columns mean, `tokens` makes the
+tokens, and `order` decides which prompts come when. For users: trainer/DATA.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.schema import PromptRow, RowSchema
+from trainer.data.sources import open_sources
+from trainer.data.tokens import Prompt, encode_prompts, truncate
+from verl_lite.config import DataConfig
+from verl_lite.errors import UserError
+from verl_lite.options.data import source_options
+from verl_lite.protocol import DataProto, as_column
+
+_SUBSET_SEED = 1
+_TRUNCATIONS = ("error", "left", "right", "middle")
+
+logger = logging.getLogger(__name__)
+
+
+class PromptDataset:
+    """The prompts of one split, tokenised with the model's chat template and at most data.max_prompt_length long.
+
+    files: what data.train_files or data.val_files name, one or several. split: "train" or "val"; it names the option in
+    messages, and the rows: a row's uid is "{split}-{index}", where index counts the rows of all files, dropped ones
+    too. needs_ground_truth: whether a reward function compares answers with reward_model["ground_truth"], which each
+    row then has to have. answers: to each prompt where neither row nor data.sources says how many (rollout.n); None =
+    they are not heard.
+    Raises UserError for files, rows or prompts that cannot be used. `report` says how many prompts there are and what
+    was dropped or cut.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        *,
+        split: str,
+        needs_ground_truth: bool = True,
+        answers: int | None = None,
+    ) -> None:
+        self.split = split
+        self._pad_token_id = tokenizer.pad_token_id
+        self._max_prompt_length = config.max_prompt_length
+        max_samples = config.train_max_samples if split == "train" else config.val_max_samples
+        paths = [files] if isinstance(files, str) else list(files)
+        self._schema = RowSchema(config, split, needs_ground_truth)
+        self._files = open_sources(paths, config, tokenizer, split=split)
+        self._schema.check_columns(self._files)
+        self._starts = np.cumsum([0, *(len(file) for file in self._files)])
+        total = int(self._starts[-1])
+        if total == 0:
+            raise UserError(f"data.{split}_files={paths}: the dataset has no rows; expected at least one")
+        rows = total if max_samples < 0 or split == "val" else min(max_samples, total)
+        if max_samples == 0:
+            raise UserError(f"data.{split}_max_samples=0 leaves no rows; -1 means all")
+        prompts = self._read(rows, config, answers)
+        self._schema.check_effects()
+        self._tokens = encode_prompts(prompts, tokenizer, config)
+        self._index, self.report = self._fit_to_limit(config)
+        if split == "val" and 0 < max_samples < len(self._index):
+            self._index = random_subset(self._index, max_samples)
+            self.report += f"; {max_samples} of them are taken, at random (data.val_max_samples)"
+        logger.info(self.report)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, position: int) -> DataProto:
+        """One prompt, as a batch of one row."""
+        return self.__getitems__([range(len(self))[position]])
+
+    def __getitems__(self, positions: Sequence[int]) -> DataProto:
+        """A batch of the prompts at these places (data loaders look for this name).
+
+        Tensors prompts (B, P) left-padded, prompt_mask (B, P), and answers_per_prompt (B,) if any row of the dataset
+        asks for another number of answers than `answers`; raw_prompt, data_source, reward_model, extra_info, uid and
+        index (B,). A prompt that stands in the batch again has another uid there: its answers are a group of their own.
+        """
+        index = self._index[np.asarray(positions, dtype=np.int64)]
+        prompts = torch.full((len(index), self._max_prompt_length), self._pad_token_id, dtype=torch.long)
+        mask = torch.zeros_like(prompts)
+        for row, place in enumerate(index):
+            tokens = torch.from_numpy(self._tokens[place].astype(np.int64))
+            prompts[row, self._max_prompt_length - len(tokens) :] = tokens
+            mask[row, self._max_prompt_length - len(tokens) :] = 1
+        rows = self._rows(index)
+        columns = {
+            "raw_prompt": as_column([row["prompt"] for row in rows]),
+            "data_source": as_column([row["data_source"] for row in rows]),
+            "reward_model": as_column([row["reward_model"] for row in rows]),
+            "extra_info": as_column([row["extra_info"] for row in rows]),
+            "uid": as_column(self._uids(index)),
+            "index": index,
+        }
+        tensors = {"prompts": prompts, "prompt_mask": mask}
+        if self._answers is not None:
+            tensors["answers_per_prompt"] = torch.from_numpy(self._answers[index])
+        return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+    def batches(self, batch_size: int | None = None) -> Iterator[DataProto]:
+        """All prompts once, in order; None = in one batch."""
+        size = batch_size or len(self)
+        for start in range(0, len(self), size):
+            yield self.__getitems__(range(start, min(start + size, len(self))))
+
+    def row(self, position: int) -> PromptRow:
+        """A row, as its columns are understood."""
+        return self._rows(self._index[[position]])[0]
+
+    def data_sources(self) -> list[str]:
+        """Every data_source of the rows, of those dropped too."""
+        return sorted(self._source_names)
+
+    def positions_by_source(self) -> dict[str, np.ndarray]:
+        """The places of each data_source's prompts, of those that are left."""
+        kept = self._source_of[self._index]
+        found = {name: np.flatnonzero(kept == code) for code, name in enumerate(self._source_names)}
+        return {name: places for name, places in found.items() if len(places)}
+
+    def fingerprint(self) -> str:
+        """Equal for equal prompts in equal order under an equal tokenizer and template."""
+        digest = hashlib.blake2b(digest_size=8)
+        for place in self._index:
+            digest.update(self._tokens[place].tobytes() + b"|")
+        return digest.hexdigest()
+
+    def largest_token(self) -> int:
+        """The largest token id of all prompts."""
+        return max(int(tokens.max()) for tokens in self._tokens)
+
+    def _read(self, rows: int, config: DataConfig, answers: int | None) -> list[Prompt]:
+        """The prompts of the first rows, checked; notes the source of each and how many answers it asks for."""
+        options = source_options(config.sources)
+        codes: dict[str, int] = {}
+        prompts: list[Prompt] = []
+        sources, asked = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int64)
+        for file in self._files:
+            for row in self._schema.rows(file, range(min(len(file), rows - len(prompts)))):
+                source, place = row["data_source"], len(prompts)
+                of_source = options[source].n if source in options else None
+                sources[place] = codes.setdefault(source, len(codes))
+                asked[place] = row["n"] or of_source or answers or 0
+                prompts.append(Prompt(row["prompt"], json.dumps(row["tools"]) if row["tools"] else None))
+        unknown = sorted(options.keys() - codes.keys()) if self.split == "train" else []
+        if unknown:
+            raise UserError(
+                f"data.sources.{unknown[0]}: data.train_files has no row of that data source; it has "
+                f"{', '.join(sorted(codes))}"
+            )
+        self._source_names, self._source_of = list(codes), sources
+        self._answers = None if answers is None or (asked == answers).all() else asked
+        return prompts
+
+    def _rows(self, index: np.ndarray) -> list[PromptRow]:
+        rows: list[PromptRow | None] = [None] * len(index)
+        which = np.searchsorted(self._starts, index, side="right") - 1
+        for number in np.unique(which):
+            places = np.flatnonzero(which == number)
+            found = self._schema.rows(self._files[number], (index[places] - self._starts[number]).tolist())
+            for place, row in zip(places, found, strict=True):
+                rows[place] = row
+        return [row for row in rows if row is not None]
+
+    def _uids(self, index: np.ndarray) -> list[str]:
+        times: Counter[int] = Counter()
+        names = []
+        for place in index.tolist():
+            again = f"+{times[place]}" if times[place] else ""
+            names.append(f"{self.split}-{place}{again}")
+            times[place] += 1
+        return names
+
+    def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
+        """Which rows stay, and a sentence about it; longer prompts are dropped, cut or refused."""
+        if config.truncation not in _TRUNCATIONS:
+            raise UserError(f"data.truncation={config.truncation!r}: expected one of {', '.join(_TRUNCATIONS)}")
+        limit = config.max_prompt_length
+        lengths = np.array([len(tokens) for tokens in self._tokens])
+        index, overlong = np.arange(len(lengths)), np.flatnonzero(lengths > limit)
+        if not lengths.min():
+            raise UserError(
+                f"data.{self.split}_files: {self._describe(int(lengths.argmin()))} has a prompt without any token "
+                "under the chat template, and an answer has to follow something; leave such rows out"
+            )
+        report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
+        if not len(overlong):
+            return index, report
+        first = int(overlong[0])
+        what = f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit}"
+        example = f"{self._describe(first)} has {lengths[first]} tokens, the longest {lengths.max()}"
+        if config.filter_overlong_prompts:
+            kept = index[lengths <= limit]
+            if not len(kept):
+                raise UserError(
+                    f"data.filter_overlong_prompts=true leaves none of the {len(lengths)} prompts: all are longer than "
+                    f"data.max_prompt_length={limit} ({example}). Raise data.max_prompt_length."
+                )
+            logger.warning("%s: %s and were dropped, %d are kept (%s)", self.split, what, len(kept), example)
+            return kept, f"{report}; {len(overlong)} longer than {limit} were dropped, {len(kept)} kept"
+        if config.truncation == "error":
+            raise UserError(
+                f"{what}: {example}. Raise data.max_prompt_length, drop such prompts with "
+                "data.filter_overlong_prompts=true, or cut them with data.truncation=left|right|middle."
+            )
+        for place in overlong:
+            self._tokens[place] = truncate(self._tokens[place], limit, config.truncation)
+        logger.warning("%s: %s and were cut, data.truncation=%s (%s)", self.split, what, config.truncation, example)
+        return index, f"{report}; {len(overlong)} longer than {limit} were cut (data.truncation={config.truncation})"
+
+    def _describe(self, index: int) -> str:
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return f"row {index - self._starts[number]} of {self._files[number].path}"
+
+
+def random_subset(index: np.ndarray, size: int) -> np.ndarray:
+    """`size` entries in their order, drawn at random, because files are often sorted by source or difficulty. The same
+    in every run, whatever its seed, so that runs are compared on the same prompts."""
+    return index[np.sort(np.random.default_rng(_SUBSET_SEED).choice(len(index), size, replace=False))]

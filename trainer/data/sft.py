@@ -1,0 +1,194 @@
+"""The rows of supervised fine-tuning, read, checked and tokenised: which tokens are given, and which are learnt.
+
+A row is a list of chat messages, in which everything that the assistant says is learnt, or a question and its answer.
+The chat template is applied piece by piece: a question is tokenised on its own, exactly as it will be when the model is
+asked it, so training and generation see the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.schema import check_prompt
+from verl_lite.config import SFTDataConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+
+Chat = list[dict[str, str]]
+_TRUNCATIONS = ("error", "right", "drop")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence. prompt: tokens up to the first learnt one; response: the rest; mask: 1 where a token is learnt."""
+
+    prompt: list[int]
+    response: list[int]
+    mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+def load_examples(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, *, option: str
+) -> list[Example]:
+    """All sequences of the files. option: the configuration key the files came from, for messages.
+
+    Raises UserError for a file, column or row that cannot be used, and for a sequence longer than data.max_length
+    unless data.truncation says what to do with it.
+    """
+    if config.truncation not in _TRUNCATIONS:
+        raise UserError(f"data.truncation={config.truncation!r}: expected one of {', '.join(_TRUNCATIONS)}")
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "The tokenizer of model.path has no chat template; give one that has with model.tokenizer_path, or add "
+            "chat_template to its tokenizer_config.json"
+        )
+    examples: list[Example] = []
+    for path in files:
+        for index, row in enumerate(read_rows(path, option)):
+            where = f"{option}: row {index} of {path}"
+            example = encode_chat(read_chat(row, config, where), tokenizer, where)
+            examples += _fit(example, config, where)
+    if not examples:
+        raise UserError(f"{option}={list(files)}: no rows are left; expected at least one")
+    return examples
+
+
+def read_rows(path: str, option: str) -> list[dict[str, Any]]:
+    """The rows of a parquet, json (a list of rows) or jsonl (a row per line) file."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"{option}={path!r}: no such file (looked for {file.absolute()}); give parquet, json or jsonl")
+    try:
+        if file.suffix == ".parquet":
+            return pyarrow.parquet.read_table(file).to_pylist()
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            rows = json.loads(text)
+        elif file.suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        else:
+            raise UserError(f"{option}={path!r}: expected a file named .parquet, .json or .jsonl")
+    except (pyarrow.ArrowInvalid, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{option}={path!r}: not a readable {file.suffix} file ({error})") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{option}={path!r}: expected rows with named columns")
+    return rows
+
+
+def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> Chat:
+    """The chat of a row, from its messages column or else from its prompt and response columns."""
+    if row.get(config.messages_key) is not None:
+        chat = row[config.messages_key]
+        check_prompt(chat, f"{where}, column {config.messages_key!r}")
+        if not any(message["role"] == "assistant" for message in chat):
+            raise UserError(f"{where}, column {config.messages_key!r}: no message is the assistant's, nothing to learn")
+        return chat
+    for key, option in ((config.prompt_key, "prompt_key"), (config.response_key, "response_key")):
+        if row.get(key) is None:
+            raise UserError(
+                f"{where}: there is neither a column {config.messages_key!r} (data.messages_key) nor {key!r} "
+                f"(data.{option}); columns found: {', '.join(row)}. A correct row: "
+                '{"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
+            )
+    prompt, response = row[config.prompt_key], row[config.response_key]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    check_prompt(prompt, f"{where}, column {config.prompt_key!r}")
+    if not isinstance(response, str):
+        raise UserError(f"{where}, column {config.response_key!r}: found {response!r:.100}, expected text")
+    return [*prompt, {"role": "assistant", "content": response}]
+
+
+def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
+    """Tokens of a chat; learnt are the assistant's, each turn up to and with its end-of-turn token.
+
+    What a template writes behind that token (a newline, say) is context only. A template that writes no end-of-turn
+    token gets the tokenizer's. Raises UserError if the template rewrites earlier turns when later ones come.
+    """
+    tokens: list[int] = []
+    mask: list[int] = []
+    done = ""
+
+    def add(text: str, learnt: bool) -> None:
+        new = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        keep = len(new)
+        if learnt:
+            ends = [place for place, token in enumerate(new) if token == tokenizer.eos_token_id]
+            if not ends:
+                new, keep = [*new, tokenizer.eos_token_id], len(new) + 1
+            else:
+                keep = ends[-1] + 1
+        tokens.extend(new)
+        mask.extend([int(learnt)] * keep + [0] * (len(new) - keep))
+
+    def render(messages: Chat, add_generation_prompt: bool) -> str:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        assert isinstance(text, str)
+        if not text.startswith(done):
+            raise UserError(
+                f"{where}: the chat template writes earlier turns differently once later ones follow, so that several "
+                "turns cannot be learnt from one row; split the row into one row for each assistant message"
+            )
+        return text
+
+    for place, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        question = render(chat[:place], add_generation_prompt=True)
+        add(question[len(done) :], learnt=False)
+        done = question
+        answered = render(chat[: place + 1], add_generation_prompt=False)
+        add(answered[len(done) :], learnt=True)
+        done = answered
+    first = mask.index(1)
+    return Example(tokens[:first], tokens[first:], mask[first:])
+
+
+def _fit(example: Example, config: SFTDataConfig, where: str) -> list[Example]:
+    """The example within data.max_length; none if it is dropped or nothing learnt would be left."""
+    excess = len(example) - config.max_length
+    if excess <= 0:
+        return [example]
+    if config.truncation == "error":
+        raise UserError(
+            f"{where} has {len(example)} tokens, more than data.max_length={config.max_length}. Raise it, or set "
+            "data.truncation=right (cut the end off) or drop (leave such rows out)"
+        )
+    kept = len(example.response) - excess
+    if config.truncation == "drop" or kept < 1:
+        return []
+    return [Example(example.prompt, example.response[:kept], example.mask[:kept])]
+
+
+def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
+    """A batch with the columns of a rollout: prompts left-padded to (B, P), responses right-padded to (B, R).
+
+    response_mask is 1 on learnt tokens; P and R are the longest of the batch.
+    """
+    width = max(len(example.prompt) for example in examples)
+    length = max(len(example.response) for example in examples)
+    ids = np.full((len(examples), width + length), pad_token_id, dtype=np.int64)
+    attention = np.zeros_like(ids)
+    mask = np.zeros((len(examples), length), dtype=np.int64)
+    for row, example in enumerate(examples):
+        place = slice(width - len(example.prompt), width + len(example.response))
+        ids[row, place] = example.prompt + example.response
+        attention[row, place] = 1
+        mask[row, : len(example.mask)] = example.mask
+    position = np.clip(attention.cumsum(1) - 1, 0, None)
+    columns = {"input_ids": ids, "attention_mask": attention, "position_ids": position, "response_mask": mask}
+    tensors = {name: torch.from_numpy(array) for name, array in columns.items()}
+    return DataProto.from_dict(tensors | {"responses": tensors["input_ids"][:, width:].contiguous()})

@@ -1,0 +1,1 @@
+"""Reward flow: the driver of diffusion training."""

@@ -1,0 +1,255 @@
+"""The plan of a run as text: memory by phase, what to change where it does not fit, and the time of a step.
+
+`python -m trainer.plan` prints it, and `trainer.dry_run=true`; a run has two lines of it in its table at launch, and
+one after its end that says what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.needs import needs_old_log_prob, needs_reference
+from trainer.planner.batch import PlanRow
+from trainer.planner.model_shape import ModelShape
+from trainer.planner.remedies import fits, remedies, together
+from trainer.planner.run_memory import (
+    MemoryPlan,
+    Networks,
+    checkpoint_disk,
+    compute_size,
+    memory_plan,
+    read_networks,
+    rows_per_step,
+    trained_parameters,
+)
+from trainer.planner.step_time import (
+    Accelerator,
+    Efficiency,
+    Generation,
+    accelerator,
+    generation_seconds,
+    pass_seconds,
+    reduction_seconds,
+    sync_seconds,
+    update_seconds,
+)
+from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, listed, part_lines, phase_lines
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.options.agentic import is_agentic
+
+MOST_REMEDIES = 12
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory_lines(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+) -> Iterator[str]:
+    """Memory by phase on one device, and the verdict. memory_gib: of one device; None = not compared."""
+    plan = memory_plan(config, networks, slots, device)
+    where = "process" if plan.on_cpu else f"device ({device.name})"
+    yield f"always on each {where} (GiB, calculated)"
+    yield from part_lines(plan.always)
+    yield ""
+    yield f"{'beside that, in the phase':<44}{'GiB':>8}"
+    yield from phase_lines(plan.phases, plan.worst)
+    yield ""
+    yield f"{'peak of tensors':<44}{plan.peak / GIB:8.2f}   in the phase marked *"
+    more = (
+        f"with its libraries, {plan.base / GIB:.2f} GiB measured"
+        if plan.on_cpu
+        else f"with {CONTEXT_GIB:g} GiB of context and {FRAGMENTATION:.0%} fragmentation, both assumed"
+    )
+    yield f"{f'one {where}':<44}{plan.device_bytes / GIB:8.2f}   {more}"
+    if plan.host:
+        yield f"{'host memory of each rank, besides':<44}{sum(plan.host.values()) / GIB:8.2f}   {listed(plan.host)}"
+    yield f"{'sequences that decode together':<44}{plan.sequences:8d}   rollout.max_num_seqs, and the KV cache"
+    if memory_gib is not None:
+        yield ""
+        yield from verdict_lines(config, networks, slots, device, memory_gib)
+
+
+def verdict_lines(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float
+) -> Iterator[str]:
+    """Whether it fits; if not, each change with the number that it gives, and several together if one is not enough."""
+    plan, memory = memory_plan(config, networks, slots, device), memory_gib * GIB
+    if fits(plan, memory):
+        yield f"fits {memory_gib:.1f} GiB"
+        return
+    yield from plan.notes
+    if plan.device_bytes > memory:
+        yield f"does not fit {memory_gib:.1f} GiB: {plan.device_bytes / GIB:.2f} are needed, in {plan.worst.name}"
+    single = remedies(config, networks, slots, device, memory)
+    if single:
+        yield "change one of these, the most effective first; GiB it would then need:"
+    for remedy in single[:MOST_REMEDIES]:
+        enough = "   enough" if remedy.fits else ""
+        yield f"  {' '.join(remedy.keys):<72}{remedy.device_bytes / GIB:8.2f}{enough}"
+    if any(remedy.fits for remedy in single):
+        return
+    both = together(config, networks, device, memory, single)
+    if both is None:
+        yield "no single one is enough, nor all together: take a smaller model, shorter answers or larger devices"
+        return
+    yield "no single one is enough; these together are:"
+    yield f"  {' '.join(both.keys)}   {both.device_bytes / GIB:.2f}"
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def stage_seconds(
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    assumed: Efficiency,
+    response_length: float | None = None,
+) -> dict[str, float]:
+    """Seconds of each stage of a step by name. response_length: mean tokens of an answer; None = all as long as
+    allowed."""
+    data, rollout, policy, nodes = config.data, config.rollout, networks.policy, config.trainer.nnodes
+    answer = float(data.max_response_length if response_length is None else response_length)
+    length, rows = data.max_prompt_length + answer, rows_per_step(config)
+    engines = max(1, slots // rollout.tensor_model_parallel_size)
+    plan = memory_plan(config, networks, slots, device)
+    size = compute_size(config.actor.fsdp_config.mixed_precision.param_dtype, device)
+    prompts = rows if is_agentic(config) else rows / rollout.n
+    generation = Generation(
+        sequences=rows / engines,
+        prompts=max(1.0, prompts / engines),
+        prompt_length=data.max_prompt_length,
+        response_length=answer,
+        at_once=max(1, plan.sequences),
+        size=compute_size(rollout.dtype, device),
+        devices=rollout.tensor_model_parallel_size,
+    )
+    prefill, decode = generation_seconds(policy, generation, device, assumed)
+    tokens = rows * length / slots
+
+    def forward(shape: ModelShape) -> float:
+        return pass_seconds(shape, tokens, length, device, assumed)
+
+    def update(shape: ModelShape, epochs: int, checkpointing: bool, adapter: int) -> float:
+        return epochs * update_seconds(
+            shape, tokens, length, device, assumed, checkpointing=checkpointing, has_adapter=adapter > 0
+        )
+
+    trained, adapter = trained_parameters(config, policy)
+    stages = {"generation: prompts": prefill, "generation: answers": decode}
+    if networks.reward_model is not None:
+        stages["reward model"] = forward(networks.reward_model)
+    if needs_old_log_prob(config):
+        stages["old log-probs"] = forward(policy)
+    if needs_reference(config):
+        stages["reference log-probs"] = forward(policy)
+    epochs = config.actor.ppo_epochs
+    if networks.critic is not None:
+        stages["values"] = forward(networks.critic)
+        checkpointing = config.critic.model.enable_gradient_checkpointing
+        stages["critic update"] = update(networks.critic, config.critic.ppo_epochs or epochs, checkpointing, 0)
+    own = update(policy, epochs, config.model.enable_gradient_checkpointing, adapter)
+    mini = config.actor.ppo_mini_batch_size
+    steps = epochs * (1 if mini == -1 else max(1, math.ceil(config.data.train_batch_size / mini)))
+    wire = reduction_seconds(
+        policy, trained, slots, size, device, nodes=nodes, micro_batches=steps * plan.micro_batches
+    )
+    stages["update"] = max(own, wire)
+    stages["weight sync"] = sync_seconds(policy, slots, size, device, nodes=nodes)
+    return stages
+
+
+def time_lines(
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    assumed: Efficiency,
+    response_length: float | None,
+) -> Iterator[str]:
+    """Seconds by stage, and what they assume."""
+    stages = stage_seconds(config, networks, slots, device, assumed, response_length)
+    whole = sum(stages.values())
+    answer = config.data.max_response_length if response_length is None else response_length
+    yield f"{'time of a step, by roofline':<44}{'s':>8}"
+    for name, seconds in stages.items():
+        yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}"
+    tokens = rows_per_step(config) * (config.data.max_prompt_length + answer)
+    yield f"{'a step':<44}{whole:8.1f}   {tokens / whole / slots:,.0f} tokens/s and device"
+    yield (
+        f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
+        f"{assumed.training:.0%} of the first in training, {assumed.prefill:.0%} in prefill, {assumed.bandwidth:.0%} "
+        f"of the second, answers of {answer:g} tokens (--mean_response)"
+    )
+
+
+# -- at launch and after -----------------------------------------------------------------------------------------------
+
+
+def launch_device(config: PPOConfig) -> Accelerator:
+    """What this run's own devices are like, as far as memory goes."""
+    from verl_lite.device import device_type
+
+    if device_type(config.trainer.device) == "cpu":
+        return accelerator("cpu")
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    name = properties.name.lower()
+    known = next((kind for kind in ("h200", "h100", "a100", "l40s") if kind in name), "h100")
+    nearest = accelerator(known)
+    return Accelerator(
+        name=nearest.name,
+        memory_gib=properties.total_memory / GIB,
+        flops=nearest.flops,
+        bandwidth=nearest.bandwidth,
+        link=nearest.link,
+        network=nearest.network,
+    )
+
+
+def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> list[PlanRow]:
+    """Lines for the table at launch: memory of the fullest phase, disk. Where the model's shapes are not known, why."""
+    try:
+        networks = read_networks(config)
+    except UserError as error:
+        return [PlanRow("memory per device, expected", "?", str(error))]
+    plan = memory_plan(config, networks, slots, launch_device(config))
+    one, count = checkpoint_disk(config, networks, total_steps)
+    samples = config.trainer.samples_max_mb / 1024
+    checkpoints = f"{count} checkpoint{'s' * (count != 1)} of {one / GIB:.2f}" if count else "no checkpoints"
+    return [
+        PlanRow("memory per device, expected", f"{plan.device_bytes / GIB:.2f} GiB", _worst(plan)),
+        PlanRow(
+            "disk, at most",
+            f"{count * one / GIB + samples:.2f} GiB",
+            f"{checkpoints} (trainer.save_freq), samples {samples:.2f} (trainer.samples_max_mb)",
+        ),
+    ]
+
+
+def _worst(plan: MemoryPlan) -> str:
+    return f"in {plan.worst.name}; `python -m trainer.plan` with the same options shows all phases"
+
+
+def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
+    """After a run: expected and measured memory of the fullest worker. Empty where either is not known."""
+    try:
+        plan = memory_plan(config, read_networks(config), slots, launch_device(config))
+    except UserError:
+        return ""
+    name = "host_peak_gb" if plan.on_cpu else "max_memory_reserved_gb"
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    values = [value for line in lines if (value := json.loads(line).get(f"actor/perf/{name}")) is not None]
+    if not values:
+        return ""
+    measured, expected = max(values), (plan.device_bytes if plan.on_cpu else plan.peak) / GIB
+    off = f"{expected / measured - 1:+.0%}"
+    return f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected ({off})"

@@ -1,0 +1,1 @@
+"""A run read for people: findings, samples, pages."""

@@ -1,0 +1,1 @@
+"""Whether options fit each other, the machine and the files."""

@@ -1,0 +1,407 @@
+"""Whether environments, groups, batch sizes and estimator of a run of agents fit each other: a part of `checks.config`.
+
+Takes a `PPOConfig`; yields problems, each naming key, value, what was expected and what to change. An option that would
+have no effect counts as a problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping
+
+from verl_lite.agentic_rewards import ADJUST_MODES, GROUPINGS, METHODS
+from verl_lite.checks.config import value_of
+from verl_lite.config import PPOConfig
+from verl_lite.config_keys import KEYS, unknown_value
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl_lite.envs import EnvTemplate, env_templates, find_env
+from verl_lite.errors import UserError
+from verl_lite.group_filters import GROUP_FILTERS
+from verl_lite.options.agentic import EnvManagerConfig, is_agentic
+from verl_lite.registry import takes
+
+Problems = Iterator[str]
+
+BY_STEP = frozenset({"gigpo", "step_reinforce"})
+"""Estimators whose rows are the steps of episodes."""
+BY_TRAJECTORY = frozenset({"gae", "agentic_reinforce"})
+"""Estimators whose rows are whole episodes: the next turn stands in the same row."""
+OF_GROUPS = frozenset(
+    {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gigpo"}
+    | {"reinforce_plus_plus_baseline"}
+)
+"""Estimators that compare the episodes of a group with each other."""
+
+WITHOUT_DATASET = (
+    "data.train_files",
+    "data.val_files",
+    "data.prompt_key",
+    "data.columns",
+    "data.data_source",
+    "data.system_prompt",
+    "data.prompt_template",
+    "data.ground_truth_regex",
+    "data.tools_path",
+    "data.sources",
+    "data.sampler.class_path",
+    "data.sampler.class_name",
+    "data.custom_cls.path",
+    "data.custom_cls.name",
+    "data.train_batch_size",
+    "data.val_batch_size",
+    "data.truncation",
+    "data.filter_overlong_prompts",
+    "data.filter_overlong_prompts_workers",
+    "data.train_max_samples",
+    "data.val_max_samples",
+    "data.shuffle",
+    "data.seed",
+    "trainer.total_epochs",
+)
+"""Keys of a dataset of prompts."""
+
+INSTEAD = {
+    "data.train_files": "agentic.custom_envs and agentic.train_env_manager.tags",
+    "data.val_files": "agentic.val_env_manager.tags",
+    "data.train_batch_size": "agentic.rollout_batch_size",
+    "data.val_batch_size": "agentic.val_batch_size",
+    "trainer.total_epochs": "trainer.total_training_steps",
+}
+"""What there is in their place."""
+
+_MANAGER_AT_LEAST = {"num_env_groups": 1, "group_size": 1, "group_size_redundancy": 0}
+
+AT_LEAST: dict[str, float] = {
+    "agentic.rollout_batch_size": 1,
+    "agentic.async_generation_ratio": 0,
+    "agentic.model_update_frequency": 1,
+    "agentic.logging_steps": 0,
+    "agentic.env_pool.num_workers": 0,
+    "agentic.env_pool.threads": 1,
+    "agentic.env_pool.max_memory_mb": 1,
+    "agentic.env_pool.max_error_rate": 0,
+    "agentic.step_reward_gamma": 0,
+    "agentic.train_env_manager.max_replaced_groups": -1,
+    **{f"agentic.train_env_manager.{name}": least for name, least in _MANAGER_AT_LEAST.items()},
+    **{f"agentic.val_env_manager.{name}": least for name, least in _MANAGER_AT_LEAST.items()},
+}
+"""Smallest value of a key."""
+
+AT_MOST_ONE = ("agentic.env_pool.max_error_rate", "agentic.step_reward_gamma")
+
+ALL_OR_AT_LEAST_ONE = (
+    "agentic.val_batch_size",
+    "agentic.train_env_manager.max_traj_per_env",
+    "agentic.val_env_manager.max_traj_per_env",
+)
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "agentic.batch_adjust_mode": ADJUST_MODES,
+    "agentic.reward_normalization.grouping": (None, *GROUPINGS),
+    "agentic.reward_normalization.method": (None, *METHODS),
+    "agentic.reward_normalization.norm_mean_type": (None, "batch", "group"),
+    "agentic.reward_normalization.norm_std_type": (None, "batch", "group"),
+}
+
+OF_ESTIMATORS = {
+    "episode_reward_weight": ("gigpo",),
+    "step_reward_weight": ("gigpo",),
+    "step_reward_gamma": ("gigpo", "step_reinforce"),
+}
+"""Options of agentic that only these estimators read."""
+
+
+def agentic(config: PPOConfig) -> Problems:
+    """All that concerns agents; without environments, that no option of theirs is given."""
+    if not is_agentic(config):
+        given = [f"{name}={value}" for name, value in _given(config, "agentic.")]
+        if given:
+            yield (
+                f"{', '.join(given)}: without effect, because agentic.train_env_manager.tags is empty: name the "
+                "environments of agentic.custom_envs to train in, or leave all agentic.* out"
+            )
+        return
+    yield from _ranges(config)
+    yield from _run(config)
+    yield from _without_effect(config)
+    templates = yield from _templates(config)
+    for name, manager, size in _managers(config):
+        yield from _manager(config, name, manager, templates)
+        yield from _sizes(name, manager, size, _batch_key(name))
+    yield from _validation(config)
+    yield from _estimator(config, templates)
+    yield from _pool(config)
+
+
+def _managers(config: PPOConfig) -> list[tuple[str, EnvManagerConfig, int]]:
+    """Those that are used, with the episodes of a batch."""
+    options = config.agentic
+    both = [
+        ("train_env_manager", options.train_env_manager, options.rollout_batch_size),
+        ("val_env_manager", options.val_env_manager, options.val_batch_size),
+    ]
+    return [entry for entry in both if entry[1].tags]
+
+
+def _batch_key(manager: str) -> str:
+    return "rollout_batch_size" if manager == "train_env_manager" else "val_batch_size"
+
+
+def _ranges(config: PPOConfig) -> Problems:
+    for name, least in AT_LEAST.items():
+        value = value_of(config, name)
+        if value is not None and not value >= least:
+            yield f"{name}={value}: at least {least} is expected"
+    for name in AT_MOST_ONE:
+        if value_of(config, name) > 1:
+            yield f"{name}={value_of(config, name)}: a share between 0 and 1 is expected"
+    for name in ALL_OR_AT_LEAST_ONE:
+        if value_of(config, name) != -1 and value_of(config, name) < 1:
+            yield f"{name}={value_of(config, name)}: -1 (all) or at least 1 is expected"
+    for name, choices in CHOICES.items():
+        if value_of(config, name) not in choices:
+            texts = [choice for choice in choices if choice is not None]
+            yield unknown_value(name, value_of(config, name), texts) + ("; or null" if None in choices else "")
+    timeout_s = config.agentic.env_pool.timeout_s
+    if not 0 < timeout_s < math.inf:
+        yield f"agentic.env_pool.timeout_s={timeout_s}: a number above 0 is expected"
+
+
+def _run(config: PPOConfig) -> Problems:
+    """What the run as a whole needs."""
+    rollout, trainer, ratio = config.rollout, config.trainer, config.agentic.async_generation_ratio
+    if trainer.total_training_steps is None and not trainer.val_only:
+        yield (
+            "trainer.total_training_steps=null: environments have no end, so the number of steps has to be given, "
+            "such as trainer.total_training_steps=200"
+        )
+    if rollout.n != 1:
+        yield (
+            f"rollout.n={rollout.n}: an environment takes one action at a time, so 1 is expected; how many episodes "
+            "of a task are compared is agentic.train_env_manager.group_size"
+        )
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: each device has an engine and "
+            "environments of its own where agents act, so 1 is expected"
+        )
+    frequency = config.agentic.model_update_frequency
+    for name in ("test_freq", "save_freq"):
+        every = getattr(trainer, name)
+        if frequency > 1 and every > 0 and every % frequency:
+            yield (
+                f"trainer.{name}={every} with agentic.model_update_frequency={frequency}: a validation gives the "
+                "engine the newest weights, and so does a resumed run, which would change the training between two "
+                f"updates: set trainer.{name} to a multiple of {frequency}, or to -1 (at the end)"
+            )
+    if ratio > 0 and rollout.free_cache_engine and not _on_cpu(config):
+        yield (
+            f"agentic.async_generation_ratio={ratio} with rollout.free_cache_engine=true: the engine would sleep while "
+            "training, when episodes go on: set rollout.free_cache_engine=false, and rollout.gpu_memory_utilization "
+            "so that both fit; or async_generation_ratio=0"
+        )
+
+
+def _on_cpu(config: PPOConfig) -> bool:
+    if config.trainer.device != "auto":
+        return config.trainer.device == "cpu"
+    from verl_lite.device import device_type
+
+    return device_type() == "cpu"
+
+
+def _without_effect(config: PPOConfig) -> Problems:
+    """Options of datasets and rewards."""
+    for name, value in _given(config, ""):
+        if name in WITHOUT_DATASET:
+            instead = f": set {INSTEAD[name]} instead" if name in INSTEAD else ": leave it out"
+            yield f"{name}={value} has no effect where agents act in environments, without a dataset{instead}"
+    rewards = [f"{name}={value}" for name, value in (*_given(config, "reward."), *_given(config, "reward_model."))]
+    if rewards:
+        yield (
+            f"{', '.join(rewards)}: without effect, because environments give the rewards "
+            "(agentic.train_env_manager.tags): leave reward.* and reward_model.* out; limits of environments are "
+            "agentic.env_pool.*"
+        )
+    samples = config.rollout.val_kwargs.n
+    if samples != 1:
+        yield (
+            f"rollout.val_kwargs.n={samples} has no effect where agents act: set agentic.val_env_manager.group_size "
+            "and agentic.val_batch_size"
+        )
+    chosen = config.algorithm.adv_estimator
+    for name, readers in OF_ESTIMATORS.items():
+        value = getattr(config.agentic, name)
+        if value != KEYS[f"agentic.{name}"].default and chosen not in readers and ":" not in chosen:
+            yield (
+                f"agentic.{name}={value} has no effect with algorithm.adv_estimator={chosen}: it belongs to "
+                f"{' and '.join(readers)}, so leave it out"
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- environments
+
+
+def _templates(config: PPOConfig) -> Generator[str, None, dict[str, EnvTemplate]]:
+    """Problems of the entries of custom_envs; returns those that are sound."""
+    found: dict[str, EnvTemplate] = {}
+    for tag, entry in config.agentic.custom_envs.items():
+        try:
+            found |= env_templates({tag: entry})
+        except UserError as error:
+            yield str(error)
+            continue
+        yield from _methods(found[tag])
+        longest, most = config.data.max_response_length, found[tag].max_tokens_per_step
+        if most is not None and most > longest:
+            yield (
+                f"agentic.custom_envs.{tag}.max_tokens_per_step={most} is more than data.max_response_length="
+                f"{longest}, which holds all turns of an episode (by steps: one turn): set at most {longest}"
+            )
+    return found
+
+
+def _methods(template: EnvTemplate) -> Problems:
+    """A class without reset or step is no environment; what a function makes is seen in the dry run."""
+    factory = find_env(template.env_type)
+    if not isinstance(factory, type):
+        return
+    missing = [name for name in ("reset", "step") if not callable(getattr(factory, name, None))]
+    if missing:
+        yield (
+            f"agentic.custom_envs.{template.tag}.env_type={template.env_type}: {factory.__name__} has no method "
+            f"{' and no method '.join(missing)}; reset(seed) and step(action) are expected, see "
+            "verl_lite/envs/README.md"
+        )
+
+
+def _manager(config: PPOConfig, name: str, manager: EnvManagerConfig, templates: Mapping[str, EnvTemplate]) -> Problems:
+    """Tags, their partition, and the filter."""
+    key, known = f"agentic.{name}", config.agentic.custom_envs
+    for tag in manager.tags:
+        if tag not in known:
+            yield unknown_value(f"{key}.tags", tag, list(known)) + "; they are the entries of agentic.custom_envs"
+    if len(set(manager.tags)) < len(manager.tags):
+        yield f"{key}.tags={manager.tags}: one is named twice; give its share in {key}.num_groups_partition"
+    partition, groups = manager.num_groups_partition, manager.num_env_groups
+    if partition and len(partition) != len(manager.tags):
+        yield (
+            f"{key}.num_groups_partition={partition}: one number for each of the {len(manager.tags)} tags "
+            f"{manager.tags} is expected; or leave it out for equal shares"
+        )
+    elif partition and (sum(partition) != groups or min(partition) < 1):
+        yield (
+            f"{key}.num_groups_partition={partition} adds up to {sum(partition)}: numbers of at least 1 that add up to "
+            f"{key}.num_env_groups={groups} are expected; or leave it out for equal shares"
+        )
+    elif groups < len(manager.tags):
+        yield (
+            f"{key}.num_env_groups={groups} is less than the {len(manager.tags)} tags {manager.tags}: at least one "
+            "group for each tag is expected"
+        )
+    chosen = manager.group_filter_cls
+    if chosen is not None and ":" not in chosen and chosen not in GROUP_FILTERS:
+        yield unknown_value(f"{key}.group_filter_cls", chosen, GROUP_FILTERS) + "; or pkg.module:Class"
+    if chosen is None and manager.max_replaced_groups != -1:
+        yield (
+            f"{key}.max_replaced_groups={manager.max_replaced_groups} has no effect without {key}.group_filter_cls: "
+            "name a filter, or leave it out"
+        )
+
+
+def _sizes(name: str, manager: EnvManagerConfig, size: int, batch_key: str) -> Problems:
+    """A batch is made of whole groups, which the environments may run."""
+    if size < 1 or manager.group_size < 1 or manager.num_env_groups < 1:
+        return
+    key = f"agentic.{name}"
+    if size % manager.group_size:
+        nearest = max(1, round(size / manager.group_size)) * manager.group_size
+        yield (
+            f"{key}.group_size={manager.group_size} does not divide agentic.{batch_key}={size}: a batch is made of "
+            f"whole groups; set {batch_key}={nearest}, or another group size"
+        )
+    each = math.ceil(size / (manager.num_env_groups * manager.group_size))
+    if 0 <= manager.max_traj_per_env < each:
+        yield (
+            f"{key}.max_traj_per_env={manager.max_traj_per_env}: agentic.{batch_key}={size} takes {each} episodes of "
+            f"each of {manager.num_env_groups} x {manager.group_size} environments: set at least {each}, or -1, or "
+            "more num_env_groups"
+        )
+
+
+def _validation(config: PPOConfig) -> Problems:
+    manager = config.agentic.val_env_manager
+    if not manager.tags:
+        names = ("agentic.val_env_manager.", "agentic.val_batch_size", "agentic.render_save_dir")
+        for name, value in (entry for start in names for entry in _given(config, start)):
+            yield (
+                f"{name}={value} has no effect without agentic.val_env_manager.tags: name the environments to validate "
+                "in, or leave it out"
+            )
+        return
+    if manager.group_size_redundancy:
+        yield (
+            f"agentic.val_env_manager.group_size_redundancy={manager.group_size_redundancy}: only episodes that end "
+            "early would be measured: leave it out"
+        )
+    if manager.group_size > 1 and not config.rollout.val_kwargs.do_sample:
+        yield (
+            f"agentic.val_env_manager.group_size={manager.group_size} with rollout.val_kwargs.do_sample=false would "
+            f"run {manager.group_size} equal episodes of each task: set do_sample=true and a temperature, or "
+            "group_size=1"
+        )
+    if manager.group_filter_cls is not None:
+        yield (
+            f"agentic.val_env_manager.group_filter_cls={manager.group_filter_cls}: a validation measures all groups: "
+            "leave it out"
+        )
+
+
+def _pool(config: PPOConfig) -> Problems:
+    for name in ("timeout_s", "max_memory_mb"):
+        value = getattr(config.agentic.env_pool, name)
+        if config.agentic.env_pool.num_workers == 0 and value != KEYS[f"agentic.env_pool.{name}"].default:
+            yield (
+                f"agentic.env_pool.{name}={value} needs a process of the environments, and with "
+                "agentic.env_pool.num_workers=0 there is none: set num_workers to at least 1, or leave it out"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- estimators
+
+
+def _estimator(config: PPOConfig, templates: Mapping[str, EnvTemplate]) -> Problems:
+    """Whether the samples are what the estimator reads."""
+    chosen, manager = config.algorithm.adv_estimator, config.agentic.train_env_manager
+    key = f"algorithm.adv_estimator={chosen}"
+    for estimators, by_step, what in (
+        (BY_STEP, True, "compares the steps of episodes"),
+        (BY_TRAJECTORY, False, "follows an episode from turn to turn within a sample"),
+    ):
+        expected = "step" if by_step else "trajectory"
+        for tag in manager.tags:
+            if chosen in estimators and tag in templates and templates[tag].by_step is not by_step:
+                yield (
+                    f"agentic.custom_envs.{tag}.env_manager_cls={templates[tag].env_manager_cls}: {key} {what}, so "
+                    f"{expected} is expected: set agentic.custom_envs.{tag}.env_manager_cls={expected}, or use one of "
+                    f"{', '.join(sorted(BY_TRAJECTORY if by_step else BY_STEP))}"
+                )
+    if chosen in OF_GROUPS and manager.group_size == 1 and not config.trainer.val_only:
+        yield (
+            f"agentic.train_env_manager.group_size=1: {chosen} compares the episodes of a group with each other, and "
+            "one episode teaches nothing: set group_size to at least 2, such as 8"
+        )
+    function = ADV_ESTIMATOR_REGISTRY.get(chosen)
+    if function is not None and takes(function, "reward_baselines"):
+        yield f"{key} needs a greedy answer to each prompt, which episodes do not have: use grpo or agentic_reinforce"
+    if chosen == "gdpo":
+        yield f"{key} needs the values of a reward function's dict, which episodes do not have: use grpo"
+
+
+def _given(config: PPOConfig, start: str) -> list[tuple[str, object]]:
+    """Keys that begin so whose value is not their default."""
+    return [
+        (key.name, value_of(config, key.name))
+        for key in KEYS.values()
+        if key.name.startswith(start) and value_of(config, key.name) != key.default
+    ]

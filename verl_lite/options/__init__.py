@@ -1,0 +1,1 @@
+"""The options of single parts and commands, each with its default and its sentence."""
