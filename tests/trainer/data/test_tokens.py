@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.trainer.prompt_rows import TOOL_TEMPLATE, char_tokenizer, make_row, write
-from trainer.data.prompts import PromptDataset, token_cache
-from trainer.data.prompts import tokens as data_tokens
+from trainer.data import token_cache
+from trainer.data import tokens as data_tokens
+from trainer.data.prompts import PromptDataset
 from trainer.data.token_cache import TokenCache, digest_of
 from trainer.data.tokens import Prompt, encode_prompts, truncate
 from verl_lite.config import DataConfig
