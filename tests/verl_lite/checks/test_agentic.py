@@ -31,7 +31,7 @@ class Restless:
         return "end", 1.0, True, False, {}
 
 
-HERE = "tests.verl_lite.test_agentic_checks"
+HERE = "tests.verl_lite.checks.test_agentic"
 SOUND: dict[str, Any] = {
     "agentic.custom_envs": {"world": {"env_type": f"{HERE}:World"}, "maze": {"env_type": f"{HERE}:World"}},
     "agentic.train_env_manager.tags": ["world", "maze"],
