@@ -27,7 +27,7 @@ from pathlib import Path
 from recipes import common_task
 from recipes.comparison_report import Outcome, Point, report
 from trainer.environment import prepare_driver
-from workers.child_inside import die_with_parent
+from workers.children.inside import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 VALIDATIONS = 4
@@ -133,8 +133,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Runs what is missing and reports. Raises UserError if another comparison writes to the same folder."""
-    from verl_lite.device_lease import Holder, LeaseTaken, leased_file
     from verl_lite.errors import UserError
+    from verl_lite.machine.lease import Holder, LeaseTaken, leased_file
 
     options.to.mkdir(parents=True, exist_ok=True)
     try:

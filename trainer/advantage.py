@@ -30,14 +30,14 @@ from typing import Any
 
 import torch
 
-from verl_lite.advantages import outcome_scores
-from verl_lite.agentic_algos import at_last_token
+from verl_lite.algos.advantages import outcome_scores
+from verl_lite.algos.agentic_advantages import at_last_token
+from verl_lite.algos.masked import whiten_or_keep
+from verl_lite.algos.reward_norm import normalise_scores, update_running
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import FixedKLController, RunningMoments, apply_kl_penalty, get_adv_estimator_fn
-from verl_lite.masked import whiten_or_keep
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.protocol import DataProto
-from verl_lite.reward_norm import normalise_scores, update_running
 from verl_lite.schema import check
 
 Controllers = MutableMapping[Any, RunningMoments] | RunningMoments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl_lite.advantages import outcome_scores
+from verl_lite.algos.advantages import outcome_scores
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto

@@ -52,7 +52,7 @@ from workers.device_holder import DeviceHolder
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
-from workers.reward_pool import RewardPool
+from workers.rewards.pool import RewardPool
 
 REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
 

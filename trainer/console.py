@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from trainer.final_report import final_report, validation_line
-from verl_lite.config_sources import Verbosity
+from verl_lite.settings.sources import Verbosity
 
 __all__ = ["Console", "final_report", "format_seconds"]
 

@@ -19,9 +19,9 @@ import torch
 from trainer.data.prompts import PromptDataset
 from trainer.group_metrics import Groups, groups_of
 from trainer.steps import TrainingSteps
+from verl_lite.algos.group_outcomes import KINDS
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.group_outcomes import KINDS
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from trainer.overlong import check_no_such_entry
-from verl_lite.advantages import outcome_scores
+from verl_lite.algos.advantages import outcome_scores
+from verl_lite.algos.group_outcomes import KINDS, GroupKinds, group_kinds
+from verl_lite.algos.masked import group_ids
 from verl_lite.checks.sampling import MODEL_METRICS
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.group_outcomes import KINDS, GroupKinds, group_kinds
-from verl_lite.masked import group_ids
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult

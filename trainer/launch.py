@@ -20,8 +20,8 @@ from trainer.trackers.base import check_trackers
 from verl_lite.config import RunOptions
 from verl_lite.config_loader import LoadedConfig, help_config, print_config
 from verl_lite.device import device_type, visible_devices
-from verl_lite.device_lease import Holder, LeaseTaken, leased_file
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
+from verl_lite.machine.lease import Holder, LeaseTaken, leased_file
 from verl_lite.single_controller.guard import guarded
 
 MOST_DEFAULT_CPU_SLOTS = 2

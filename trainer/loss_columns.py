@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from trainer.needs import needs_scores, needs_selected
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import outcome_scores
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
@@ -37,7 +37,7 @@ def _selected(batch: DataProto, config: PPOConfig, step: int) -> torch.Tensor:
     if loss_mode not in TOKEN_SELECTIONS:
         raise UserError(
             f"actor.policy_loss.loss_mode={loss_mode} takes `selected`, and nothing says how its tokens are chosen: "
-            "add a function to verl_lite.covariance_losses.TOKEN_SELECTIONS under its name"
+            "add a function to verl_lite.algos.covariance_losses.TOKEN_SELECTIONS under its name"
         )
     seed = int(np.random.SeedSequence([config.trainer.seed, step]).generate_state(1)[0])
     return TOKEN_SELECTIONS[loss_mode](

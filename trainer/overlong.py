@@ -10,12 +10,12 @@ from collections.abc import Container
 
 import torch
 
+from verl_lite.algos.reward_shaping import overlong_penalty
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
-from verl_lite.reward_shaping import overlong_penalty
 
 LOGGED = ("overlong_reward", "overlong")
 """Columns `reward/<name>` of the penalty and of whether there is one, under verl's names."""

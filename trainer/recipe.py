@@ -27,8 +27,8 @@ from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 from verl_lite.errors import UserError
 from verl_lite.group_filters import GROUP_FILTERS
-from verl_lite.recipe_names import RECIPE_FILE, is_recipe_path
 from verl_lite.registry import foreign_modules
+from verl_lite.settings.recipe_names import RECIPE_FILE, is_recipe_path
 from workers.rollout.base import ROLLOUT_ENGINES
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ class _Part:
 class Rewards:
     """Collects scores.
 
-    pool: the service that runs `workers.reward_pool.RewardPool`; None = no reward function is called. model: None = no
+    pool: the service that runs `workers.rewards.pool.RewardPool`; None = no reward function is called. model: None = no
     reward model. There is at least one of them. failures: gets every result; null = one that writes into `run_dir`.
     """
 

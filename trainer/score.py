@@ -122,7 +122,7 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
 def score_answers(saved: SavedAnswers, config: ScoreConfig) -> list[RewardResult]:
     """A result for each answer, from supervised reward processes. Raises UserError for a data source without reward."""
     from verl_lite.rewards import reward_modules
-    from workers.reward_pool import RewardPool
+    from workers.rewards.pool import RewardPool
 
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
     items = [answer.item for answer in saved.answers]

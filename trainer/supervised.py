@@ -21,8 +21,8 @@ import torch
 from trainer.environment import worker_environment
 from verl_lite.config import SupervisedConfig
 from verl_lite.device import cpu_count, device_type, dist_backend, get_device
-from verl_lite.device_claim import Wish, claimed_gpus
 from verl_lite.errors import UserError
+from verl_lite.machine.claim import Wish, claimed_gpus
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
@@ -131,7 +131,7 @@ def train(config: SupervisedConfig, task: Task[Row], report: Callable[[str], Non
 
 
 def own_devices(config: SupervisedConfig, folder: Path, report: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Inside, the run's devices are its own, or shared knowingly; see `verl_lite.device_claim`."""
+    """Inside, the run's devices are its own, or shared knowingly; see `verl_lite.machine.claim`."""
     trainer = config.trainer
     if device_type(trainer.device) == "cpu" or config.ray_kwargs.ray_init.address is not None:
         return nullcontext()

@@ -162,7 +162,7 @@ def make_pool(means: Means, config: dict[str, Any], study: Study, launcher: Loca
     from trainer.sweeps.slots import CpuPool, GpuPool, choose_devices
     from verl_lite.device import device_type
     from verl_lite.errors import UserError
-    from verl_lite.gpus import list_gpus
+    from verl_lite.machine.gpus import list_gpus
 
     device = str(config.get("trainer.device", "auto"))
     asks_for_cores = not config and means.slots is not None  # a command whose words are not looked at

@@ -1,4 +1,4 @@
-"""What a run asks of the machine, and how it gets it before anything heavy starts; see `verl_lite.device_claim`."""
+"""What a run asks of the machine, and how it gets it before anything heavy starts; see `verl_lite.machine.claim`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from trainer.needs import needs_critic, needs_reference_model
 from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.device import device_type
-from verl_lite.device_claim import Wish, claimed_gpus, tell_of_busy_host
 from verl_lite.errors import UserError
+from verl_lite.machine.claim import Wish, claimed_gpus, tell_of_busy_host
 from workers.critic import critic_network
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name

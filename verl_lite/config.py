@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from verl_lite.config_fields import opt, section
 from verl_lite.options.agentic import AgenticConfig
 from verl_lite.options.data import DataConfig
+from verl_lite.options.fields import opt, section
 from verl_lite.options.reward import RewardConfig
 
 

@@ -1,7 +1,7 @@
 """From a command line to a checked `PPOConfig`: defaults < recipe < files < command line, each value with its source.
 
 Takes the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value`, `++key=value`, `~key`,
-`--config FILE`); gives a `LoadedConfig`. verl's spellings are accepted (`config_compat`). A key that does not exist
+`--config FILE`); gives a `LoadedConfig`. verl's spellings are accepted (`settings.compat`). A key that does not exist
 or a value of the wrong type is an error wherever it stands, and all errors of a command line are shown together.
 """
 
@@ -17,12 +17,24 @@ from typing import Any, Generic, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite import config_compat
 from verl_lite.checks.config import validate
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import ConfigError, Key, Path, Schema, WrongValue, convert, is_interpolation, join, schema_of
-from verl_lite.config_print import help_config, print_config, save_config
-from verl_lite.config_sources import (
+from verl_lite.errors import UserError
+from verl_lite.settings import compat as config_compat
+from verl_lite.settings.keys import (
+    ConfigError,
+    Key,
+    Path,
+    Schema,
+    WrongValue,
+    convert,
+    is_interpolation,
+    join,
+    schema_of,
+)
+from verl_lite.settings.printing import help_config, print_config, save_config
+from verl_lite.settings.recipe_names import absolute_recipe, recipe_title
+from verl_lite.settings.sources import (
     COMMAND_LINE,
     Action,
     Assignment,
@@ -34,8 +46,6 @@ from verl_lite.config_sources import (
     split_choices,
     without_prefix,
 )
-from verl_lite.errors import UserError
-from verl_lite.recipe_names import absolute_recipe, recipe_title
 
 __all__ = ["ConfigError", "LoadedConfig", "help_config", "load_config", "print_config", "save_config"]
 __all__ += ["load_schema", "split_choices", "validate"]

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_lite.algos.masked import LOSS_AGG_MODES
+from verl_lite.algos.policy_losses import call_policy_loss
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
-from verl_lite.masked import LOSS_AGG_MODES
 from verl_lite.metrics import Metric, reduce_metrics
-from verl_lite.policy_losses import call_policy_loss
 
 ROWS, WIDTH = 24, 7
 EMPTY_ROWS = (3, 17)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from verl_lite.advantages import (
+from verl_lite.algos.advantages import (
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -37,7 +37,7 @@ from verl_lite.advantages import (
     compute_rloo_vectorized_outcome_advantage,
     outcome_scores,
 )
-from verl_lite.agentic_algos import (
+from verl_lite.algos.agentic_advantages import (
     compute_agentic_reinforce_advantage,
     compute_agentic_reinforce_return,
     compute_gigpo_advantage,
@@ -45,8 +45,8 @@ from verl_lite.agentic_algos import (
     compute_reinforce_return,
     compute_step_reinforce_advantage,
 )
-from verl_lite.covariance_losses import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
-from verl_lite.masked import (
+from verl_lite.algos.covariance_losses import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
+from verl_lite.algos.masked import (
     LOSS_AGG_MODES,
     Count,
     RunningMoments,
@@ -63,7 +63,7 @@ from verl_lite.masked import (
     masked_var,
     masked_whiten,
 )
-from verl_lite.policy_losses import (
+from verl_lite.algos.policy_losses import (
     LOG_RATIO_BOUND,
     PolicyLossFn,
     clip_range,
@@ -76,8 +76,7 @@ from verl_lite.policy_losses import (
     masked_log_ratio,
     token_means,
 )
-from verl_lite.registry import Registry, add_entry, find_entry
-from verl_lite.reinforce_losses import (
+from verl_lite.algos.reinforce_losses import (
     compute_policy_loss_cispo,
     compute_policy_loss_dppo_kl,
     compute_policy_loss_dppo_tv,
@@ -87,6 +86,7 @@ from verl_lite.reinforce_losses import (
     compute_policy_loss_tis,
     compute_policy_loss_topr,
 )
+from verl_lite.registry import Registry, add_entry, find_entry
 
 __all__ = [
     "masked_sum",

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl_lite.cgroup import cores_limit
 from verl_lite.errors import UserError
+from verl_lite.machine.cgroup import cores_limit
 from verl_lite.metric_docs import Health, MetricDoc
 
 GIB = 1 << 30

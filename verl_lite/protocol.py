@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl_lite import wire
-from verl_lite.all_gather import all_gather_data_proto as all_gather_data_proto
-from verl_lite.batch_dims import fold_batch_dim as fold_batch_dim
-from verl_lite.batch_dims import unfold_batch_dim as unfold_batch_dim
-from verl_lite.columns import (
+from verl_lite.batch import wire
+from verl_lite.batch.all_gather import all_gather_data_proto as all_gather_data_proto
+from verl_lite.batch.columns import (
     BatchError,
     as_column,
     concat_meta,
@@ -33,7 +31,9 @@ from verl_lite.columns import (
     union_numpy_dict,
     union_tensor_dict,
 )
-from verl_lite.data_info import get_data_info, size_in_words
+from verl_lite.batch.dims import fold_batch_dim as fold_batch_dim
+from verl_lite.batch.dims import unfold_batch_dim as unfold_batch_dim
+from verl_lite.batch.info import get_data_info, size_in_words
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -115,7 +115,7 @@ class DataProto:
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
         """What `to_tensordict` made, or alike. NonTensorStack: a column of objects; NonTensorData: in meta_info."""
-        from verl_lite.tensordict_view import separate_parts
+        from verl_lite.batch.tensordict_view import separate_parts
 
         if num_batch_dims != 1:
             raise BatchError(f"num_batch_dims must be 1, found {num_batch_dims}")
@@ -123,7 +123,7 @@ class DataProto:
 
     def to_tensordict(self) -> TensorDict:
         """All of it as one TensorDict of batch_size [rows]; tensors are shared. A name used twice is a BatchError."""
-        from verl_lite.tensordict_view import BatchParts, join_parts
+        from verl_lite.batch.tensordict_view import BatchParts, join_parts
 
         return join_parts(BatchParts(self.batch, self.non_tensor_batch, self.meta_info), len(self))
 

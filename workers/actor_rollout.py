@@ -25,7 +25,7 @@ from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.reference import ref_log_prob
-from workers.reward_pool import RewardItem
+from workers.rewards.pool import RewardItem
 from workers.rollout.base import Completion, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
 from workers.training_worker import TrainingWorker

@@ -18,7 +18,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.actor_rollout import ActorRolloutWorker
 from workers.engine.fsdp import FSDPEngine
-from workers.env_pool import EnvPool
+from workers.envs.pool import EnvPool
 from workers.phase import Phase
 from workers.policy.tokenizer import stop_token_ids
 from workers.rollout.base import RolloutEngine, SamplingParams

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from verl_lite.device_claim import Wish, claimed_gpus
+from verl_lite.machine.claim import Wish, claimed_gpus
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from verl_lite.algos.policy_losses import clip_range, importance_log_ratio
 from verl_lite.core_algos import masked_sum
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
-from verl_lite.policy_losses import clip_range, importance_log_ratio
 
 Aggregate = Callable[[torch.Tensor], torch.Tensor]
 

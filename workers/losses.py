@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from verl_lite.algos.policy_losses import call_policy_loss
+from verl_lite.algos.rollout_diff import mismatch_metrics, rollout_probs_diff
 from verl_lite.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_lite.core_algos import (
     agg_loss,
@@ -24,10 +26,8 @@ from verl_lite.core_algos import (
 )
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
-from verl_lite.policy_losses import call_policy_loss
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout
-from verl_lite.rollout_diff import mismatch_metrics, rollout_probs_diff
 from workers.loss_metrics import loss_metrics, policy_movement
 
 REINFORCE = "gpg"

@@ -16,10 +16,10 @@ from verl_lite.checks.checkpoint import checkpoints
 from verl_lite.checks.config import ranges
 from verl_lite.checks.run import group_size, run, slots
 from verl_lite.config import ActorConfig, AlgorithmConfig
-from verl_lite.config_keys import ConfigError, unknown_value
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.registry import takes
+from verl_lite.settings.keys import ConfigError, unknown_value
 
 Problems = Iterator[str]
 

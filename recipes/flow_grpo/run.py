@@ -34,8 +34,8 @@ from trainer.stopping import stopping_on_signal
 from trainer.tracking import Tracking
 from trainer.wish import claimed_devices
 from verl_lite.config_loader import LoadedConfig, load_schema, save_config
-from verl_lite.device_claim import Wish
 from verl_lite.errors import UserError
+from verl_lite.machine.claim import Wish
 from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller import ClassWithInitArgs

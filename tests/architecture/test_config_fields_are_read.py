@@ -17,12 +17,12 @@ import pytest
 
 from verl_lite import config as config_module
 from verl_lite.config import PPOConfig, RunOptions
-from verl_lite.config_keys import schema_of
 from verl_lite.options import agentic as agentic_config
 from verl_lite.options import data as data_config
 from verl_lite.options import diffusion as diffusion_config
 from verl_lite.options import flow_grpo as flow_grpo_config
 from verl_lite.options import reward as reward_config
+from verl_lite.settings.keys import schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("verl_lite", "workers", "trainer", "recipes")

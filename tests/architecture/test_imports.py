@@ -24,12 +24,32 @@ LAYERS = ("verl_lite", "workers", "trainer", "recipes")
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "verl_lite/core_algos.py": ("verl_lite.protocol", "verl_lite.config", "transformers", "tensordict", "omegaconf"),
-    "verl_lite/advantages.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
-    "verl_lite/agentic_algos.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
-    "verl_lite/agentic_rewards.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
-    "verl_lite/policy_losses.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
-    "verl_lite/covariance_losses.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
-    "verl_lite/masked.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/algos/advantages.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/algos/agentic_advantages.py": (
+        "verl_lite.protocol",
+        "verl_lite.config",
+        "verl_lite.core_algos",
+        "tensordict",
+    ),
+    "verl_lite/algos/agentic_rewards.py": (
+        "verl_lite.protocol",
+        "verl_lite.config",
+        "verl_lite.core_algos",
+        "tensordict",
+    ),
+    "verl_lite/algos/policy_losses.py": (
+        "verl_lite.protocol",
+        "verl_lite.config",
+        "verl_lite.core_algos",
+        "tensordict",
+    ),
+    "verl_lite/algos/covariance_losses.py": (
+        "verl_lite.protocol",
+        "verl_lite.config",
+        "verl_lite.core_algos",
+        "tensordict",
+    ),
+    "verl_lite/algos/masked.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
     "verl_lite/protocol.py": ("verl_lite.config", "transformers", "omegaconf"),
     "verl_lite/single_controller/*.py": ("vllm", "transformers", "verl_lite.config_loader"),
     "workers/rollout/vllm_engine.py": ("workers.rollout.hf_engine",),
@@ -120,7 +140,7 @@ def test_no_module_imports_what_it_must_not() -> None:
         ("verl_lite/core_algos.py", "from verl_lite.protocol import DataProto", True),
         ("verl_lite/core_algos.py", "from verl_lite.registry import Registry", False),
         ("verl_lite/rewards/a.py", "from ...workers import x", True),
-        ("verl_lite/config_print.py", "from verl_lite.config_keys import KEYS", False),
+        ("verl_lite/settings/printing.py", "from verl_lite.settings.keys import KEYS", False),
         ("verl_lite/a.py", "import raylib", False),
     ],
 )

@@ -114,7 +114,7 @@ class TimedPool:
         self.number = 0
 
     def _answer(self, key: Hashable, after_s: float, *values: Any, info: Any) -> None:
-        from workers.env_messages import EnvReply
+        from workers.envs.messages import EnvReply
 
         self.number += 1
         heapq.heappush(self.coming, (self.clock.now() + after_s, self.number, EnvReply(key, *values, info=info)))
@@ -198,7 +198,7 @@ class Bench:
     def episodes(self, latency_ms: int, *, lock_step: bool) -> Trace:
         from verl_lite.envs import EnvTemplate
         from verl_lite.options.agentic import EnvPoolConfig
-        from workers.env_pool import EnvPool
+        from workers.envs.pool import EnvPool
         from workers.rollout.base import SamplingParams
         from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
 
@@ -282,7 +282,7 @@ def _print_round_trips(calls: int = 1000) -> None:
     """What a step costs beside the environment's own time, from the call to its reply."""
     from verl_lite.envs import EnvTemplate
     from verl_lite.options.agentic import EnvPoolConfig
-    from workers.env_pool import EnvPool
+    from workers.envs.pool import EnvPool
 
     template = EnvTemplate("slow", "tests.bench.agentic_env:Slow", env_config={"seconds": 0.0})
     for num_workers, where in ((1, "a process"), (0, "a thread")):

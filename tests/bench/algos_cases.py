@@ -21,6 +21,7 @@ from tests.verl_lite.naive_losses import (
     naive_policy_loss,
     naive_value_loss,
 )
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
@@ -30,7 +31,6 @@ from verl_lite.core_algos import (
     compute_value_loss,
     kl_penalty,
 )
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
 
 Columns = dict[str, Any]
 Numbers = list[Any]

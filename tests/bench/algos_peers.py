@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tests.bench.algos_cases import CLIPRANGE_VALUE, LOSS_CONFIG, MODE, Case, Columns, Numbers
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 
 
 def grpo_by_dict(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray) -> torch.Tensor:

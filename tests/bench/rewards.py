@@ -21,7 +21,7 @@ from tests.bench.reward_waits import code_cases, cost, gym_case, judge_case
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, load_scorer
 from verl_lite.rewards.scorers import PlainScorer
-from workers.reward_pool import RewardPool
+from workers.rewards.pool import RewardPool
 
 REWARDS = 1000
 FUNCTION = """

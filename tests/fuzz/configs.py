@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.cases import Case, Part
-from verl_lite import config_compat
+from verl_lite.algos.pf_ppo import REWEIGHT_METHODS
+from verl_lite.algos.reward_norm import NORM_TYPES
 from verl_lite.checks.config import CHOICES, TRACKERS
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import Key, schema_of
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-from verl_lite.pf_ppo import REWEIGHT_METHODS
-from verl_lite.reward_norm import NORM_TYPES
+from verl_lite.settings import compat as config_compat
+from verl_lite.settings.keys import Key, schema_of
 
 SCHEMA = schema_of(PPOConfig)
 KEYS = list(SCHEMA.keys.values())

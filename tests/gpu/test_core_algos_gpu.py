@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import ActorConfig, PolicyLossConfig
 from verl_lite.contracts import ROWS, WIDTH, estimator_batch, loss_batch
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, compute_value_loss
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
 
 pytestmark = pytest.mark.gpu
 CONFIG = ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.5, kl_cov_ratio=0.2, clip_cov_lb=0.0))

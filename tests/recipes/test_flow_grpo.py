@@ -15,10 +15,10 @@ from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.run import read_prompts
 from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, PromptSteps, data_metrics
 from recipes.flow_grpo.world import PLACES, PROMPTS, captioned_images, connected, describe, draw, follows_prompt
-from verl_lite.config_keys import ConfigError
 from verl_lite.errors import UserError
 from verl_lite.options.flow_grpo import FlowGRPOConfig, FlowScoreConfig
 from verl_lite.protocol import DataProto
+from verl_lite.settings.keys import ConfigError
 
 # ------------------------------------------------------------------------------------------------------------- world
 

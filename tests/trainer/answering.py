@@ -30,7 +30,7 @@ from verl_lite.single_controller.local_worker_group import LocalService
 from workers.actor_rollout import ActorRolloutWorker
 from workers.phase import PhaseManager
 from workers.policy.tokenizer import load_tokenizer
-from workers.reward_pool import RewardPool
+from workers.rewards.pool import RewardPool
 from workers.rollout.base import build_rollout_engine
 
 REWARD = """

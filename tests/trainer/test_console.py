@@ -17,7 +17,7 @@ from trainer.log_follower import following
 from trainer.samples import Sample
 from verl_lite.config import SFTConfig
 from verl_lite.config_loader import ConfigError, load_config, load_schema
-from verl_lite.config_sources import Verbosity
+from verl_lite.settings.sources import Verbosity
 
 METRICS = {
     "training/global_step": 7.0,

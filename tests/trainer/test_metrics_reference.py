@@ -21,10 +21,10 @@ from trainer.metrics_reference import DECLARATION, PAGE, ROOT, Reference, declar
 from trainer.validation import share_scored
 from trainer.validation_metrics import validation_metrics
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import schema_of
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.options.rollout_correction import REJECTION_OPTIONS, CorrectionOptions
 from verl_lite.rollout_correction import correct_rollout
+from verl_lite.settings.keys import schema_of
 
 PARTS_OF_COMMANDS = {"actor", "critic", "train", "val", "greedy", "val-core", "val-aux", "perf"}
 """Segments that stand for a role or a command: the module that computes the number need not name them."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from verl_lite import config
-from verl_lite.config_keys import KEYS, convert, schema_of, split
 from verl_lite.config_loader import (
     ConfigError,
     LoadedConfig,
@@ -22,6 +21,7 @@ from verl_lite.config_loader import (
     print_config,
     split_choices,
 )
+from verl_lite.settings.keys import KEYS, convert, schema_of, split
 
 
 def load(*arguments: str) -> LoadedConfig[config.PPOConfig]:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.algos.policy_losses import RATIO_LOSSES
 from verl_lite.config import ActorConfig, PolicyLossConfig
 from verl_lite.contracts import (
     ROWS,
@@ -29,8 +31,6 @@ from verl_lite.core_algos import (
     group_ids,
     masked_mean,
 )
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
-from verl_lite.policy_losses import RATIO_LOSSES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOSEN = {"selected": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0}

@@ -15,7 +15,8 @@ import torch
 
 from tests.verl_lite.naive_estimators import NAIVE_ESTIMATORS, naive_estimate
 from verl_lite import core_algos
-from verl_lite.agentic_rewards import compute_discounted_returns
+from verl_lite.algos.agentic_rewards import compute_discounted_returns
+from verl_lite.algos.masked import group_ids
 from verl_lite.contracts import ROWS, WIDTH, estimator_batch
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
@@ -24,7 +25,6 @@ from verl_lite.core_algos import (
     compute_segment_masked_mean,
     get_adv_estimator_fn,
 )
-from verl_lite.masked import group_ids
 
 NAMES = sorted(ADV_ESTIMATOR_REGISTRY)
 GROUPED = sorted(

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import Parts, make
+from verl_lite.algos.covariance_losses import select_clip_cov, select_kl_cov
+from verl_lite.algos.policy_losses import clip_range
 from verl_lite.config import ActorConfig, PolicyLossConfig
 from verl_lite.contracts import check_policy_loss, estimator_batch, hide, loss_batch
 from verl_lite.core_algos import (
@@ -24,8 +26,6 @@ from verl_lite.core_algos import (
     compute_value_loss,
     masked_whiten,
 )
-from verl_lite.covariance_losses import select_clip_cov, select_kl_cov
-from verl_lite.policy_losses import clip_range
 
 LOSS_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 

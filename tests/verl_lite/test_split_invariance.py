@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.algos.policy_losses import RATIO_LOSSES
 from verl_lite.config import ActorConfig, PolicyLossConfig
 from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, agg_loss, compute_value_loss, masked_mean
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
-from verl_lite.policy_losses import RATIO_LOSSES
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 

@@ -36,10 +36,10 @@ from tests.workers.engine_cases import (
     ragged_batch,
 )
 from tests.workers.ranks import Ranks
+from verl_lite.algos.policy_losses import RATIO_LOSSES, SEQUENCE_MEANS
 from verl_lite.config import ActorConfig, CriticConfig, ModelConfig, PolicyLossConfig
 from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, get_policy_loss_fn, masked_whiten
 from verl_lite.metrics import Metric
-from verl_lite.policy_losses import RATIO_LOSSES, SEQUENCE_MEANS
 from verl_lite.protocol import DataProto
 from verl_lite.registry import takes
 from workers.engine.fsdp import FSDPEngine

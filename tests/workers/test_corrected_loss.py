@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from workers.losses import actor_loss

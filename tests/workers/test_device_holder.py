@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from trainer.build import worker_classes
-from verl_lite import device_claim
 from verl_lite.config import PPOConfig
-from verl_lite.device_claim import Wish
 from verl_lite.errors import UserError
-from verl_lite.gpus import GIB, Gpu
+from verl_lite.machine import claim as device_claim
+from verl_lite.machine.claim import Wish
+from verl_lite.machine.gpus import GIB, Gpu
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from workers.device_holder import DeviceHolder
 

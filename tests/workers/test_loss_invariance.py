@@ -33,8 +33,8 @@ from tests.workers.invariance import (
     write_networks,
 )
 from tests.workers.ranks import Ranks
+from verl_lite.algos.policy_losses import SEQUENCE_MEANS
 from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-from verl_lite.policy_losses import SEQUENCE_MEANS
 
 FP64, FP32 = 1e-10, 1e-5
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import ActorConfig, PolicyLossConfig, PPOConfig
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY, agg_loss
-from verl_lite.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from workers.actor_rollout import ActorRolloutWorker

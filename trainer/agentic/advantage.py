@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.advantage import Controllers, Numbers, response_scores, reward_postprocess
-from verl_lite.agentic_rewards import (
+from verl_lite.algos.agentic_rewards import (
     GROUPINGS,
     Normalization,
     adjusted_rows,
@@ -24,8 +24,8 @@ from verl_lite.agentic_rewards import (
     compute_step_rewards,
     normalization,
 )
+from verl_lite.algos.masked import Labels
 from verl_lite.config import PPOConfig
-from verl_lite.masked import Labels
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.options.agentic import AgenticConfig, RewardNormalizationConfig, is_agentic
 from verl_lite.protocol import DataProto

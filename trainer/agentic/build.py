@@ -17,7 +17,7 @@ from trainer.steps import EpisodeSteps
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.options.agentic import is_agentic, validates
-from workers.env_pool import EnvPool
+from workers.envs.pool import EnvPool
 from workers.rollout.conversation import ChatJoins
 
 

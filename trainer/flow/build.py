@@ -21,7 +21,7 @@ from trainer.tracking import Tracking
 from trainer.video_data import VideoDataset, VideoLoader, collate, noise_seeds, steps_per_epoch
 from trainer.wish import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES
 from verl_lite.device import device_type
-from verl_lite.device_claim import Wish
+from verl_lite.machine.claim import Wish
 from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from verl_lite.registry import foreign_modules

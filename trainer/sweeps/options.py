@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import yaml
 
 from trainer.sweeps.space import Space, read_parameter, read_space
-from verl_lite.config_keys import did_you_mean
-from verl_lite.config_sources import parse_value
 from verl_lite.errors import UserError
+from verl_lite.settings.keys import did_you_mean
+from verl_lite.settings.sources import parse_value
 
 PRUNERS = ("none", "asha", "hyperband", "median")
 _FROM_FILE = (

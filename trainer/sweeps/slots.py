@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl_lite.device_claim import Wish, refusal
-from verl_lite.device_lease import Holder, LeaseTaken, leased, leases_folder
 from verl_lite.errors import UserError
-from verl_lite.gpus import Gpu, VisibleGpu, list_gpus, visible_gpus, without_processes
+from verl_lite.machine.claim import Wish, refusal
+from verl_lite.machine.gpus import Gpu, VisibleGpu, list_gpus, visible_gpus, without_processes
+from verl_lite.machine.lease import Holder, LeaseTaken, leased, leases_folder
 
 _BUSY_PERCENT = 10
 _MOST_LOSSES = 2

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from verl_lite.config_keys import Schema, did_you_mean, schema_of
 from verl_lite.config_loader import LoadedConfig, load_schema
 from verl_lite.errors import UserError
+from verl_lite.settings.keys import Schema, did_you_mean, schema_of
 
 SCHEMAS = {
     "ppo": "verl_lite.config:PPOConfig",

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Mapping
 
-from verl_lite.agentic_rewards import ADJUST_MODES, GROUPINGS, METHODS
+from verl_lite.algos.agentic_rewards import ADJUST_MODES, GROUPINGS, METHODS
 from verl_lite.checks.config import value_of
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import KEYS, unknown_value
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.envs import EnvTemplate, env_templates, find_env
 from verl_lite.errors import UserError
 from verl_lite.group_filters import GROUP_FILTERS
 from verl_lite.options.agentic import EnvManagerConfig, is_agentic
 from verl_lite.registry import takes
+from verl_lite.settings.keys import KEYS, unknown_value
 
 Problems = Iterator[str]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_lite.algos.pf_ppo import REWEIGHT_METHODS
+from verl_lite.algos.policy_losses import RATIO_LOSSES, SEQUENCE_MEANS
+from verl_lite.algos.reward_norm import NORM_TYPES
 from verl_lite.checks.config import value_of
 from verl_lite.config import PFPPOConfig, PolicyLossConfig, PPOConfig
-from verl_lite.config_keys import KEYS, unknown_value
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 from verl_lite.options.agentic import is_agentic
-from verl_lite.pf_ppo import REWEIGHT_METHODS
-from verl_lite.policy_losses import RATIO_LOSSES, SEQUENCE_MEANS
 from verl_lite.registry import takes
-from verl_lite.reward_norm import NORM_TYPES
+from verl_lite.settings.keys import KEYS, unknown_value
 
 Problems = Iterator[str]
 

@@ -18,8 +18,8 @@ from typing import Any
 from verl_lite.checks.checkpoint import checkpoints
 from verl_lite.checks.run import TRACKERS, divisors, group_size, run, slots
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import ConfigError, unknown_value
 from verl_lite.options.agentic import is_agentic, validates
+from verl_lite.settings.keys import ConfigError, unknown_value
 
 Problems = Iterator[str]
 

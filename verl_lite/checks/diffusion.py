@@ -18,9 +18,9 @@ from verl_lite.checks.checkpoint import checkpoints
 from verl_lite.checks.config import ranges
 from verl_lite.checks.run import TRACKERS, group_size, run, slots
 from verl_lite.checks.video import fits_pipeline, video_data
-from verl_lite.config_keys import ConfigError
 from verl_lite.flow_match import predicts_velocity
 from verl_lite.options.diffusion import DiffusionModelConfig, FlowSamplerConfig, RewardFlowConfig
+from verl_lite.settings.keys import ConfigError
 
 Problems = Iterator[str]
 

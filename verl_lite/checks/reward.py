@@ -14,9 +14,9 @@ from typing import Any
 
 from verl_lite.checks.config import value_of
 from verl_lite.config import PPOConfig, RewardConfig
-from verl_lite.config_keys import KEYS
 from verl_lite.rewards import code, judge
 from verl_lite.rewards.parts import part_problems, reward_parts
+from verl_lite.settings.keys import KEYS
 
 Problems = Iterator[str]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from verl_lite.config import RunOptions
-from verl_lite.config_keys import unknown_value
+from verl_lite.settings.keys import unknown_value
 
 Problems = Iterator[str]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_lite.config_fields import opt, section
+from verl_lite.options.fields import opt, section
 
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config_fields import opt, section
 from verl_lite.errors import UserError
+from verl_lite.options.fields import opt, section
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")
 """owner/name, owner/name:config, owner/name:config@split"""

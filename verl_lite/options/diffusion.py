@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config import FSDPConfig, OptimConfig, RayKwargs, RunConfig
-from verl_lite.config_fields import opt, section
+from verl_lite.options.fields import opt, section
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config import ActorConfig, AlgorithmConfig, RayKwargs, RunConfig
-from verl_lite.config_fields import opt, section
+from verl_lite.options.fields import opt, section
 
 
 @dataclass

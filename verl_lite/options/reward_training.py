@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_lite.config import SFTTrainerConfig, SupervisedConfig, SupervisedDataConfig
-from verl_lite.config_fields import opt, section
+from verl_lite.options.fields import opt, section
 
 
 @dataclass

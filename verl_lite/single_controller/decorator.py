@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
-from verl_lite import wire
+from verl_lite.batch import wire
 from verl_lite.protocol import DataProto, DataProtoFuture, chunk_bounds
 
 Args = tuple[tuple[Any, ...], dict[str, Any]]

@@ -17,7 +17,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from verl_lite import wire
+from verl_lite.batch import wire
 from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import REGISTRATION, Registration

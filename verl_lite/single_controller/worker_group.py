@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from verl_lite import wire
+from verl_lite.batch import wire
 from verl_lite.protocol import DataProto, DataProtoFuture
 from verl_lite.registry import import_modules
 from verl_lite.single_controller.decorator import (

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
-from workers.env_messages import EnvReply
+from workers.envs.messages import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine
 
 
@@ -50,7 +50,7 @@ class EngineMeter:
 
 
 class Environments(Protocol):
-    """A pool: `workers.env_pool.EnvPool`."""
+    """A pool: `workers.envs.pool.EnvPool`."""
 
     def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None: ...
     def step(self, key: Hashable, action: str) -> None: ...

@@ -124,7 +124,7 @@ class TokenLimits:
 
 
 class Reply(Protocol):
-    """What an environment answered; `workers.env_pool.EnvReply`."""
+    """What an environment answered; `workers.envs.pool.EnvReply`."""
 
     @property
     def key(self) -> Hashable: ...
@@ -147,7 +147,7 @@ class Reply(Protocol):
 
 
 class Pool(Protocol):
-    """Environments that are reset and step while others decode; `workers.env_pool.EnvPool`."""
+    """Environments that are reset and step while others decode; `workers.envs.pool.EnvPool`."""
 
     def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None: ...
 

@@ -20,7 +20,7 @@ from trainer.agentic.advantage import (
     shape_scores,
     token_estimator,
 )
-from verl_lite.agentic_rewards import ADJUST_MODES, adjusted_rows, get_score_normalize_fn
+from verl_lite.algos.agentic_rewards import ADJUST_MODES, adjusted_rows, get_score_normalize_fn
 from verl_lite.config import AlgorithmConfig, PPOConfig
 from verl_lite.options.agentic import AgenticConfig, EnvManagerConfig, RewardNormalizationConfig
 from verl_lite.protocol import DataProto, as_column
@@ -178,7 +178,7 @@ def test_the_stages_of_a_run_are_the_registered_estimator(estimator: str) -> Non
     if estimator == "gigpo":
         at_once = compute_advantage(plain, gamma, 1.0, estimator).batch["advantages"]
     else:
-        from verl_lite.agentic_algos import compute_step_reinforce_advantage
+        from verl_lite.algos.agentic_advantages import compute_step_reinforce_advantage
 
         at_once, _ = compute_step_reinforce_advantage(
             plain.batch["token_level_rewards"],

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from trainer.sweeps.slots import CpuPool, GpuPool, Slot, choose_devices, shared_memory
-from verl_lite.device_lease import Holder, leased
 from verl_lite.errors import UserError
-from verl_lite.gpus import GIB, Gpu, GpuProcess, VisibleGpu
+from verl_lite.machine.gpus import GIB, Gpu, GpuProcess, VisibleGpu
+from verl_lite.machine.lease import Holder, leased
 
 OWN, FOREIGN = 4_000_001, 4_000_002
 """No processes: above the largest id that Linux gives."""

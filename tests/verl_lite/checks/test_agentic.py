@@ -11,7 +11,7 @@ import pytest
 from verl_lite.checks.agentic import AT_LEAST, agentic
 from verl_lite.checks.config import validate
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import ConfigError
+from verl_lite.settings.keys import ConfigError
 
 
 class World:

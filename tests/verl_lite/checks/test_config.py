@@ -19,8 +19,8 @@ from verl_lite.checks.config import (
     validate,
 )
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import KEYS
 from verl_lite.config_loader import ConfigError
+from verl_lite.settings.keys import KEYS
 
 GAE = {"algorithm.adv_estimator": "gae"}
 SCORER = {"reward_model.enable": True, "reward_model.model.path": "scorer"}

@@ -10,7 +10,6 @@ import pytest
 
 from verl_lite.checks.correction import rollout_correction
 from verl_lite.config import PPOConfig, RolloutCorrectionConfig
-from verl_lite.config_keys import KEYS
 from verl_lite.config_loader import load_config
 from verl_lite.options.rollout_correction import (
     PRESETS,
@@ -25,6 +24,7 @@ from verl_lite.options.rollout_correction import (
     correction_of,
     from_roll,
 )
+from verl_lite.settings.keys import KEYS
 
 
 def problems(**options: object) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from verl_lite.checks import diffusion as diffusion_checks
-from verl_lite.config_keys import ConfigError
 from verl_lite.config_loader import load_schema
 from verl_lite.options.diffusion import RewardFlowConfig
+from verl_lite.settings.keys import ConfigError
 
 
 @pytest.fixture(autouse=True)

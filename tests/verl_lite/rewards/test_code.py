@@ -20,7 +20,7 @@ from verl_lite.rewards.code_tests import (
     is_right_value,
     read_tests,
 )
-from workers.reward_pool import RewardPool
+from workers.rewards.pool import RewardPool
 
 SUM = "print(sum(map(int, input().split())))"
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

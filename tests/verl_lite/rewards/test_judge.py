@@ -16,7 +16,7 @@ from verl_lite.errors import UserError
 from verl_lite.options.reward import RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult, json_post, judge, load_scorer
 from verl_lite.rewards.judge import compute_score, read_verdict
-from workers.reward_pool import RewardPool
+from workers.rewards.pool import RewardPool
 
 PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
 

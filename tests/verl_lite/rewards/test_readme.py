@@ -13,7 +13,6 @@ import pytest
 
 import verl_lite.rewards
 from verl_lite.config import PPOConfig
-from verl_lite.config_keys import schema_of
 from verl_lite.config_loader import load_config
 from verl_lite.options.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verl_lite.rewards import (
@@ -27,7 +26,8 @@ from verl_lite.rewards import (
     load_scorer,
 )
 from verl_lite.rewards.parts import part_problems
-from workers.reward_pool import RewardPool
+from verl_lite.settings.keys import schema_of
+from workers.rewards.pool import RewardPool
 
 GUIDE = (Path(verl_lite.rewards.__file__).parent / "README.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, flags=re.DOTALL))

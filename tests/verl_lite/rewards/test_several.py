@@ -15,7 +15,7 @@ from verl_lite.rewards import REWARDS, RewardItem, RewardResult, asks_by_source,
 from verl_lite.rewards.dispatch import find_reward
 from verl_lite.rewards.scorers import PlainScorer
 from verl_lite.rewards.weighted import WeighedPart, WeightedAsync, WeightedLists, WeightedPlain, weighted_sum
-from workers.reward_pool import RewardError, RewardPool
+from workers.rewards.pool import RewardError, RewardPool
 
 QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
 RIGHT = "<think>70 + 2</think><answer>#### 72</answer>"

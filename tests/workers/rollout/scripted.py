@@ -28,7 +28,7 @@ TOKENIZER.chat_template = COMPACT_TEMPLATE
 
 @dataclass(frozen=True)
 class Answered:
-    """As `workers.env_pool.EnvReply`."""
+    """As `workers.envs.pool.EnvReply`."""
 
     key: Hashable
     observation: str | None

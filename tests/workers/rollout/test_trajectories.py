@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.workers.rollout.scripted import LIMITS, ids_of, log_prob, play, rows, spec
-from verl_lite.agentic_algos import compute_agentic_reinforce_return
-from verl_lite.agentic_rewards import compute_discounted_returns
+from verl_lite.algos.agentic_advantages import compute_agentic_reinforce_return
+from verl_lite.algos.agentic_rewards import compute_discounted_returns
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check, column
 from workers.rollout.base import Request

@@ -1,0 +1,351 @@
+"""Every policy loss against plain loops, its gradient against finite differences, wrong arguments; tokens chosen.
+
+Hand-worked numbers are in test_losses_by_hand.py, what every loss promises in test_contracts.py, independence of how a
+batch is cut in test_split_invariance.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.verl_lite.naive_losses import (
+    NAIVE_ROW_LOSSES,
+    NAIVE_TOKEN_LOSSES,
+    clip,
+    naive_policy_loss,
+    naive_value_loss,
+)
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS, select_clip_cov, select_kl_cov
+from verl_lite.algos.policy_losses import SEQUENCE_MEANS
+from verl_lite.config import ActorConfig, PolicyLossConfig
+from verl_lite.contracts import ROWS, WIDTH, loss_batch
+from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, compute_value_loss, get_policy_loss_fn
+
+NAMES = sorted(POLICY_LOSS_REGISTRY)
+OPTIONS = PolicyLossConfig(dro_beta=0.5, clip_cov_ratio=0.3, clip_cov_lb=0.0, clip_cov_ub=9.0, kl_cov_ratio=0.2)
+CONFIG = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, policy_loss=OPTIONS)
+CHOSEN = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0
+
+
+def batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    return loss_batch(seed) | ({"selected": CHOSEN} if name in TOKEN_SELECTIONS else {})
+
+
+def call(
+    name: str, columns: dict[str, Any], config: ActorConfig = CONFIG, mode: str = "token-mean", **counts: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    named = dict(columns)
+    first = [named.pop(key) for key in ("old_log_prob", "log_prob", "advantages", "response_mask")]
+    return get_policy_loss_fn(name)(*first, mode, config, **named, **counts)
+
+
+# ---------------------------------------------------------------------------------------------------- plain loops
+
+
+def test_every_loss_has_a_plain_loop() -> None:
+    assert set(NAIVE_TOKEN_LOSSES) | set(NAIVE_ROW_LOSSES) == set(NAMES)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_equal_plain_loops(name: str, mode: str) -> None:
+    columns = batch(name)
+    loss, _ = call(name, columns, mode=mode)
+    assert loss.item() == pytest.approx(naive_policy_loss(name, columns, mode, CONFIG), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("vanilla", replace(CONFIG, clip_ratio_c=1.2)),
+        ("sapo", replace(CONFIG, tau_pos=3.0, tau_neg=0.5)),
+        ("cispo", replace(CONFIG, policy_loss=PolicyLossConfig(cispo_unified_mask=True))),
+        ("tis", replace(CONFIG, policy_loss=PolicyLossConfig(tis_lower_bound=0.5, tis_upper_bound=2.0))),
+        ("topr", replace(CONFIG, policy_loss=PolicyLossConfig(topr_positive_weight=2.0, topr_negative_weight=0.5))),
+        ("kimi15", replace(CONFIG, policy_loss=PolicyLossConfig(kimi15_tau=3.0))),
+        ("dro", replace(CONFIG, policy_loss=PolicyLossConfig(dro_beta=3.0))),
+        ("dppo_tv", replace(CONFIG, clip_ratio_c=1.2)),
+        ("dppo_kl", replace(CONFIG, clip_ratio_low=0.01, clip_ratio_high=0.02)),
+        ("kl_cov", replace(CONFIG, policy_loss=PolicyLossConfig(ppo_kl_coef=2.0))),
+        *((name, ActorConfig(clip_ratio=0.05, policy_loss=OPTIONS)) for name in ("vanilla", "gspo", "geo_mean")),
+    ],
+)
+def test_options_equal_plain_loops(name: str, config: ActorConfig) -> None:
+    columns = batch(name, seed=1)
+    loss, _ = call(name, columns, config)
+    assert loss.item() == pytest.approx(naive_policy_loss(name, columns, "token-mean", config), rel=1e-7)
+    assert loss.item() != pytest.approx(call(name, columns)[0].item(), rel=1e-4), "the option has an effect here"
+
+
+def test_segment_ratios_equal_a_plain_loop() -> None:
+    """PPO with one ratio per run of tokens is PPO on log-probs moved by the run's mean log-ratio."""
+    columns = batch("vanilla", seed=2)
+    moved, mask = columns["old_log_prob"].clone(), columns["response_mask"]
+    for row in range(ROWS):
+        start = 0
+        while start < WIDTH:
+            end = start
+            while end < WIDTH and mask[row, end]:
+                end += 1
+            if end > start:
+                moved[row, start:end] += (columns["log_prob"] - columns["old_log_prob"])[row, start:end].mean()
+            start = end + 1
+    loss, _ = call("vanilla", columns, replace(CONFIG, ratio_type="segment"))
+    expected = naive_policy_loss("vanilla", columns | {"log_prob": moved}, "token-mean", CONFIG)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
+    assert loss.item() != pytest.approx(call("vanilla", columns)[0].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(SEQUENCE_MEANS))
+def test_sequence_losses_read_no_mode(name: str) -> None:
+    columns = batch(name)
+    assert torch.equal(call(name, columns, mode="token-mean")[0], call(name, columns, mode="seq-mean-token-mean")[0])
+
+
+def test_the_metrics_of_ppo_equal_plain_loops() -> None:
+    columns = batch("vanilla")
+    _, metrics = call("vanilla", columns)
+    clipped = bounded = divergence = count = 0.0
+    for row, t in columns["response_mask"].nonzero().tolist():
+        old, new, a = (float(columns[key][row, t]) for key in ("old_log_prob", "log_prob", "advantages"))
+        r = math.exp(new - old)
+        clipped += -a * clip(r, 0.9, 1.3) > -a * r
+        bounded += a < 0 and max(r, 0.9) > 3.0
+        divergence += old - new
+        count += 1
+    assert clipped and bounded, "the case is not empty"
+    assert (metrics["pg_clipfrac"].total, metrics["pg_clipfrac_lower"].total) == (clipped, bounded)
+    assert metrics["ppo_kl"].total == pytest.approx(divergence, rel=1e-5)
+    assert {metric.count for metric in metrics.values()} == {count}
+
+
+# ---------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("name", ["vanilla", "sapo", "geo_mean", "kimi15", "dro", "gpg", "clip_cov", "kl_cov"])
+def test_gradients_by_finite_differences(name: str) -> None:
+    columns = batch(name, seed=3)
+
+    def loss(log_prob: torch.Tensor) -> torch.Tensor:
+        return call(name, {**columns, "log_prob": log_prob})[0]
+
+    assert torch.autograd.gradcheck(loss, columns["log_prob"].requires_grad_(), eps=1e-7, atol=1e-6)
+
+
+def gradient(name: str, columns: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the token-sum or, for losses of rows, of the mean over rows."""
+    log_prob = columns["log_prob"].clone().requires_grad_()
+    call(name, {**columns, "log_prob": log_prob}, mode="token-sum")[0].backward()
+    assert log_prob.grad is not None
+    return log_prob.grad
+
+
+@pytest.mark.parametrize("name", ["cispo", "tis", "topr", "dppo_tv", "dppo_kl"])
+def test_weights_without_gradient(name: str) -> None:
+    """These are weight times -A log_prob with a weight held fixed: the gradient is loss / log_prob."""
+    columns = batch(name, seed=3)
+    formula = NAIVE_TOKEN_LOSSES[name]
+    expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for row, t in columns["response_mask"].nonzero().tolist():
+        old, new, a = (float(columns[key][row, t]) for key in ("old_log_prob", "log_prob", "advantages"))
+        expected[row, t] = formula(old, new, a, CONFIG, False) / new * float(columns["rollout_is_weights"][row, t])
+    torch.testing.assert_close(gradient(name, columns), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_gradient_of_gspo() -> None:
+    """Each token of a row gets A_t s / n, as if s were its own ratio; 0 where the clip holds."""
+    columns = batch("gspo", seed=3)
+    del columns["rollout_is_weights"]
+    found = gradient("gspo", columns)
+    alive = int(columns["response_mask"].any(dim=1).sum())
+    expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for row, mask in enumerate(columns["response_mask"] != 0):
+        if not mask.any():
+            continue
+        s = float((columns["log_prob"] - columns["old_log_prob"])[row, mask].mean().exp())
+        for t in mask.nonzero().flatten().tolist():
+            a = float(columns["advantages"][row, t])
+            is_clipped = s > 1.3 if a > 0 else s < 0.9
+            expected[row, t] = 0 if is_clipped else -a * s / int(mask.sum()) / alive
+    assert (expected == 0).sum() > (columns["response_mask"] == 0).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- wrong arguments
+
+
+@pytest.mark.parametrize("column", ["old_log_prob", "log_prob", "advantages", "rollout_is_weights", "selected"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shape_that_does_not_match_is_named(name: str, column: str) -> None:
+    columns = batch(name)
+    if column not in columns:
+        return
+    columns[column] = columns[column][:, :1]
+    with pytest.raises(ValueError, match=rf"{name}: {column} has shape \({ROWS}, 1\), expected .*{WIDTH}\)"):
+        call(name, columns)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mask_that_keeps_nothing_is_named(name: str) -> None:
+    """Of a mini-batch given whole; a part without a token is fine, see test_contracts.py."""
+    with pytest.raises(ValueError, match="agg_loss: loss_mask keeps no token and .* is not given"):
+        call(name, batch(name) | {"response_mask": torch.zeros(ROWS, WIDTH)})
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov"])
+@pytest.mark.parametrize("side", ["low", "high"])
+def test_a_negative_clip_range_is_named(name: str, side: str) -> None:
+    config = ActorConfig(policy_loss=OPTIONS, **{f"clip_ratio_{side}": -0.1})
+    with pytest.raises(ValueError, match=rf"clip_ratio_{side}=-0.1.*expected to be at least 0"):
+        call(name, batch(name), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "named"),
+    [
+        *((name, ActorConfig(clip_ratio_c=1.0), "clip_ratio_c=1.0") for name in ("vanilla", "dppo_tv", "dppo_kl")),
+        ("sapo", ActorConfig(tau_neg=0.0), "tau_neg=0.0: sapo needs both above 0"),
+        ("dro", ActorConfig(), "dro_beta=None: dro needs a number above 0"),
+        ("dro", ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.0)), "dro_beta=0.0: dro needs a number above 0"),
+        (
+            "tis",
+            ActorConfig(policy_loss=PolicyLossConfig(tis_lower_bound=2.0)),
+            "tis_lower_bound=2.0, tis_upper_bound=1.0: the lower is expected below",
+        ),
+    ],
+)
+def test_an_option_out_of_range_is_named(name: str, config: ActorConfig, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        call(name, batch(name), config)
+
+
+def test_inverted_bounds_of_the_covariance_are_named() -> None:
+    columns = batch("clip_cov")
+    config = replace(CONFIG, policy_loss=replace(OPTIONS, clip_cov_lb=5.0, clip_cov_ub=1.0))
+    with pytest.raises(ValueError, match="clip_cov_lb=5.0, clip_cov_ub=1.0: no covariance lies between"):
+        select_clip_cov(columns["old_log_prob"], columns["advantages"], columns["response_mask"], config)
+
+
+def test_a_loss_names_what_else_it_reads() -> None:
+    for name, argument in {"clip_cov": "selected", "kl_cov": "selected", "topr": "scores", "vanilla": None}.items():
+        named = set(inspect.signature(get_policy_loss_fn(name)).parameters) & {"selected", "scores"}
+        assert named == ({argument} if argument else set())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "is_dropped"),
+    [(1.5, 1.0, True), (1.5, -1.0, False), (0.8, 1.0, False), (0.8, -1.0, True), (1.0, 1.0, False), (1.2, 1.0, False)],
+)
+def test_cispo_unified_mask(ratio: float, advantage: float, is_dropped: bool) -> None:
+    """The clip range is [0.9, 1.3]; dropped is what PPO's clip would drop."""
+    numbers = {"old_log_prob": -1.0, "log_prob": math.log(ratio) - 1, "advantages": advantage, "response_mask": 1.0}
+    one = {name: torch.tensor([[value]]) for name, value in numbers.items()}
+    options = PolicyLossConfig(cispo_unified_mask=True)
+    loss, _ = call("cispo", one, ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, policy_loss=options))
+    plain, _ = call("cispo", one)
+    assert loss.item() == (0.0 if is_dropped else plain.item()) and plain.item() != 0
+
+
+# ---------------------------------------------------------------------------------------------------- chosen tokens
+
+
+def covariances(columns: dict[str, torch.Tensor], new: torch.Tensor) -> dict[tuple[int, int], float]:
+    kept = [tuple(place) for place in columns["response_mask"].nonzero().tolist()]
+    a = [float(columns["advantages"][place]) for place in kept]
+    log_probs = [float(new[place]) for place in kept]
+    pairs = zip(kept, a, log_probs, strict=True)
+    return {place: (x - np.mean(a)) * (y - np.mean(log_probs)) for place, x, y in pairs}
+
+
+def test_kl_cov_takes_the_largest_covariances() -> None:
+    columns = loss_batch(5)
+    found = select_kl_cov(columns["old_log_prob"], columns["advantages"], columns["response_mask"], CONFIG)
+    by_size = sorted(covariances(columns, columns["old_log_prob"]).items(), key=lambda pair: -pair[1])
+    wanted = int(0.2 * len(by_size))
+    assert {tuple(place) for place in found.nonzero().tolist()} == {place for place, _ in by_size[:wanted]}
+
+
+def test_clip_cov_draws_among_the_candidates() -> None:
+    columns = loss_batch(5)
+    old, a, mask = (columns[key] for key in ("old_log_prob", "advantages", "response_mask"))
+    candidates = {place for place, cov in covariances(columns, old).items() if 0.0 < cov < 9.0}
+    wanted = int(0.3 * int(mask.sum()))
+    assert wanted < len(candidates)
+    draws = set()
+    for seed in range(5):
+        found = select_clip_cov(old, a, mask, CONFIG, generator=torch.Generator().manual_seed(seed))
+        places = frozenset(tuple(place) for place in found.nonzero().tolist())
+        assert len(places) == wanted and places <= candidates
+        draws.add(places)
+    assert len(draws) > 1
+    # with the log-probs of now, tokens that the clip drops already are no candidates
+    new = columns["log_prob"]
+    found = select_clip_cov(old, a, mask, CONFIG, log_prob=new)
+    for row, t in found.nonzero().tolist():
+        r, x = float((new - old)[row, t].exp()), float(a[row, t])
+        assert not (-x * clip(r, 0.9, 1.3) > -x * r)
+
+
+@pytest.mark.parametrize("name", sorted(TOKEN_SELECTIONS))
+def test_a_whole_mini_batch_chooses_by_itself(name: str) -> None:
+    columns = loss_batch(5)
+    own = TOKEN_SELECTIONS[name](
+        columns["old_log_prob"], columns["advantages"], columns["response_mask"], CONFIG, log_prob=columns["log_prob"]
+    )
+    _, metrics = call(name, columns, selected=None)
+    if name == "clip_cov":
+        assert metrics["pg_clipfrac"].total == int(own.sum())
+    else:
+        assert torch.equal(call(name, columns, selected=None)[0], call(name, columns, selected=own)[0])
+
+
+# ---------------------------------------------------------------------------------------------------- value loss
+
+
+def value_columns(seed: int = 1) -> dict[str, torch.Tensor]:
+    columns = loss_batch(seed)
+    names = {"vpreds": "log_prob", "returns": "advantages", "values": "old_log_prob", "response_mask": "response_mask"}
+    return {name: columns[source] for name, source in names.items()}
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_value_loss_equals_a_plain_loop(mode: str) -> None:
+    columns = value_columns()
+    loss, clipfrac = compute_value_loss(**columns, cliprange_value=0.4, loss_agg_mode=mode)
+    assert loss.item() == pytest.approx(naive_value_loss(columns, 0.4, mode), rel=1e-9)
+    assert 0 < clipfrac.item() < 1
+
+
+def test_value_loss_gradient_and_denominators() -> None:
+    columns = value_columns()
+    others = {**columns, "cliprange_value": 0.4}
+    new = others.pop("vpreds")
+
+    def loss(new: torch.Tensor) -> torch.Tensor:
+        counts = {"batch_num_tokens": 99, "global_batch_size": 7}
+        return compute_value_loss(new, **others, loss_agg_mode="seq-mean-token-sum", dp_size=2, **counts)[0]
+
+    assert torch.autograd.gradcheck(loss, new.clone().requires_grad_(), eps=1e-7, atol=1e-6)
+    total, _ = compute_value_loss(new, **others, loss_agg_mode="token-sum")
+    mean, _ = compute_value_loss(new, **others, dp_size=2, batch_num_tokens=100)
+    assert mean.item() == pytest.approx(total.item() / 50)
+    empty = others | {"response_mask": torch.zeros(ROWS, WIDTH)}
+    assert compute_value_loss(new, **empty, batch_num_tokens=100)[0].item() == 0
+
+
+def test_value_loss_names_what_is_wrong() -> None:
+    columns = value_columns()
+    with pytest.raises(ValueError, match="cliprange_value=0"):
+        compute_value_loss(**columns, cliprange_value=0.0)
+    for name in columns:
+        with pytest.raises(ValueError, match=r"compute_value_loss: \w+ has shape .* expected \(B, T\)"):
+            compute_value_loss(**columns | {name: torch.zeros(ROWS, 1)}, cliprange_value=0.5)
+    with pytest.raises(ValueError, match="loss_mask keeps no token"):
+        compute_value_loss(**columns | {"response_mask": torch.zeros(ROWS, WIDTH)}, cliprange_value=0.5)

@@ -1,0 +1,227 @@
+"""Which GPUs there are, which are ours and who uses them, on machines made of a fake management library."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_lite.errors import UserError
+from verl_lite.machine.claim import Host, Wish, claimed_gpus, tell_of_busy_host
+from verl_lite.machine.gpus import GIB, Gpu, GpuProcess, is_busy, list_gpus, visible_gpus, without_processes
+from verl_lite.machine.lease import Holder, leased
+
+
+class FakeNvml:
+    """As `pynvml`: devices are dicts; a divided one has `parts`."""
+
+    NVML_DEVICE_MIG_ENABLE = 1
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *devices: dict[str, Any], driver: bool = True) -> None:
+        self.devices, self.driver, self.open = devices, driver, 0
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError("driver not loaded")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.devices)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
+        return self.devices[index]
+
+    def nvmlDeviceGetMigMode(self, device: dict[str, Any]) -> tuple[int, int]:
+        if "parts" not in device:
+            raise self.NVMLError("not supported")
+        return (1, 1) if device["parts"] else (0, 0)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device: dict[str, Any]) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: dict[str, Any], place: int) -> dict[str, Any]:
+        if place >= len(device["parts"]):
+            raise self.NVMLError("not found")
+        return device["parts"][place]
+
+    def nvmlDeviceGetUUID(self, device: dict[str, Any]) -> bytes:
+        return device["uuid"].encode()  # older versions give bytes
+
+    def nvmlDeviceGetName(self, device: dict[str, Any]) -> str:
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, device: dict[str, Any]) -> Any:
+        total = device.get("total", 80 * GIB)
+        return SimpleNamespace(total=total, free=total - device.get("used", GIB // 2))
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: dict[str, Any]) -> list[Any]:
+        if "processes" not in device:
+            raise self.NVMLError("no permission")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in device["processes"]]
+
+    def nvmlDeviceGetUtilizationRates(self, device: dict[str, Any]) -> Any:
+        if "utilisation" not in device:
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(gpu=device["utilisation"], memory=0)
+
+
+def device(uuid: str, *processes: tuple[int, int | None], **more: Any) -> dict[str, Any]:
+    used = GIB // 2 + sum(used or 0 for _, used in processes)
+    return {"uuid": uuid, "processes": processes, "used": used} | more
+
+
+def four(*processes: tuple[int, int | None]) -> list[Gpu]:
+    """Four devices; the processes are on the second."""
+    names = ["GPU-aa11", "GPU-ab22", "GPU-cc33", "GPU-dd44"]
+    found = list_gpus(FakeNvml(*(device(name, *(processes if place == 1 else ())) for place, name in enumerate(names))))
+    assert found is not None
+    return found
+
+
+def test_what_others_leave_of_a_device() -> None:
+    gpus = list_gpus(FakeNvml(device("GPU-a", (7, 20 * GIB), (8, 4 * GIB), utilisation=90)))
+    assert gpus is not None and gpus[0].utilisation == 90
+    left = without_processes(gpus[0], {7, 99})
+    assert left.processes == (GpuProcess(8, 4 * GIB),) and left.free_bytes == gpus[0].free_bytes + 20 * GIB
+    assert left.utilisation is None, "whose it was is not known"
+    assert without_processes(gpus[0], {99}) is gpus[0]
+
+
+def test_devices_and_parts_are_listed() -> None:
+    parts = [device("MIG-1"), device("MIG-2", (7, GIB))]
+    nvml = FakeNvml(device("GPU-a"), device("GPU-b", parts=parts), device("GPU-c", parts=[]), {"uuid": "GPU-d"})
+    gpus = list_gpus(nvml)
+    assert gpus is not None and nvml.open == 0
+    assert [(gpu.index, gpu.uuid) for gpu in gpus] == [
+        (0, "GPU-a"), (1, "MIG-1"), (1, "MIG-2"), (2, "GPU-c"), (3, "GPU-d"),
+    ]  # fmt: skip
+    assert gpus[2].processes == (GpuProcess(7, GIB),) and str(gpus[0]) == "GPU 0 (NVIDIA H200, GPU-a)"
+    assert list_gpus(FakeNvml(driver=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, ["GPU-aa11", "GPU-ab22", "GPU-cc33", "GPU-dd44"]),
+        ("2,0", ["GPU-cc33", "GPU-aa11"]),
+        (" 3 , 1", ["GPU-dd44", "GPU-ab22"]),
+        ("GPU-cc33", ["GPU-cc33"]),
+        ("GPU-d,GPU-aa", ["GPU-dd44", "GPU-aa11"]),  # beginnings, as CUDA allows
+        ("", []),
+        ("-1", []),
+        ("1,-1,2", ["GPU-ab22"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_in_any_spelling(setting: str | None, expected: list[str]) -> None:
+    environment = {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}
+    assert [one.gpu.uuid for one in visible_gpus(four(), environment)] == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [("0,4", "'4' names no device"), ("GPU-a", "names no device"), ("1,GPU-ab22", "named twice")],
+)
+def test_what_names_nothing_is_an_error_not_fewer_devices(setting: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as caught:
+        visible_gpus(four(), {"CUDA_VISIBLE_DEVICES": setting})
+    assert "0 (GPU-aa11), 1 (GPU-ab22)" in str(caught.value)
+
+
+def test_parts_are_named_by_their_own_uuid_or_by_the_device() -> None:
+    gpus = list_gpus(FakeNvml(device("GPU-a", parts=[device("MIG-1"), device("MIG-2")]), device("GPU-b")))
+    assert gpus is not None
+    for setting, expected in (("MIG-2", ["MIG-2"]), ("0", ["MIG-1"]), ("1,MIG-1", ["GPU-b", "MIG-1"])):
+        found = visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": setting})
+        assert [one.gpu.uuid for one in found] == expected
+    assert [one.gpu.uuid for one in visible_gpus(gpus, {})] == ["MIG-1", "GPU-b"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "used", "busy"),
+    [
+        ([], GIB, False),
+        ([(4711, 12 * GIB)], 13 * GIB, True),
+        ([(4711, GIB // 2)], GIB, False),  # a desktop
+        ([(4711, None)], GIB, True),  # memory not told
+        ([], 20 * GIB, True),  # another container
+        ([(4711, GIB // 2)], 20 * GIB, True),
+        ([(os.getpid(), 12 * GIB)], 13 * GIB, False),  # ourselves
+    ],
+)
+def test_when_a_device_is_busy(processes: list[tuple[int, int | None]], used: int, busy: bool) -> None:
+    others = tuple(GpuProcess(pid, memory) for pid, memory in processes)
+    assert is_busy(Gpu(0, "GPU-a", "x", 80 * GIB, 80 * GIB - used, others)) is busy
+
+
+def claim(wish: Wish, gpus: list[Gpu], leases: Path) -> tuple[str, list[str]]:
+    told: list[str] = []
+    with claimed_gpus(wish, told.append, gpus=gpus, leases=leases):
+        return os.environ["CUDA_VISIBLE_DEVICES"], told
+
+
+def test_the_first_free_devices_are_taken_and_only_those_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert claim(Wish(2, "run"), four(), tmp_path) == ("0,1", [])
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and not list(tmp_path.iterdir())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-dd44,1,2")
+    busy = four((os.getppid(), 12 * GIB))
+    seen, told = claim(Wish(2, "run"), busy, tmp_path)
+    assert seen == "GPU-dd44,2" and os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-dd44,1,2"
+    assert len(told) == 1 and "GPU 1 " in told[0] and f"pid {os.getppid()} of user" in told[0]
+    assert "12.0 GiB" in told[0]
+
+
+def test_too_few_devices_says_who_has_the_others_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    busy = four((2**22 + 1, 12 * GIB))
+    with leased("GPU-cc33", Holder(77, "ann", "/home/ann/runs/x", "today"), folder=tmp_path):
+        with pytest.raises(UserError) as caught:
+            claim(Wish(3, "run"), busy, tmp_path)
+        message = str(caught.value)
+        for part in (
+            "trainer.n_gpus_per_node=3, but only 1 of 3", "CUDA_VISIBLE_DEVICES=0,1,2", "GPU 1 (NVIDIA H200, GPU-ab22)",
+            "12.0 GiB, not visible from here", "GPU 2 ",
+            "is held by pid 77 of user ann, run /home/ann/runs/x, since today",
+            "trainer.share_devices=true",
+        ):  # fmt: skip
+            assert part in message, message
+        assert claim(Wish(1, "run"), busy, tmp_path) == ("0", [])
+        seen, told = claim(Wish(3, "run", shared=True), busy, tmp_path)
+        assert seen == "0,1,2" and any("ann" in sentence for sentence in told) and len(told) == 2
+
+
+def test_memory_that_the_engine_will_not_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(UserError, match=r"has 19.5 of 80.0 GiB free, rollout.gpu_memory_utilization=0.5 .* 0.24 fits"):
+        claim(Wish(1, "run", memory_share=0.5, shared=True), four((1, 60 * GIB)), tmp_path)
+    assert claim(Wish(1, "run", memory_share=0.2, shared=True), four((1, 60 * GIB)), tmp_path)[0] == "1"
+
+
+def test_a_busy_host_is_told_in_one_sentence_each() -> None:
+    def told(host: Host, wish: Wish) -> str:
+        sentences: list[str] = []
+        tell_of_busy_host(wish, sentences.append, host)
+        return "\n".join(sentences)
+
+    idle = Host(available_bytes=20 * GIB, load=0.3, cores=8, own_cores=4)
+    wish = Wish(2, "run", host_bytes=6 * GIB)
+    assert told(idle, wish) == ""
+    assert "4.0 GiB of memory are free here, and this run takes about 6.0" in told(
+        Host(available_bytes=4 * GIB, load=0.3, cores=8, own_cores=4), wish
+    )
+    assert "load 7.5 on 8 cores" in told(Host(available_bytes=20 * GIB, load=7.5, cores=8, own_cores=4), wish)
+    assert Host.now().available_bytes > 0

@@ -1,0 +1,191 @@
+"""Environments of a rollout engine: replies by key, checked; the same in threads and in processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.workers.env_cases import BAD_RESULTS, MakePool, begin, replies, running, step, template, templates
+from verl_lite.options.agentic import EnvPoolConfig
+from workers.envs.checks import NonsenseError, read_reset, read_step
+from workers.envs.pool import EnvError, EnvPool
+
+
+@pytest.fixture
+def make_pool() -> Iterator[MakePool]:
+    pools = []
+
+    def make(num_workers: int = 0, *, others: Any = None, **options: Any) -> EnvPool:
+        pools.append(EnvPool(EnvPoolConfig(num_workers=num_workers, **options), templates(**(others or {}))))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_each_call_gives_one_reply_under_its_key(make_pool: MakePool) -> None:
+    pool = make_pool()
+    assert pool.poll() == []
+    first = begin(pool, "a", ("b", 2), seed=7)
+    assert {key: reply.observation for key, reply in first.items()} == {"a": "seed 7: ", ("b", 2): "seed 7: "}
+    assert first["a"].info["env_instruction"] == "Obey."
+    pool.step("a", "up")
+    pool.step(("b", 2), "end")
+    second = replies(pool, 2)
+    assert (second["a"].observation, second["a"].reward, second["a"].terminated) == ("seed 7: up", 1.0, False)
+    assert (second["b", 2].observation, second["b", 2].terminated) == ("seed 7: end", True)
+    third = step(pool, a="sleep|0.05")["a"]
+    assert third.reward == 2.0 and third.seconds >= 0.05 and third.error is None and third.frame is None
+
+
+def test_frames_come_when_asked_for(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.reset("a", "obey", 3, render=True)
+    assert replies(pool, 1)["a"].frame == "<seed 3: >"
+    assert step(pool, a="up")["a"].frame == "<seed 3: up>"
+
+
+def test_an_environment_serves_one_episode_after_another(make_pool: MakePool) -> None:
+    pool = make_pool()
+    one = begin(pool, "a")["a"].info["object"]
+    step(pool, a="up")
+    pool.discard("a")
+    again = begin(pool, "b", seed=5)["b"]
+    assert again.info["object"] == one and again.observation == "seed 5: "
+    assert begin(pool, "b", seed=6)["b"].observation == "seed 6: "  # a key begun anew
+
+
+def test_one_that_raises_fails_alone_and_its_object_is_not_used_again(make_pool: MakePool) -> None:
+    pool = make_pool()
+    begin(pool, "a", "b")
+    found = step(pool, a="raise", b="up")
+    assert found["b"].error is None and found["a"].observation is None
+    assert "RuntimeError: no such move" in found["a"].error and not found["a"].is_timeout
+    with pytest.raises(KeyError, match="has failed"):
+        pool.step("a", "up")
+    begin(pool, "a", "c")
+    assert "SystemExit" in step(pool, a="leave", c="up")["a"].error
+
+
+@pytest.mark.parametrize("word", BAD_RESULTS)
+def test_nonsense_is_a_failure_that_says_what_came(make_pool: MakePool, word: str) -> None:
+    pool = make_pool()
+    begin(pool, "a")
+    error = step(pool, a=word)["a"].error
+    assert error is not None and "expected" in error or "no valid text" in error
+
+
+def test_what_the_checks_say() -> None:
+    assert read_reset((None, {})) == (None, {})
+    assert read_reset(["text", {"suffix": "s", "metrics": {"a": 1}}]) == (
+        "text",
+        {"suffix": "s", "metrics": {"a": 1.0}},
+    )
+    with pytest.raises(NonsenseError, match="reset gave 'text', expected a tuple"):
+        read_reset("text")
+    with pytest.raises(NonsenseError, match="step gave 4 values, expected 5"):
+        read_step(("text", 0.0, False, {}))
+    with pytest.raises(NonsenseError, match="reward of step is nan, expected a finite number"):
+        read_step(("text", math.nan, False, False, {}))
+    with pytest.raises(NonsenseError, match="observation of step is None, expected text"):
+        read_step((None, 0.0, False, False, {}))
+    with pytest.raises(NonsenseError, match="is b'x', expected text: decode it"):
+        read_step((b"x", 0.0, False, False, {}))
+
+
+def test_numpy_scalars_become_plain_values() -> None:
+    import numpy as np
+
+    info = {"metrics": {"success": np.bool_(True), "length": np.int64(3)}}
+    observation, reward, terminated, truncated, read = read_step(
+        (np.str_("text"), np.float32(0.5), np.bool_(True), False, info)
+    )
+    assert (observation, reward, terminated, truncated) == ("text", 0.5, True, False)
+    assert type(observation) is str and type(reward) is float and type(terminated) is bool
+    assert read["metrics"] == {"success": True, "length": 3.0}
+
+
+def test_an_exhausted_dataset_is_no_failure(make_pool: MakePool) -> None:
+    pool = make_pool(others={"small": template("small", env_config={"tasks": 2})})
+    pool.reset("a", "small", 1)
+    pool.reset("b", "small", 2)
+    found = replies(pool, 2)
+    assert found["a"].observation == "seed 1: "
+    assert found["b"].observation is None and found["b"].error is None
+
+
+def test_slow_environments_do_not_hold_up_others(make_pool: MakePool) -> None:
+    pool = make_pool(threads=64)
+    keys = [f"env{number}" for number in range(64)]
+    begin(pool, *keys)
+    started = time.monotonic()
+    step(pool, **dict.fromkeys(keys, "sleep|0.5"))
+    assert time.monotonic() - started < 16  # one after the other: 32 s
+
+
+@pytest.mark.parametrize("options", [{"use_thread_lock": True}, {"max_env_step_concurrent": 1}])
+def test_a_limit_of_a_tag_holds_for_that_tag_alone(make_pool: MakePool, options: dict[str, Any]) -> None:
+    pool = make_pool(others={"shy": template("shy", **options)})
+    keys = [f"env{number}" for number in range(6)]
+    begin(pool, *keys, tag="shy")
+    begin(pool, "free")
+    running[1] = 0
+    step(pool, **dict.fromkeys(keys, "sleep|0.02"))
+    assert running[1] == 1
+    step(pool, **dict.fromkeys(keys, "sleep|0.3"), free="up")
+    assert running[1] == 2
+
+
+def test_a_discarded_episode_is_not_heard_of_again(make_pool: MakePool) -> None:
+    pool = make_pool(others={"shy": template("shy", max_env_step_concurrent=1)})
+    begin(pool, "a", "b", "c", tag="shy")
+    pool.step("a", "sleep|0.2")
+    pool.step("b", "up")  # waits for the limit
+    pool.step("c", "down")
+    pool.discard("a")
+    pool.discard("b")
+    pool.discard("never there")
+    assert [*replies(pool, 1)] == ["c"] and pool.poll(0.1) == []
+    with pytest.raises(KeyError):
+        pool.step("a", "up")
+
+
+def test_wrong_use_is_refused(make_pool: MakePool) -> None:
+    pool = make_pool()
+    with pytest.raises(KeyError, match="no environment has the tag 'x'; tags are obey"):
+        pool.reset("a", "x", 1)
+    with pytest.raises(KeyError, match="was not reset"):
+        pool.step("a", "up")
+    pool.reset("a", "obey", 1)
+    with pytest.raises(ValueError, match="call under way"):
+        pool.step("a", "up")
+
+
+def test_dry_run_names_tag_cause_and_remedy(make_pool: MakePool) -> None:
+    others = {
+        "empty": template("empty", env_config={"tasks": 0}),
+        "broken": template("broken", env_config={"first": "raise"}),
+    }
+    pool = make_pool(others=others)
+    pool.dry_run(["obey"])
+    with pytest.raises(EnvError, match=r"(?s)custom_envs.empty .*its dataset is empty.*Change the entry"):
+        pool.dry_run(["obey", "empty"])
+    with pytest.raises(EnvError, match=r"(?s)custom_envs.broken .*'first': 'raise'.*RuntimeError: no such move"):
+        pool.dry_run(["broken"])
+    with pytest.raises(EnvError, match="'nowhere': agentic.custom_envs has no such entry"):
+        pool.dry_run(["nowhere"])
+    assert begin(pool, "a")["a"].error is None
+
+
+def test_in_a_process_only_the_culprit_fails_and_others_are_begun_again(make_pool: MakePool) -> None:
+    pool = make_pool(1)
+    begin(pool, "a", "b", seed=7)
+    step(pool, a="up", b="left")
+    assert "exit code 5" in str(step(pool, a="exit|5")["a"].error)
+    assert step(pool, b="down")["b"].observation == "seed 7: left down"
+    assert pool.processes_replaced == 1

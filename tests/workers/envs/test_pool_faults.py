@@ -1,0 +1,288 @@
+"""Environments in processes: what one of them can do to the others, and to the machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.workers.env_cases import MakePool, begin, replies, step, template, templates
+from tests.workers.rewards.test_pool import gone
+from verl_lite.options.agentic import EnvPoolConfig
+from workers.envs.pool import EnvError, EnvPool
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[MakePool]:
+    pools = []
+
+    def make(num_workers: int = 1, *, others: Any = None, modules: Any = (), **options: Any) -> EnvPool:
+        config = EnvPoolConfig(num_workers=num_workers, **options)
+        pools.append(EnvPool(config, templates(**(others or {})), modules=modules, log_dir=str(tmp_path / "logs")))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_processes_give_what_threads_give(make_pool: MakePool) -> None:
+    def episode(pool: EnvPool) -> list[Any]:
+        keys = [f"env{number}" for number in range(5)]
+        given = [begin(pool, *keys, seed=3)]
+        given += [step(pool, **dict.fromkeys(keys, action)) for action in ("up", "nan", "x")[:2]]
+        kept = ("observation", "reward", "terminated", "truncated", "error")
+        return [
+            sorted((key, *(getattr(reply, name) for name in kept)) for key, reply in each.items()) for each in given
+        ]
+
+    assert episode(make_pool(2)) == episode(make_pool(0))
+
+
+def test_an_environment_process_imports_no_torch(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pid = begin(pool, "a")["a"].info["pid"]
+    assert pid != os.getpid()
+    assert not [file.path for file in psutil.Process(pid).memory_maps() if "libtorch" in file.path]
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [("segfault", "SIGSEGV"), ("exit|9", "exit code 9"), ("kill", "SIGKILL"), ("raise", "no such move")],
+)
+def test_only_the_culprit_fails_and_the_others_go_on_as_if_nothing_had_been(
+    make_pool: MakePool, action: str, reason: str
+) -> None:
+    pool = make_pool(threads=8)
+    keys = [f"env{number}" for number in range(6)]
+    begin(pool, *keys, seed=4)
+    step(pool, **{key: f"go {key}" for key in keys[:4]})
+    # two others are under way when it happens, one has said something, one was only reset
+    found = step(pool, env0="sleep|0.4", env1="sleep|0.4", env2=f"{action}")
+    assert found["env2"].error is not None and reason in found["env2"].error and not found["env2"].is_timeout
+    assert [found[key].observation for key in ("env0", "env1")] == [f"seed 4: go {k} sleep|0.4" for k in keys[:2]]
+    after = step(pool, env0="a", env1="b", env3="c", env4="d", env5="e")
+    assert {key: reply.observation for key, reply in after.items()} == {
+        "env0": "seed 4: go env0 sleep|0.4 a",
+        "env1": "seed 4: go env1 sleep|0.4 b",
+        "env3": "seed 4: go env3 c",
+        "env4": "seed 4: d",
+        "env5": "seed 4: e",
+    }
+    if action == "segfault":
+        assert "env_cases.py" in found["env2"].error, "the stack of the crash should be told"
+    if action in ("segfault", "exit|9"):
+        assert pool.processes_replaced == 1
+    pool.discard("env0")
+    assert begin(pool, "new")["new"].error is None
+
+
+def test_one_that_hangs_fails_at_its_deadline_and_nobody_else_notices(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=0.6, threads=4)
+    pid = begin(pool, "hangs", "lives", seed=2)["lives"].info["pid"]
+    pool.step("hangs", "sleep|1000")
+    for number in range(3):
+        assert step(pool, lives=f"a{number}")["lives"].info["pid"] == pid
+    failed = replies(pool, 1)["hangs"]
+    assert failed.is_timeout and "agentic.env_pool.timeout_s=0.6" in failed.error and "time.sleep" in failed.error
+    assert step(pool, lives="b")["lives"].info["pid"] == pid  # it was not moved
+    assert begin(pool, "new")["new"].info["pid"] != pid  # but gets no company
+    assert pool.processes_replaced == 1
+    pool.discard("lives")
+    assert gone(pid)
+
+
+def test_a_deadline_is_one_of_a_call_not_of_the_queue(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=0.8, threads=1)
+    keys = [f"env{number}" for number in range(4)]
+    begin(pool, *keys)
+    assert not any(reply.error for reply in step(pool, **dict.fromkeys(keys, "sleep|0.4")).values())
+
+
+def test_a_reset_that_never_returns_is_a_failure(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=0.3, others={"stubborn": template("stubborn", "Stubborn")})
+    pool.reset("a", "stubborn", 1)
+    assert replies(pool, 1)["a"].is_timeout
+    with pytest.raises(EnvError, match=r"(?s)custom_envs.stubborn .*timeout_s=0.3.*in reset"):
+        pool.dry_run(["obey", "stubborn"])
+
+
+def test_one_that_holds_the_interpreter_is_found_out_among_those_that_could_not_go_on(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=0.6, threads=4)
+    begin(pool, "a", "b", "c")
+    found = step(pool, a="sleep|0.2", b="freeze", c="sleep|0.3")
+    assert found["b"].is_timeout and "timeout_s=0.6" in found["b"].error
+    assert found["a"].error is None and found["c"].error is None
+    assert step(pool, a="up", c="up")["c"].observation == "seed 1: sleep|0.3 up"
+
+
+def test_one_that_answers_differently_when_begun_again_fails_and_says_so(make_pool: MakePool) -> None:
+    pool = make_pool(others={"drift": template("drift", env_config={"drift": True})})
+    begin(pool, "a")
+    begin(pool, "b", tag="drift")
+    assert "exit code 9" in step(pool, a="exit")["a"].error
+    error = step(pool, b="up")["b"].error
+    assert "for another's fault" in error and "answered differently after reset" in error
+
+
+def test_a_lock_of_a_tag_is_not_held_for_ever_by_one_that_hangs(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=0.5, others={"shy": template("shy", use_thread_lock=True)})
+    begin(pool, "a", "b", tag="shy")
+    pool.step("a", "sleep|1000")
+    pool.step("b", "up")
+    found = replies(pool, 2)
+    assert found["a"].is_timeout and found["b"].observation == "seed 1: up"
+
+
+def test_a_fork_harms_nobody(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pid = begin(pool, "a", "b")["a"].info["pid"]
+    found = step(pool, a="fork", b="fork|1000")
+    assert all(reply.error is None and reply.info["pid"] == pid for reply in found.values())
+    children = psutil.Process(pid).children()
+    os.kill(pid, signal.SIGKILL)
+    assert step(pool, a="up")["a"].observation == "seed 1: fork up"
+    assert all(gone(child.pid) for child in children)
+
+
+def test_discarded_ones_may_hang_or_die(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=0.4)
+    begin(pool, "a", "b", "c")
+    pool.step("a", "sleep|1000")
+    pool.step("b", "exit")
+    pool.discard("a")
+    pool.discard("b")
+    assert pool.poll(1.5) == []
+    assert step(pool, c="up")["c"].observation == "seed 1: up"
+
+
+def test_what_cannot_be_sent_is_a_failure(make_pool: MakePool) -> None:
+    pool = make_pool(others={"odd": template("odd", "Odd")})
+    begin(pool, "a", tag="odd")
+    assert "cannot go to another process" in step(pool, a="lock")["a"].error
+    begin(pool, "a", tag="odd")
+    assert "cannot be read here" in step(pool, a="trap")["a"].error
+    begin(pool, "a", tag="odd")
+    assert "70 MiB long" in step(pool, a="long")["a"].error
+
+
+def test_modules_that_do_not_import_stop_the_pool(make_pool: MakePool) -> None:
+    pool = make_pool(modules=("tests.not_there",))
+    with pytest.raises(EnvError, match=r"(?s)do not start.*No module named 'tests.not_there'"):
+        begin(pool, "a")
+
+
+def test_prints_are_bounded(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool()
+    begin(pool, "a", "b")
+    found = step(pool, a="print", b="stderr")
+    assert found["a"].error is None and found["b"].error is None
+    logs = [path for path in (tmp_path / "logs").iterdir()]
+    assert 0 < sum(path.stat().st_size for path in logs) < 12 << 20
+    assert "more output of this environment process is dropped" in logs[0].read_text()[-200:]
+
+
+def test_a_process_that_grows_is_replaced_when_its_episodes_are_through(make_pool: MakePool) -> None:
+    pool = make_pool(max_memory_mb=300)
+    pid = begin(pool, "a", "b")["a"].info["pid"]
+    assert step(pool, a="leak|290")["a"].error is None
+    assert pool.poll(1.0) == []
+    assert step(pool, b="up")["b"].info["pid"] == pid
+    assert begin(pool, "c")["c"].info["pid"] != pid
+    pool.discard("a")
+    pool.discard("b")
+    assert gone(pid) and pool.processes_replaced == 1
+
+
+def test_a_call_that_takes_all_memory_is_ended(make_pool: MakePool) -> None:
+    pool = make_pool(max_memory_mb=200)
+    begin(pool, "a", "b")
+    pool.step("a", "swell")
+    found = replies(pool, 1)["a"]
+    assert "max_memory_mb=200" in found.error and not found.is_timeout
+    assert step(pool, b="up")["b"].observation == "seed 1: up"
+
+
+HARMS = ("raise", "exit", "segfault", "kill", "nan", "fork", "leave", "sleep|1000", "freeze")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whatever_happens_each_call_has_one_reply_and_the_innocent_go_on(make_pool: MakePool, seed: int) -> None:
+    draw, pool = random.Random(seed), make_pool(2, timeout_s=4.0, threads=8)
+    said: dict[Hashable, list[str]] = {}
+    asked: dict[Hashable, str] = {}
+    harms = list(HARMS) + ["kill", "exit", "segfault"]
+    draw.shuffle(harms)
+    until = time.monotonic() + 240
+    fresh = 0
+    while (harms or asked) and time.monotonic() < until:
+        while len(said) < 10:
+            key, fresh = f"env{fresh}", fresh + 1
+            pool.reset(key, "obey", 5)
+            said[key], asked[key] = [], ""
+        for key in [key for key in said if key not in asked and draw.random() < 0.5]:
+            chance = draw.random()
+            if harms and chance < 0.05:
+                asked[key] = harms.pop()
+            elif harms or chance < 0.5:
+                asked[key] = draw.choice(["up", "down", "sleep|0.02", "sleep|0.1"])
+            else:
+                continue
+            pool.step(key, asked[key])
+        if draw.random() < 0.02:
+            gone_key = draw.choice(sorted(said))
+            pool.discard(gone_key)
+            said.pop(gone_key)
+            asked.pop(gone_key, None)
+        for reply in pool.poll(0.05):
+            action = asked.pop(reply.key)
+            if action in HARMS and action != "fork":
+                assert reply.error is not None, action
+                assert reply.is_timeout is (action in ("sleep|1000", "freeze")), (action, reply.error)
+                del said[reply.key]
+                continue
+            assert reply.error is None, (action, reply.error)
+            said[reply.key] += [action] if action else []
+            assert reply.observation == f"seed 5: {' '.join(said[reply.key])}"
+    assert not harms and not asked
+
+
+OWNER = """
+import sys, time
+from tests.workers.env_cases import begin, templates
+from verl_lite.options.agentic import EnvPoolConfig
+from workers.envs.pool import EnvPool
+pool = EnvPool(EnvPoolConfig(num_workers=2), templates())
+found = begin(pool, "a", "b")
+pool.step("a", "sleep|1000")
+pool.step("b", "fork|1000")
+time.sleep(0.3)
+print(found["a"].info["pid"], found["b"].info["pid"], flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_process_outlives_an_owner_that_is_killed() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    pids += [child.pid for pid in pids for child in psutil.Process(pid).children()]
+    assert len(pids) == 3
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    time.sleep(0.1)
+    assert all(gone(pid) for pid in pids)

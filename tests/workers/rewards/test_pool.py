@@ -1,0 +1,282 @@
+"""The reward pool against reward functions that do the worst: hang, die, fork, print without end, return nonsense."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_lite.options.reward import CustomRewardConfig, RewardConfig
+from verl_lite.rewards import RewardItem
+from workers.rewards.pool import RewardError, RewardPool
+from workers.rewards.process import PROGRESS
+
+CUSTOM = """
+import ctypes, os, subprocess, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    what, _, argument = solution_str.partition(" ")
+    if what == "hang":
+        while True: pass
+    if what == "sleep": time.sleep(float(argument))
+    if what == "segfault": ctypes.string_at(0)
+    if what == "exit": os._exit(3)
+    if what == "raise": raise KeyError("no such thing")
+    if what == "nan": return float("nan")
+    if what == "none": return None
+    if what == "input": return len(input())
+    if what == "fork": os.fork()
+    if what == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        open(argument, "w").write(str(child.pid))
+        time.sleep(100)
+    if what == "print":
+        for _ in range(40): print("x" * (1 << 20))
+    if what == "pid": return os.getpid()
+    return {"score": 1.0, "length": len(solution_str)}
+"""
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
+    file = tmp_path / "custom.py"
+    file.write_text(CUSTOM)
+    pools = []
+
+    def make(num_workers: int = 1, timeout_s: float = 1.0, path: str | None = str(file), **more: Any) -> RewardPool:
+        config = RewardConfig(custom_reward_function=CustomRewardConfig(path=path), timeout_s=timeout_s)
+        pools.append(RewardPool(config, num_workers, **more))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def items(*answers: str, source: str = "any", truth: Any = "") -> list[RewardItem]:
+    return [RewardItem(index, source, answer, truth) for index, answer in enumerate(answers)]
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_results_come_by_key_and_in_the_order_asked(make_pool: Callable, num_workers: int) -> None:
+    pool = make_pool(num_workers)
+    pool.start()
+    pool.submit(items("a", "bb", "ccc"))
+    pool.submit([RewardItem(("other", 1), "any", "dddd", "")])
+    results = pool.collect([("other", 1), 2, 0, 1])
+    assert list(results) == [("other", 1), 2, 0, 1]
+    assert [result.extra["length"] for result in results.values()] == [4, 3, 1, 2]
+    assert all(result.score == 1.0 and not result.failed and result.error is None for result in results.values())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_exceptions_and_nonsense_are_failures_with_a_reason(make_pool: Callable, num_workers: int) -> None:
+    pool = make_pool(num_workers)
+    pool.submit(items("raise", "nan", "none", "fine"))
+    raised, nan, none, fine = pool.collect(range(4)).values()
+    assert fine.score == 1.0
+    for result, reason in ((raised, "no such thing"), (nan, "expected a finite number"), (none, "NoneType")):
+        assert result.failed and math.isnan(result.score) and reason in (result.error or "") and not result.timed_out
+    assert "custom.py" in (raised.error or "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"), [("segfault", "SIGSEGV"), ("exit", "exit code 3"), ("hang", "reward.timeout_s=0.3")]
+)
+def test_only_the_culprit_fails_and_its_neighbours_are_scored(make_pool: Callable, answer: str, reason: str) -> None:
+    pool = make_pool(1, timeout_s=0.3)
+    answers = ["fine"] * 40
+    answers[17] = answers[30] = answer
+    pool.submit(items(*answers))
+    results = list(pool.collect(range(40)).values())
+    assert [index for index, result in enumerate(results) if result.failed] == [17, 30]
+    assert reason in (results[17].error or "") and results[17].timed_out == (answer == "hang")
+    assert all(result.score == 1.0 for index, result in enumerate(results) if index not in (17, 30))
+    if answer == "segfault":
+        assert "custom.py" in (results[17].error or ""), "the stack of the crash should be told"
+
+
+def test_the_deadline_is_per_sample_and_not_per_batch(make_pool: Callable) -> None:
+    pool = make_pool(1, timeout_s=0.5)
+    pool.submit(items(*["sleep 0.2"] * 5))
+    assert not any(result.failed for result in pool.collect(range(5)).values())
+
+
+def test_a_hanging_sample_does_not_hold_up_those_in_other_processes(make_pool: Callable) -> None:
+    pool = make_pool(2, timeout_s=20.0)
+    pool.submit([RewardItem(0, "any", "hang", "")])
+    while pool._supervisor._queue:  # until it has a process to itself
+        time.sleep(0.01)
+    pool.submit([RewardItem(f"k{index}", "any", "fine", "") for index in range(100)])
+    assert len(pool.collect(f"k{index}" for index in range(100))) == 100
+
+
+def test_a_fork_in_a_reward_harms_nobody(make_pool: Callable) -> None:
+    pool = make_pool(1)
+    pool.submit(items("fork", "fine", "fork", "fine"))
+    assert [result.score for result in pool.collect(range(4)).values()] == [1.0] * 4
+
+
+def test_what_a_hanging_reward_started_is_killed_with_it(make_pool: Callable, tmp_path: Path) -> None:
+    pool = make_pool(1, timeout_s=1.0)
+    pool.submit(items(f"child {tmp_path / 'pid'}"))
+    assert pool.collect([0])[0].timed_out
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_prints_go_to_a_file_up_to_a_limit_and_there_is_no_input(make_pool: Callable, tmp_path: Path) -> None:
+    pool = make_pool(1, timeout_s=30.0, log_dir=str(tmp_path / "logs"))
+    pool.submit(items("print", "fine", "input"))
+    printed, fine, asked = pool.collect(range(3)).values()
+    assert printed.score == fine.score == 1.0 and asked.failed
+    log = tmp_path / "logs" / "reward-0.log"
+    assert 1 << 20 < log.stat().st_size < 12 << 20 and "dropped" in log.read_text()[-100:]
+
+
+def test_collect_waits_for_samples_that_another_thread_submits(make_pool: Callable) -> None:
+    pool = make_pool(1)
+    sender = threading.Timer(0.2, lambda: pool.submit(items("late")))
+    sender.start()
+    assert pool.collect([0])[0].score == 1.0
+
+
+def test_a_key_in_flight_is_refused_and_free_again_after_collection(make_pool: Callable) -> None:
+    pool = make_pool(1)
+    pool.submit(items("a"))
+    with pytest.raises(ValueError, match="already submitted"):
+        pool.submit(items("a"))
+    pool.collect([0])
+    pool.submit(items("b"))
+    assert pool.collect([0])[0].score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("1 / 0", "ZeroDivisionError"), ("import os; os._exit(5)", "exit code 5"), ("x = 1", "functions found: none")],
+)
+def test_a_reward_file_that_does_not_load_ends_the_wait(
+    make_pool: Callable, tmp_path: Path, code: str, reason: str
+) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    pool = make_pool(1, path=str(tmp_path / "broken.py"))
+    pool.submit(items("a"))
+    with pytest.raises(RewardError, match=reason):
+        pool.collect([0])
+    with pytest.raises(RewardError, match=reason):
+        pool.submit([RewardItem("later", "any", "a", "")])
+
+
+def row(source: str, truth: Any) -> dict[str, Any]:
+    return {"data_source": source, "reward_model": {"ground_truth": truth}, "extra_info": {"index": 7}}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_dry_run_scores_rows_or_stops_with_traceback_and_row(make_pool: Callable, num_workers: int) -> None:
+    good = make_pool(num_workers, path=None).dry_run([row("verl_lite/sort", "12"), row("openai/gsm8k", "3")])
+    assert [result.failed for result in good] == [False, False] and good[0].score == 1.0
+    with pytest.raises(RewardError) as caught:
+        make_pool(num_workers).dry_run([row("mine", "fine"), row("mine", "raise")])
+    assert "no such thing" in str(caught.value) and '"index": 7' in str(caught.value)
+
+
+def test_dry_run_names_a_source_without_a_reward(make_pool: Callable) -> None:
+    with pytest.raises(ValueError, match="data_source='nobody/knows'"):
+        make_pool(1, path=None).dry_run([row("verl_lite/sort", "1")], data_sources=["verl_lite/sort", "nobody/knows"])
+
+
+def test_rewards_registered_by_a_module_are_known_in_the_processes(
+    make_pool: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "from verl_lite.rewards import register_reward\n"
+        "@register_reward('mine/*')\ndef score(solution_str, **rest): return len(solution_str)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = make_pool(1, path=None, modules=["my_rewards"])
+    pool.submit(items("four", source="mine/x"))
+    assert pool.collect([0])[0].score == 4.0
+
+
+def test_close_ends_busy_processes_and_those_who_wait(make_pool: Callable) -> None:
+    pool = make_pool(1, timeout_s=100.0)
+    pool.submit(items("pid"))
+    pid = int(pool.collect([0])[0].score)
+    pool.submit(items("hang"))
+    threading.Timer(0.2, pool.close).start()
+    with pytest.raises(RewardError, match="closed"):
+        pool.collect([0])
+    assert gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_a_busy_process_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "custom.py").write_text(CUSTOM)
+    code = (
+        "import os, sys\n"
+        "from verl_lite.options.reward import CustomRewardConfig, RewardConfig\n"
+        "from workers.rewards.pool import RewardItem, RewardPool\n"
+        "pool = RewardPool(RewardConfig(CustomRewardConfig(sys.argv[1]), timeout_s=100), 1)\n"
+        "pool.submit([RewardItem(0, '', 'pid', '')])\n"
+        "print(int(pool.collect([0])[0].score), flush=True)\n"
+        "pool.submit([RewardItem(0, '', 'hang', '')])\n"
+        "pool.collect([0])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "custom.py")], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert gone(pid)
+
+
+def test_an_idle_pool_uses_no_processor_time(make_pool: Callable) -> None:
+    pool = make_pool(2, timeout_s=5.0)
+    pool.submit(items("sleep 0.0", "sleep 1.0"))
+    pool.collect([0])
+    before = time.process_time()
+    pool.collect([1])
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+
+
+def test_progress_is_never_seen_half_written(tmp_path: Path) -> None:
+    """Found in the main job: one sample in 10,000 was called overdue, because the page was zero for an instant."""
+    path = tmp_path / "page"
+    path.write_bytes(PROGRESS.pack(1.0, 0))
+    code = (
+        "import mmap; from workers.rewards.process import write_progress\n"
+        f"file = open({str(path)!r}, 'r+b'); page = mmap.mmap(file.fileno(), {PROGRESS.size})\n"
+        "while True: write_progress(page, 7)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    try:
+        with path.open("r+b") as file:
+            page = mmap.mmap(file.fileno(), PROGRESS.size)
+        seen = 0
+        deadline = time.monotonic() + 20
+        while seen < 200_000 and time.monotonic() < deadline:
+            started, index = PROGRESS.unpack_from(page)
+            assert started > 0, "the beginning of a sample was read as time 0"
+            seen += index == 7
+        assert seen, "the writer never wrote"
+    finally:
+        writer.kill()
+        writer.wait()

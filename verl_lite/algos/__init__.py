@@ -1,0 +1,1 @@
+"""The mathematics behind `core_algos`: pure functions of tensors, one file for each kind."""

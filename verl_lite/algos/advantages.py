@@ -1,0 +1,438 @@
+"""Advantage estimators of verl: from token rewards to (advantages, returns), both (B, T) and 0 under mask 0.
+
+Plain functions with verl's names and arguments; `core_algos` registers them. Rows without a valid token (padding, a
+failed reward) take no part in any statistic and get 0. Group statistics are in fp64, by segment sums.
+
+Estimators of whole answers ("outcome") read one score per row, the sum of its rewards: see `outcome_scores`. Estimators
+of steps (gae, reinforce_plus_plus, remax, the optimal token baselines) read rewards under mask 1 only: put the score of
+an answer on a token of the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_lite.algos.masked import (
+    Labels,
+    at_least_fp32,
+    check_rows,
+    check_shapes,
+    discounted_returns,
+    group_ids,
+    group_mean_std,
+    group_sum,
+    group_top_two,
+    whiten_or_keep,
+)
+
+Index = Labels
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Score of each response (B,): the sum of its token rewards; 0 for a row without a valid token.
+
+    A finite reward under mask 0 counts: an answer may end in a token that the environment wrote, and its score sits
+    there. NaN and infinities under mask 0 do not.
+    """
+    is_valid = response_mask.bool()
+    return _scores(token_level_rewards, is_valid, is_valid.any(dim=-1))
+
+
+def _scores(token_level_rewards: torch.Tensor, is_valid: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    rewards = at_least_fp32(token_level_rewards)
+    scores = rewards.sum(dim=-1)
+    odd = ~torch.isfinite(scores)  # NaN or an infinity somewhere: a second look at these rows
+    if bool(odd.any()):
+        readable = is_valid[odd] | torch.isfinite(rewards[odd])
+        scores[odd] = torch.where(readable, rewards[odd], 0).sum(dim=-1)
+    return torch.where(valid, scores, 0)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What the estimators of whole answers share: scores (B,) fp64, whether a row counts (B,) bool, its group (B,)."""
+
+    is_valid: torch.Tensor  # (B, T) bool
+    scores: torch.Tensor
+    valid: torch.Tensor
+    groups: torch.Tensor
+    num_groups: int
+    means: torch.Tensor  # (G,), 0 for a group of fewer than two
+    stds: torch.Tensor  # (G,), 1 for a group of fewer than two
+    counts: torch.Tensor  # (G,) rows that count
+
+
+def outcomes(
+    name: str, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None
+) -> Outcomes:
+    """Scores and group statistics. Raises ValueError, in the name of the estimator, if rows or shapes do not match."""
+    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
+    if index is None:
+        raise ValueError(f"{name}: index is missing; (B,) the group of each row, its uid, is expected.")
+    check_rows(name, len(token_level_rewards), index=index)
+    is_valid = response_mask.bool()
+    valid = is_valid.any(dim=-1)
+    scores = _scores(token_level_rewards, is_valid, valid).double()
+    groups, num_groups = group_ids(index, scores.device)
+    return Outcomes(is_valid, scores, valid, groups, num_groups, *group_mean_std(scores, groups, num_groups, valid))
+
+
+def spread(scores: torch.Tensor, response_mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A number per row (B,) at each of its valid tokens (B, T), 0 elsewhere, in fp64 if `like` is, else in fp32."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.where(response_mask.bool(), scores.to(dtype).unsqueeze(-1), 0)
+
+
+def option(name: str, given: Any, config: Any, default: Any) -> Any:
+    """A number given as argument, else by the estimator's config as in verl, else its default."""
+    return getattr(config, name, default) if given is None else given
+
+
+# ---------------------------------------------------------------------------------------------------- with a critic
+
+
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor | None = None,
+    response_mask: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    lambd: float | None = None,
+    **_: Any,
+) -> Pair:
+    """GAE: delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next (arXiv:1506.02438, eq. 16).
+
+    next is the next valid token: V and A pass tokens under mask 0 unchanged, so that an environment's tokens between
+    two turns are no steps. After the last valid token both are 0. returns = A + V; then A is whitened over all valid
+    tokens (kept as it is if there is only one; verl raises). token_level_rewards, values, response_mask: (B, T).
+    `lambd` is ROLL's name of `lam`; without response_mask every token counts, also as in ROLL.
+    Raises ValueError if values are missing or shapes differ.
+    """
+    if response_mask is None:
+        response_mask = torch.ones_like(token_level_rewards)
+    check_shapes("gae", token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
+    assert values is not None
+    decay = gamma * (lam if lambd is None else lambd)
+    is_valid, values = response_mask.bool(), at_least_fp32(values)
+    # columns one after the other in memory: a step of the scan is a few operations on (B,) vectors
+    rewards_at, values_at, valid_at = (
+        x.t().contiguous() for x in (token_level_rewards.to(values.dtype), values, is_valid)
+    )
+    advantages_at = torch.empty_like(values_at)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    for t in range(len(values_at) - 1, -1, -1):
+        step = torch.add(rewards_at[t], next_value, alpha=gamma).sub_(values_at[t]).add_(next_advantage, alpha=decay)
+        next_advantage = torch.where(valid_at[t], step, next_advantage, out=advantages_at[t])
+        next_value = torch.where(valid_at[t], values_at[t], next_value)
+    advantages = torch.where(is_valid, advantages_at.t(), 0)
+    returns = (advantages + values).masked_fill_(~is_valid, 0)
+    return whiten_or_keep(advantages, is_valid), returns
+
+
+# ---------------------------------------------------------------------------------------------------- GRPO and kin
+
+
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any | None = None,
+    **_: Any,
+) -> Pair:
+    """GRPO: each response's score against the other responses to the same prompt.
+
+    A_i = (R_i - mean_g) / (std_g + epsilon), std with Bessel's correction (arXiv:2402.03300, section 4.1.2); not
+    divided if `norm_adv_by_std_in_grpo` is false (Dr.GRPO, arXiv:2503.20783). A group of one response has mean 0 and
+    std 1. Rows without a valid token take no part in mean and std and get 0. `config` is not read.
+
+    token_level_rewards, response_mask: (B, T). index: (B,) the group of each row. Returns (advantages, returns), one
+    and the same (B, T) tensor, zero under mask 0. Raises ValueError if index has another number of rows.
+    """
+    rows = outcomes("grpo", token_level_rewards, response_mask, index)
+    advantages = rows.scores - rows.means[rows.groups]
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (rows.stds[rows.groups] + epsilon)
+    advantages = spread(advantages, rows.is_valid, token_level_rewards)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: Any | None = None,
+    **_: Any,
+) -> Pair:
+    """Pass@k: only the best response of a group learns, by its lead over the second best (arXiv:2503.19595).
+
+    A = (R_best - R_second) / (std_g + epsilon), undivided if `norm_adv_by_std_in_grpo` (argument, else config, else
+    true) is false; 0 for all others, and for everyone where the best tie. Raises ValueError if a group has one row. A
+    group of which only one row counts gets 0.
+    """
+    rows = outcomes("grpo_passk", token_level_rewards, response_mask, index)
+    sizes = torch.bincount(rows.groups, minlength=rows.num_groups)
+    if bool((sizes < 2).any()):
+        raise ValueError("grpo_passk: a group of one row has no second-best score; index needs at least two rows each.")
+    best, first, second = group_top_two(rows.scores, rows.groups, rows.num_groups, rows.valid)
+    lead = torch.where(rows.counts > 1, first - second, 0)
+    if option("norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo, config, True):
+        lead = lead / (rows.stds + epsilon)
+    advantages = spread(torch.zeros_like(rows.scores).index_copy(0, best, lead), rows.is_valid, token_level_rewards)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any | None = None,
+    non_tensor_batch: dict[str, np.ndarray] | None = None,
+    **_: Any,
+) -> Pair:
+    """GDPO: each kind of reward normalised within the group by itself, then summed and whitened (arXiv:2601.05242).
+
+    A = whiten(sum_k w_k GRPO_k), over all valid tokens. config.gdpo_reward_keys names the columns (B,) of
+    `non_tensor_batch`; config.gdpo_reward_weights are the w_k, null = 1 each. token_level_rewards give shape and dtype
+    only. Raises ValueError if keys are missing, weights are of another number, or a row that
+    counts has no finite reward.
+    """
+    keys, weights = getattr(config, "gdpo_reward_keys", None), getattr(config, "gdpo_reward_weights", None)
+    columns = non_tensor_batch or {}
+    if not keys or any(key not in columns for key in keys):
+        raise ValueError(f"gdpo: gdpo_reward_keys={keys}: columns of rewards are expected, of {sorted(columns)}.")
+    if weights and len(weights) != len(keys):
+        raise ValueError(f"gdpo: gdpo_reward_weights={list(weights)}: one for each of {list(keys)} is expected.")
+    total = torch.zeros(len(token_level_rewards), dtype=torch.float64, device=token_level_rewards.device)
+    rows = outcomes("gdpo", token_level_rewards, response_mask, index)
+    check_rows("gdpo", len(total), **{key: columns[key] for key in keys})
+    for key, weight in zip(keys, weights or [1.0] * len(keys), strict=True):
+        scores = torch.as_tensor(np.asarray(columns[key], dtype=np.float64), device=total.device)
+        unknown = int((rows.valid & ~torch.isfinite(scores)).sum())
+        if unknown:
+            raise ValueError(f"gdpo: reward {key!r} is no finite number in {unknown} rows; each answer needs one.")
+        scores = torch.where(rows.valid, scores, 0)
+        means, stds, _counts = group_mean_std(scores, rows.groups, rows.num_groups, rows.valid)
+        advantage = scores - means[rows.groups]
+        total += weight * (advantage / (stds[rows.groups] + epsilon) if norm_adv_by_std_in_grpo else advantage)
+    advantages = whiten_or_keep(spread(total, rows.is_valid, token_level_rewards), rows.is_valid)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+) -> Pair:
+    """RLOO: A_i = R_i - mean of the others in the group = n/(n-1) (R_i - mean_g) (arXiv:2402.14740).
+
+    A group of one response has no baseline: A = R.
+    """
+    rows = outcomes("rloo", token_level_rewards, response_mask, index)
+    advantages = spread(_leave_one_out(rows), rows.is_valid, token_level_rewards)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+) -> Pair:
+    """RLOO as verl's rloo_vectorized has it: a group of one response gets 0 instead of its score."""
+    rows = outcomes("rloo_vectorized", token_level_rewards, response_mask, index)
+    several = (rows.counts > 1)[rows.groups]
+    advantages = spread(torch.where(several, _leave_one_out(rows), 0), rows.is_valid, token_level_rewards)
+    return advantages, advantages
+
+
+def _leave_one_out(rows: Outcomes) -> torch.Tensor:
+    """Score less the mean of the others in the group, (B,); the score itself in a group of one."""
+    scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
+    return scale[rows.groups] * (rows.scores - rows.means[rows.groups])
+
+
+@torch.no_grad()
+def compute_opo_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+) -> Pair:
+    """OPO: A = R - b_g, b_g = sum(len R) / sum(len), by length (arXiv:2505.23585).
+
+    len counts valid tokens. A group of one response has baseline 0.
+    """
+    rows = outcomes("opo", token_level_rewards, response_mask, index)
+    lengths = rows.is_valid.sum(dim=-1).double()
+    totals = group_sum(torch.stack([lengths * rows.scores, lengths], dim=-1), rows.groups, rows.num_groups)
+    baselines = torch.where(rows.counts > 1, totals[:, 0] / totals[:, 1].clamp(min=1), 0)
+    advantages = spread(rows.scores - baselines[rows.groups], rows.is_valid, token_level_rewards)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    f_norm: float = 1.0,
+    **_: Any,
+) -> Pair:
+    """GPG: A = alpha (R - mean_g) / f_norm with alpha = rows / rows of non-zero score (arXiv:2504.02546).
+
+    alpha makes up for groups that teach nothing; it counts rows with a valid token (verl: all rows). For the policy
+    loss `gpg`.
+    """
+    rows = outcomes("gpg", token_level_rewards, response_mask, index)
+    alpha = rows.valid.sum() / ((rows.scores != 0) & rows.valid).sum().clamp(min=1)
+    advantages = alpha * (rows.scores - rows.means[rows.groups]) / f_norm
+    advantages = spread(advantages, rows.is_valid, token_level_rewards)
+    return advantages, advantages
+
+
+# ---------------------------------------------------------------------------------------------------- REINFORCE and kin
+
+
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """REINFORCE++: G_t = r_t + gamma G_next over valid tokens; A = G whitened over the batch (arXiv:2501.03262).
+
+    gamma: argument, else config.gamma, else 1. G passes tokens under mask 0 unchanged.
+    """
+    check_shapes("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
+    returns = discounted_returns(token_level_rewards, response_mask, option("gamma", gamma, config, 1.0))
+    return whiten_or_keep(returns, response_mask), returns
+
+
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+) -> Pair:
+    """REINFORCE++ with the group's mean as baseline: A = R - mean_g, whitened over the batch's valid tokens."""
+    rows = outcomes("reinforce_plus_plus_baseline", token_level_rewards, response_mask, index)
+    centred = spread(rows.scores - rows.means[rows.groups], rows.is_valid, token_level_rewards)
+    advantages = whiten_or_keep(centred, rows.is_valid)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    reward_baselines: torch.Tensor | None = None,
+    response_mask: torch.Tensor | None = None,
+    **_: Any,
+) -> Pair:
+    """ReMax: A_t = (sum of rewards from t on) - the score of the greedy answer (arXiv:2310.10505).
+
+    reward_baselines: (B,). Raises ValueError if it is missing or has another number of rows.
+    """
+    check_shapes("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
+    assert response_mask is not None
+    if reward_baselines is None or reward_baselines.shape != token_level_rewards.shape[:1]:
+        found = "missing" if reward_baselines is None else f"of shape {tuple(reward_baselines.shape)}"
+        raise ValueError(f"remax: reward_baselines is {found}; (B,) scores of greedy answers are expected.")
+    returns = discounted_returns(token_level_rewards, response_mask, 1.0)
+    return returns - spread(reward_baselines, response_mask, token_level_rewards), returns
+
+
+# ---------------------------------------------------------------------------------------------------- token baselines
+
+
+@torch.no_grad()
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    old_log_probs: torch.Tensor | None = None,
+    sum_pi_squared: torch.Tensor | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **_: Any,
+) -> Pair:
+    """Optimal token baseline: per prompt and time step, the baseline of least gradient variance (arXiv:2602.07078).
+
+    With pi the probability of the sampled token and S the sum of squared probabilities over the vocabulary, the
+    squared norm of the logit gradient is w_t = 1 - 2 pi + S (times rollout_is_weights^2), W_t = w_1 + .. + w_t, and
+    B_t = sum_i(G W) / (sum_i W + epsilon) over the rows of the group that have a token at t; A = G - B.
+    `handle_zero_tail`: no baseline where only the group's one longest row has tokens, which would be its own G. A group
+    of one row has no baseline. old_log_probs, sum_pi_squared, rollout_is_weights: (B, T).
+    Raises ValueError if an argument is missing or shaped otherwise.
+    """
+    name = "optimal_token_baseline"
+    _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    assert old_log_probs is not None and sum_pi_squared is not None
+    rows = outcomes(name, token_level_rewards, response_mask, index)
+    is_valid = rows.is_valid
+    returns = discounted_returns(token_level_rewards, is_valid, 1.0)
+    # (1 - pi)^2 at least: below 0 is rounding, and a sum of such weights near 0 would make any number of the baseline
+    weights = (1 - 2 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)).clamp(min=0)
+    if rollout_is_weights is not None:
+        weights = weights * at_least_fp32(rollout_is_weights).square()
+    energy = torch.where(is_valid, weights, 0).cumsum(dim=-1).masked_fill_(~is_valid, 0)
+    totals = group_sum(energy, rows.groups, rows.num_groups)  # (G, T)
+    baselines = group_sum(returns * energy, rows.groups, rows.num_groups) / (totals + epsilon)
+    has_baseline = (rows.counts > 1)[rows.groups].unsqueeze(-1).expand_as(is_valid)
+    if handle_zero_tail:
+        positions = torch.arange(1, is_valid.shape[-1] + 1, device=is_valid.device)
+        ends = (positions * is_valid).amax(dim=-1)  # (B,) width up to the last valid token
+        _best, first, second = group_top_two(ends, rows.groups, rows.num_groups, rows.valid)
+        is_tail = (positions > second[rows.groups].unsqueeze(-1)) & (ends.double() == first[rows.groups]).unsqueeze(-1)
+        has_baseline = has_baseline & ~is_tail
+    advantages = returns - torch.where(has_baseline & is_valid, baselines[rows.groups], 0)
+    return advantages, returns
+
+
+@torch.no_grad()
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    old_log_probs: torch.Tensor | None = None,
+    sum_pi_squared: torch.Tensor | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **options: Any,
+) -> Pair:
+    """`compute_optimal_token_baseline_advantage` for several turns: time counts the policy's own tokens only.
+
+    Each row is moved together to its valid tokens before, and scattered back after.
+    """
+    name = "tir_optimal_token_baseline"
+    _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    assert old_log_probs is not None and sum_pi_squared is not None
+    order = torch.argsort((response_mask == 0).to(torch.int8), dim=-1, stable=True)
+    columns = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
+    rewards, mask, log_probs, squares = (column.gather(1, order) for column in columns)
+    weights = None if rollout_is_weights is None else rollout_is_weights.gather(1, order)
+    compact = compute_optimal_token_baseline_advantage(rewards, mask, index, log_probs, squares, weights, **options)
+    advantages, returns = (torch.zeros_like(column).scatter(1, order, column) for column in compact)
+    return advantages, returns
+
+
+def _check_token_columns(
+    name: str,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    old_log_probs: torch.Tensor | None,
+    sum_pi_squared: torch.Tensor | None,
+    rollout_is_weights: torch.Tensor | None,
+) -> None:
+    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
+    check_shapes(name, response_mask=response_mask, old_log_probs=old_log_probs, sum_pi_squared=sum_pi_squared)
+    if rollout_is_weights is not None:
+        check_shapes(name, response_mask=response_mask, rollout_is_weights=rollout_is_weights)

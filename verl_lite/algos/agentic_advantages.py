@@ -1,0 +1,156 @@
+"""Advantage estimators of ROLL: REINFORCE with and without turns, and those for episodes of several steps.
+
+Plain functions; `core_algos` registers them. A row is one answer, which is an episode (agentic_reinforce: its runs of
+valid tokens are the turns) or one step of an episode (step_reinforce, gigpo: rows of one `traj_id`, ordered by `step`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_lite.algos.advantages import Index, Pair, option, outcome_scores
+from verl_lite.algos.agentic_rewards import Normalization, compute_gigpo_rewards, compute_step_rewards
+from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns
+
+
+def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, lambd: float = 1.0) -> Pair:
+    """G_t = r_t + gamma G_(t+1) over all columns, as advantages and returns. `lambd` is not read (ROLL's signature)."""
+    rewards = at_least_fp32(token_level_rewards)
+    returns = backward_scan(rewards.new_tensor(gamma), rewards)
+    return returns, returns
+
+
+@torch.no_grad()
+def compute_reinforce_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """REINFORCE: A_t = G_t = r_t + gamma G_(t+1), where every column is a step, an environment's tokens too.
+
+    Rewards under mask 0 are not read. gamma: argument, else config.gamma, else 1. No baseline, no whitening: for
+    rewards that were normalised before (ROLL's `reinforce` and, with normalised rewards, its `grpo`). ROLL leaves
+    returns under mask 0 as they come; here they are 0.
+    """
+    check_shapes("reinforce", token_level_rewards=token_level_rewards, response_mask=response_mask)
+    discount = option("gamma", gamma, config, 1.0)
+    returns = discounted_returns(token_level_rewards, response_mask, discount, count_gaps=True)
+    return returns, returns
+
+
+@torch.no_grad()
+def compute_agentic_reinforce_return(
+    token_level_rewards: torch.Tensor, gamma: float, lambd: float, mask: torch.Tensor
+) -> Pair:
+    """REINFORCE by turns: all tokens of a turn get C = (reward at its last token) + gamma C of the next turn.
+
+    A turn is a run of valid tokens. Rewards on other tokens, a token-level KL penalty among them, are not read, as in
+    ROLL. `lambd` is not read either. token_level_rewards, mask: (B, T).
+    """
+    check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
+    is_valid = mask.bool()
+    is_end = is_valid & ~torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
+    rewards = at_least_fp32(token_level_rewards)
+    factors = torch.where(is_end, rewards.new_tensor(gamma), rewards.new_ones(()))
+    returns = backward_scan(factors, torch.where(is_end, rewards, 0)).masked_fill_(~is_valid, 0)
+    return returns, returns
+
+
+def compute_agentic_reinforce_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """`compute_agentic_reinforce_return` as a registered estimator; gamma: argument, else config.gamma, else 1."""
+    return compute_agentic_reinforce_return(
+        token_level_rewards, option("gamma", gamma, config, 1.0), 1.0, response_mask
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- episodes of steps
+
+
+@torch.no_grad()
+def compute_step_reinforce_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    traj_id: Index | None = None,
+    step: Index | None = None,
+    step_reward_gamma: float = 0.95,
+    norm_mean_type: str | None = None,
+    norm_std_type: str | None = None,
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """Step REINFORCE: the discounted return of each step of an episode, normalised, at the last token of its row.
+
+    Then REINFORCE along the tokens with `gamma`. index: (B,) groups of the normalisation (tasks); traj_id, step: see
+    `compute_discounted_returns`; norm types: see `normalise_scores`. Raises ValueError if one is missing.
+    """
+    name = "step_reinforce"
+    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
+    check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step)
+    valid = response_mask.bool().any(dim=-1)
+    scores = outcome_scores(token_level_rewards, response_mask)
+    how = Normalization(norm_mean_type, norm_std_type)
+    labels: tuple[Any, Any] = (traj_id, step)
+    rewards = compute_step_rewards(scores, valid, *labels, step_reward_gamma=step_reward_gamma, how=how, groups=index)
+    return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
+
+
+@torch.no_grad()
+def compute_gigpo_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index | None = None,
+    traj_id: Index | None = None,
+    step: Index | None = None,
+    state_hash: Index | None = None,
+    step_reward_gamma: float = 0.95,
+    episode_reward_weight: float = 1.0,
+    step_reward_weight: float = 1.0,
+    norm_mean_type: str | None = "group",
+    norm_std_type: str | None = "group",
+    config: Any | None = None,
+    gamma: float | None = None,
+    **_: Any,
+) -> Pair:
+    """GiGPO: R = episode_reward_weight E + step_reward_weight S at the last token of each row (arXiv:2505.10978).
+
+    E: the score of the whole episode, normalised over the task's rows (index). S: the discounted return of the step,
+    normalised over the rows of the task that start from the same state (state_hash). Then REINFORCE along the tokens
+    with `gamma`. Raises ValueError if an argument is missing.
+    """
+    name = "gigpo"
+    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
+    check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    valid = response_mask.bool().any(dim=-1)
+    scores = outcome_scores(token_level_rewards, response_mask)
+    how = Normalization(norm_mean_type, norm_std_type)
+    labels: tuple[Any, ...] = (index, traj_id, step, state_hash)
+    rewards = compute_gigpo_rewards(
+        scores,
+        valid,
+        *labels,
+        step_reward_gamma=step_reward_gamma,
+        episode_reward_weight=episode_reward_weight,
+        step_reward_weight=step_reward_weight,
+        episode_norm=how,
+        step_norm=how,
+    ).rewards
+    return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
+
+
+def at_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Scores (B,) at the last valid token of each row, 0 elsewhere: (B, T)."""
+    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * response_mask.bool()
+    is_last = (positions == positions.amax(dim=-1, keepdim=True)) & response_mask.bool()
+    return torch.where(is_last, scores.unsqueeze(-1), 0)

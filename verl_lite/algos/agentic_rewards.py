@@ -1,0 +1,206 @@
+"""Rewards of episodes before the estimator: normalised within a group that the user chooses, and those of GiGPO.
+
+Pure functions of scores (B,) and labels, after ROLL's agentic pipeline. `normalization` turns the options (its older
+`method` names too) into types and bounds once; `agentic_reward_norm` applies them; `compute_gigpo_rewards` and
+`compute_step_rewards` are what the estimators `gigpo` and `step_reinforce` put on the last token of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_lite.algos.masked import Labels, at_least_fp32, backward_scan, check_rows, group_ids, group_sum, label_list
+from verl_lite.algos.reward_norm import normalise_scores
+
+GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")
+"""Which rows are normalised together: all; those of one task; of one environment's tag; those of one task that start
+from the same state."""
+
+METHODS = ("identity", "mean", "mean_std", "asym_clip")
+"""ROLL's older names of normalisations."""
+
+ADJUST_MODES = ("copy", "delete", "auto", "random_sample")
+"""Ways to make a batch as long as a multiple of some number."""
+
+_ASYMMETRIC = (-1.0, 3.0)
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """norm_mean_type, norm_std_type: as in `normalise_scores`, "group" being the rows that share a label.
+    bounds: what comes out is held within them; None = it is not."""
+
+    norm_mean_type: str | None = None
+    norm_std_type: str | None = None
+    bounds: tuple[float, float] | None = None
+
+    def within_groups(self) -> Normalization:
+        """The same with all statistics of the group."""
+        mean, std = ("group" if kind else None for kind in (self.norm_mean_type, self.norm_std_type))
+        return Normalization(mean, std, self.bounds)
+
+
+PLAIN = Normalization()
+BY_GROUP = Normalization("group", "group")
+
+
+def normalization(
+    method: str = "identity",
+    norm_mean_type: str | None = None,
+    norm_std_type: str | None = None,
+    *,
+    is_grouped: bool = True,
+) -> Normalization:
+    """What the options ask for. `method` fills the types that are None: mean, or mean and std (mean_std, asym_clip), of
+    the group, or of the batch if rows are not grouped. asym_clip also bounds the result to -1 .. 3, which ROLL did
+    first and later left out. Raises ValueError for an unknown method."""
+    if method not in METHODS:
+        raise ValueError(f"reward normalisation: method={method!r}: expected one of {', '.join(METHODS)}.")
+    own = "group" if is_grouped else "batch"
+    mean = norm_mean_type or (None if method == "identity" else own)
+    std = norm_std_type or (own if method in ("mean_std", "asym_clip") else None)
+    return Normalization(mean, std, _ASYMMETRIC if method == "asym_clip" else None)
+
+
+@torch.no_grad()
+def agentic_reward_norm(
+    scores: torch.Tensor, how: Normalization, *, valid: torch.Tensor | None = None, groups: Labels | None = None
+) -> torch.Tensor:
+    """Scores (B,), normalised. valid: (B,) bool, rows that count, None = all; others get 0. groups: (B,) labels, None =
+    all rows are one group."""
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
+    labels = [0] * len(scores) if groups is None else groups
+    result = normalise_scores(scores, valid, how.norm_mean_type, how.norm_std_type, groups=labels)
+    return result if how.bounds is None else torch.where(valid, result.clamp(*how.bounds), 0)
+
+
+def get_score_normalize_fn(rn_cfg: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """ROLL's older interface: a function of the scores of one group. rn_cfg.method: identity | mean | mean_std |
+    asym_clip. A group without a spread gives 0 where a std is asked for. Raises ValueError for another method."""
+    how = normalization(rn_cfg.method)
+    return lambda scores: agentic_reward_norm(scores, how)
+
+
+# ---------------------------------------------------------------------------------------------------- episodes of steps
+
+
+@torch.no_grad()
+def compute_discounted_returns(
+    scores: torch.Tensor, traj_id: Labels, step: Labels, gamma: float, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return of each step of its episode: G = score + gamma G of the episode's next step, (B,) -> (B,), any row order.
+
+    traj_id: (B,) the episode of each row, step: (B,) numbers whose order is that of the steps; valid: (B,) bool, rows
+    that are steps, null = all: others get 0 and take no time.
+    """
+    check_rows("compute_discounted_returns", len(scores), traj_id=traj_id, step=step)
+    scores = at_least_fp32(scores)
+    if valid is not None:
+        kept = valid.nonzero().squeeze(-1)
+        columns = (label_list(traj_id), label_list(step))
+        trajectories, steps = ([column[row] for row in kept.tolist()] for column in columns)
+        part = compute_discounted_returns(scores[kept], trajectories, steps, gamma)
+        return torch.zeros_like(scores).index_copy(0, kept, part)
+    episodes, number = group_ids(traj_id, scores.device)
+    numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
+    by_step = torch.argsort(numbers, stable=True)
+    order = by_step[torch.argsort(episodes[by_step], stable=True)]
+    sizes = torch.bincount(episodes, minlength=number)
+    places = torch.arange(len(scores), device=scores.device) - (sizes.cumsum(0) - sizes)[episodes[order]]
+    table = torch.zeros(number, int(sizes.max()) if number else 0, dtype=scores.dtype, device=scores.device)
+    table[episodes[order], places] = scores[order]
+    returns = backward_scan(table.new_tensor(gamma), table)
+    return torch.zeros_like(scores).index_copy(0, order, returns[episodes[order], places])
+
+
+@torch.no_grad()
+def compute_step_rewards(
+    scores: torch.Tensor,
+    valid: torch.Tensor,
+    traj_id: Labels,
+    step: Labels,
+    *,
+    step_reward_gamma: float,
+    how: Normalization,
+    groups: Labels | None,
+) -> torch.Tensor:
+    """Of each step (B,): the discounted return of its episode from there on, normalised. scores: of the steps; valid:
+    (B,) bool, rows that are steps."""
+    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)
+    return agentic_reward_norm(returns, how, valid=valid, groups=groups)
+
+
+@dataclass(frozen=True)
+class GigpoRewards:
+    """Of each step, (B,): `rewards` = weights times `by_episode`, the episode's score among those of its task, and
+    `by_step`, the step's return among those that start from the same state."""
+
+    rewards: torch.Tensor
+    by_episode: torch.Tensor
+    by_step: torch.Tensor
+
+
+@torch.no_grad()
+def compute_gigpo_rewards(
+    scores: torch.Tensor,
+    valid: torch.Tensor,
+    index: Labels,
+    traj_id: Labels,
+    step: Labels,
+    state_hash: Labels,
+    *,
+    step_reward_gamma: float,
+    episode_reward_weight: float,
+    step_reward_weight: float,
+    episode_norm: Normalization = BY_GROUP,
+    step_norm: Normalization = BY_GROUP,
+    episode_groups: Labels | None = None,
+) -> GigpoRewards:
+    """GiGPO (arXiv:2505.10978). scores: of the steps; valid: (B,) bool, rows that are steps. index: (B,) the task of
+    each row; episode_groups: among which episodes are compared, None = those of the task."""
+    check_rows("gigpo", len(scores), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    trajectories, number = group_ids(traj_id, scores.device)
+    scores = torch.where(valid, scores, 0)
+    episodes = group_sum(scores, trajectories, number)[trajectories]
+    groups = index if episode_groups is None else episode_groups
+    by_episode = agentic_reward_norm(episodes, episode_norm, valid=valid, groups=groups)
+    states = build_state_groups(index, state_hash)
+    gamma = step_reward_gamma
+    by_step = compute_step_rewards(scores, valid, traj_id, step, step_reward_gamma=gamma, how=step_norm, groups=states)
+    return GigpoRewards(episode_reward_weight * by_episode + step_reward_weight * by_step, by_episode, by_step)
+
+
+def build_state_groups(traj_group_id: Labels, state_hash: Labels) -> list[tuple[Any, Any]]:
+    """Label of each row's group of equal states within one task: (traj_group_id, state_hash).
+
+    ROLL's label is the hash alone, which puts equal states of different tasks into one group; here they stay apart.
+    """
+    return list(zip(label_list(traj_group_id), label_list(state_hash), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- sizes of batches
+
+
+def adjusted_rows(count: int, multiple: int, mode: str, generator: torch.Generator) -> torch.Tensor:
+    """Which rows make a batch of `count` as long as a multiple of `multiple`: indices; those from `count` rows on that
+    repeat an index are copies.
+
+    copy: some rows twice. delete: some left out; copy if none would be left. auto: whichever changes less, copy in a
+    draw or if none would be left. random_sample: `multiple` of them; copy if there are fewer. A count that fits stays
+    as it is in any mode (ROLL's random_sample does not). Raises ValueError for an unknown mode.
+    """
+    if mode not in ADJUST_MODES:
+        raise ValueError(f"batch_adjust_mode={mode!r}: expected one of {', '.join(ADJUST_MODES)}.")
+    rows, rest = torch.arange(count), count % multiple
+    if rest == 0:
+        return rows
+    if mode == "auto":
+        mode = "copy" if 2 * rest >= multiple else "delete"
+    if mode == "copy" or count < multiple:
+        return torch.cat([rows, torch.randint(count, (multiple - rest,), generator=generator)])
+    kept = multiple if mode == "random_sample" else count - rest
+    return torch.randperm(count, generator=generator)[:kept].sort().values

@@ -1,0 +1,65 @@
+"""PF-PPO: a batch drawn anew, with replacement, by how informative the score of each row is (arXiv:2409.06957).
+
+For the step after the advantages: rows of a clear score are learnt from several times, others not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from verl_lite.algos.advantages import outcome_scores
+from verl_lite.protocol import DataProto
+
+REWEIGHT_METHODS = ("pow", "max_min", "max_random")
+_SMALLEST = 1e-8  # every row that counts can be drawn, also where all scores are 0
+
+
+def pf_ppo_weights(
+    scores: torch.Tensor, valid: torch.Tensor, reweight_method: str = "pow", weight_pow: float = 2.0
+) -> torch.Tensor:
+    """Weights of the draw (B,) fp64, not normalised; 0 for rows that do not count.
+
+      pow          |score| ^ weight_pow
+      max_min      1 for the largest and the smallest score of the batch, 0 for the others
+      max_random   0.4 for the largest score, 0.1 for the others
+
+    plus 1e-8. scores: (B,); valid: (B,) bool. Raises ValueError for another method. (verl's rows always count.)
+    """
+    if reweight_method not in REWEIGHT_METHODS:
+        raise ValueError(f"reweight_method={reweight_method!r}: expected one of {', '.join(REWEIGHT_METHODS)}.")
+    values = torch.where(valid, scores.double(), 0)
+    if not bool(valid.any()):
+        return torch.zeros_like(values)
+    is_largest, is_smallest = values == values[valid].max(), values == values[valid].min()
+    match reweight_method:
+        case "pow":
+            weights = values.abs() ** weight_pow
+        case "max_min":
+            weights = (is_largest | is_smallest).double()
+        case _:
+            weights = torch.where(is_largest, torch.full_like(values, 0.4), 0.1)
+    return torch.where(valid, weights + _SMALLEST, 0)
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto,
+    reweight_method: str = "pow",
+    weight_pow: float = 2.0,
+    seed: int | Sequence[int] | None = None,
+) -> DataProto:
+    """As many rows as `data` has, drawn from it with replacement by `pf_ppo_weights`.
+
+    Reads token_level_scores and response_mask (B, R); the score of a row is the sum of its token scores. seed: equal
+    seeds draw equal rows on any machine; None = drawn by chance (verl: the global generator). A batch in which no row
+    counts comes back as it is.
+    """
+    valid = (data.batch["response_mask"] != 0).any(dim=-1)
+    scores = outcome_scores(data.batch["token_level_scores"], data.batch["response_mask"])
+    weights = pf_ppo_weights(scores, valid, reweight_method, weight_pow).numpy()
+    if not weights.any():
+        return data
+    rows = np.random.default_rng(seed).choice(len(data), size=len(data), p=weights / weights.sum())
+    return data.select_idxs(rows)

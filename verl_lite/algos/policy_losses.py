@@ -1,0 +1,436 @@
+"""Policy losses of verl and ROLL: from log-probs and advantages to a scalar and its metrics.
+
+Each loss is a formula for one token, made a `PolicyLossFn` by `policy_loss`, which sees to the mask, the importance
+weights and the denominators; `core_algos` registers them. Notation: d = log_prob - old_log_prob within +-20,
+r = exp(d), A the advantage, sg = no gradient. Formulas see tensors (B, T) of at least fp32 that are 0 under mask 0, and
+a bool mask. Each loss has the metric ppo_kl, the mean of -d, unless its formula gives another.
+
+Nothing here depends on how the batch was cut: formulas read a token or its row, and rows are never cut. This file has
+the losses whose gradient flows through the ratio; those of REINFORCE's form stand in `reinforce_losses`, those that
+compare a token with all others in `covariance_losses`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from verl_lite.algos.masked import (
+    Count,
+    agg_loss,
+    at_least_fp32,
+    check_shapes,
+    compute_segment_masked_mean,
+    masked_mean,
+    masked_sum,
+)
+from verl_lite.metric_docs import Health, MetricDoc
+from verl_lite.metrics import Metric
+from verl_lite.registry import accepts, takes
+
+LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
+RATIO_TYPES = ("token", "segment")
+SEQUENCE_MEANS = frozenset({"gspo", "sapo", "geo_mean"})
+"""Losses whose mode is always seq-mean-token-mean."""
+
+RATIO_LOSSES = frozenset({"vanilla", "cispo", "tis", "topr"})
+"""Losses that read ratio_type."""
+
+FORMULA_ARGUMENTS = 5  # old_log_prob, log_prob, advantages, response_mask, config
+
+TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Losses (B, T), and by name what to average over valid tokens as metrics (B, T)."""
+
+
+class PolicyLossFn(Protocol):
+    """What a policy loss is.
+
+    old_log_prob, log_prob, advantages, response_mask: (B, T). loss_agg_mode, batch_num_tokens, global_batch_size (of
+    the whole mini-batch): see `agg_loss`. config: any object with the named options as attributes, such as ActorConfig.
+    rollout_is_weights: (B, T), if given they multiply the token losses. Returns (scalar loss, metrics).
+    A loss that names more arguments gets more of the batch: `selected` (B, T) bool, tokens chosen over the whole batch
+    (`covariance_losses`), and `scores` (B,), how good each answer is.
+    """
+
+    def __call__(
+        self,
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str,
+        config: Any,
+        rollout_is_weights: torch.Tensor | None = None,
+        *,
+        batch_num_tokens: Count | None = None,
+        global_batch_size: Count | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Metric]]: ...
+
+
+def policy_loss(
+    *, always: str | None = None, row_weights: bool = False
+) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
+    """Decorator: makes a formula f(old_log_prob, log_prob, advantages, response_mask, config) a `PolicyLossFn`.
+
+    always: the aggregation mode of losses that are defined with one; the argument loss_agg_mode is then not read.
+    row_weights: a row is weighed by the geometric mean of its rollout_is_weights. What else the formula names, the loss
+    takes by keyword. Without `selected` (B, T), where it is named, the mini-batch must be given whole (ValueError), so
+    that the choice is everyone's. Raises ValueError naming an argument whose shape does not match.
+    """
+
+    def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
+        def loss_function(
+            old_log_prob: torch.Tensor,
+            log_prob: torch.Tensor,
+            advantages: torch.Tensor,
+            response_mask: torch.Tensor,
+            loss_agg_mode: str,
+            config: Any,
+            rollout_is_weights: torch.Tensor | None = None,
+            *,
+            batch_num_tokens: Count | None = None,
+            global_batch_size: Count | None = None,
+            **extras: Any,
+        ) -> tuple[torch.Tensor, dict[str, Metric]]:
+            given = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
+            optional = {"rollout_is_weights": rollout_is_weights, "selected": extras.get("selected")}
+            checked = given | {name: tensor for name, tensor in optional.items() if tensor is not None}
+            check_shapes(formula.__name__, response_mask=response_mask, **checked)
+            is_valid = response_mask.bool()
+            if takes(formula, "selected") and extras.get("selected") is None:
+                _require_whole(formula.__name__, is_valid, batch_num_tokens)
+            masked = [torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values()]
+            old, new, _advantages = (tensor.detach() for tensor in masked)
+            losses, averages = formula(*masked, is_valid, config, **extras)
+            if rollout_is_weights is not None:
+                weights = at_least_fp32(rollout_is_weights)
+                if row_weights:
+                    weights = masked_mean(torch.log(weights + 1e-10), is_valid, axis=-1).exp().unsqueeze(-1)
+                losses = losses * weights
+            loss = agg_loss(
+                losses,
+                is_valid,
+                always or loss_agg_mode,
+                batch_num_tokens=batch_num_tokens,
+                global_batch_size=global_batch_size,
+                loss_scale_factor=config.loss_scale_factor,
+            )
+            return loss, token_means(is_valid, **{"ppo_kl": bounded_log_ratio(old, new)} | averages)
+
+        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+            setattr(loss_function, attribute, getattr(formula, attribute))
+        own = [*inspect.signature(formula).parameters.values()][FORMULA_ARGUMENTS:]
+        signature = inspect.signature(loss_function)
+        named = [*signature.parameters.values()][:-1] + [each.replace(kind=each.KEYWORD_ONLY) for each in own]
+        loss_function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+        return loss_function
+
+    return decorate
+
+
+def call_policy_loss(
+    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    counts: Mapping[str, Count | None],
+    columns: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """What a policy loss gives, be it a `PolicyLossFn` or a function with verl's signature.
+
+    counts: batch_num_tokens and global_batch_size. verl's functions find them where they expect them, in
+    config.global_batch_info, to be handed to `agg_loss`; config itself is not changed. Their metrics, plain numbers,
+    count as means over the tokens given here. columns: what the loss names beyond the usual arguments.
+    """
+    options, given = config, {**columns, **counts}
+    if not accepts(loss_fn, "batch_num_tokens"):
+        options, given = _VerlConfig(config, counts), {**columns}
+    arguments = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, options, rollout_is_weights)
+    loss, metrics = loss_fn(*arguments, **given)
+    if all(isinstance(value, Metric) for value in metrics.values()):
+        return loss, dict(metrics)
+    tokens = float(response_mask.bool().sum())
+    return loss, {
+        name: value if isinstance(value, Metric) else Metric.mean(float(value) * tokens, tokens)
+        for name, value in metrics.items()
+    }
+
+
+class _VerlConfig:
+    """An actor's config as verl's losses see it, with the denominators of the mini-batch."""
+
+    def __init__(self, config: Any, counts: Mapping[str, Count | None]) -> None:
+        self._config = config
+        self.global_batch_info = {"dp_size": 1, "loss_scale_factor": config.loss_scale_factor, **counts}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _require_whole(name: str, is_valid: torch.Tensor, batch_num_tokens: Count | None) -> None:
+    here = int(is_valid.sum())
+    if batch_num_tokens is not None and int(batch_num_tokens) != here:
+        raise ValueError(
+            f"{name}: {here} of the mini-batch's {int(batch_num_tokens)} tokens are here, and the choice of tokens "
+            "would depend on how it was cut: choose over the whole batch and hand it in as selected (B, T)."
+        )
+
+
+def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str, Metric]:
+    """Metrics that are means over valid tokens, moved to the host in one transfer. Each value: (B, T)."""
+    totals = torch.stack([masked_sum(value.detach().float(), response_mask) for value in values.values()])
+    host = torch.cat([totals, response_mask.bool().sum()[None].to(totals.dtype)]).tolist()
+    return {name: Metric.mean(total, host[-1]) for name, total in zip(values, host[:-1], strict=True)}
+
+
+# ---------------------------------------------------------------------------------------------------- ratios
+
+
+def masked_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """log_prob - old_log_prob within +-20; 0 under mask 0 before it is exponentiated: a NaN there has no gradient."""
+    difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
+    log_ratio = torch.where(response_mask.bool(), difference, 0)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def bounded_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+    """log_prob - old_log_prob within +-20, of log-probs that are masked already."""
+    return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def importance_log_ratio(
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
+) -> torch.Tensor:
+    """`masked_log_ratio` per token or, with config.ratio_type=segment, its mean over each run of valid tokens (ROLL).
+
+    An object without ratio_type, such as a config of verl, means token.
+    """
+    if getattr(config, "ratio_type", "token") == "segment":
+        segments = compute_segment_masked_mean(log_prob - old_log_prob, response_mask)
+        return segments.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return masked_log_ratio(log_prob, old_log_prob, response_mask)
+
+
+def clip_range(config: Any) -> tuple[float, float]:
+    """(low, high) clip ranges of an actor's config: each falls back to clip_ratio where it is null.
+
+    Raises ValueError for a negative one, with which the range would not hold the ratio 1.
+    """
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    low, high = config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+    _check_range("clip_ratio", low, high)
+    return low, high
+
+
+def _check_range(name: str, low: float, high: float) -> None:
+    if low < 0 or high < 0:
+        raise ValueError(
+            f"{name}_low={low}, {name}_high={high} (each is {name} where it is not given): both are expected to be at "
+            "least 0, or the clip range [1 - low, 1 + high] would not hold the ratio 1."
+        )
+
+
+def clipped_surrogate(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """PPO's clipped surrogate with asymmetric and dual clip, per token.
+
+    With r = exp(log_ratio): max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7), and where A < 0 at most
+    -A c (dual clip, arXiv:1912.09729, eq. 5): a bad action made very likely no longer dominates the batch.
+    All tensors (B, T). Returns (loss, whether the clip was active, whether the dual clip was active).
+    Raises ValueError unless clip_ratio_c > 1.
+    """
+    if clip_ratio_c <= 1.0:
+        raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
+    advantages = at_least_fp32(advantages)
+    ratio, cost = log_ratio.exp(), -advantages
+    plain, clipped = cost * ratio, cost * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    pessimistic = torch.maximum(plain, clipped)
+    bound = cost * clip_ratio_c
+    is_bounded = (advantages < 0) & (pessimistic > bound)
+    loss = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
+    return loss, clipped > plain, is_bounded
+
+
+# ---------------------------------------------------------------------------------------------------- clipped ratios
+
+
+@policy_loss()
+def compute_policy_loss_vanilla(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """PPO with asymmetric and dual clip: see `clipped_surrogate`.
+
+    config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_scale_factor, ratio_type (segment: one ratio
+    per run of response tokens; ROLL's dual_clip_loss is clip_ratio_c = 1 + 2 clip_ratio).
+    Metrics: pg_clipfrac, pg_clipfrac_lower (shares of tokens).
+    """
+    low, high = clip_range(config)
+    log_ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config)
+    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, config.clip_ratio_c)
+    return losses, {"pg_clipfrac": is_clipped, "pg_clipfrac_lower": is_bounded}
+
+
+def compute_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of `compute_policy_loss_vanilla` for a mini-batch given whole, with verl's older signature.
+
+    All tensors (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
+    Raises ValueError if a clip range is neither given nor falls back to `cliprange`, or is negative, for a clip_ratio_c
+    not above 1, shapes that differ, and a mask that keeps nothing.
+    """
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ValueError("compute_policy_loss: give cliprange, or both cliprange_low and cliprange_high.")
+    _check_range("cliprange", low, high)
+    check_shapes(
+        "compute_policy_loss",
+        response_mask=response_mask,
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+    )
+    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c)
+    return (
+        agg_loss(losses, response_mask, loss_agg_mode),
+        masked_mean(is_clipped.float(), response_mask),
+        masked_mean(-log_ratio, response_mask),
+        masked_mean(is_bounded.float(), response_mask),
+    )
+
+
+@policy_loss(always="seq-mean-token-mean")
+def compute_policy_loss_gspo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """GSPO: max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean of d over the row) (arXiv:2507.18071).
+
+    Written per token as s = sg(s) exp(log_prob - sg(log_prob)), log s at most 10, so that advantages may differ within
+    a row (GSPO-token). The mode is always seq-mean-token-mean, as the paper defines it and verl has it.
+    """
+    low, high = clip_range(config)
+    log_ratio = bounded_log_ratio(log_prob.detach(), old_log_prob)
+    by_row = masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1)
+    ratio = (log_prob - log_prob.detach() + by_row).clamp(max=10.0).exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}
+
+
+@policy_loss(always="seq-mean-token-mean")
+def compute_policy_loss_sapo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip (arXiv:2511.20347).
+
+    tau = config.tau_pos where A > 0, else config.tau_neg. The mode is always seq-mean-token-mean. Nothing is clipped,
+    so no clip fractions are reported (verl: 0).
+    """
+    if config.tau_pos <= 0 or config.tau_neg <= 0:
+        raise ValueError(f"tau_pos={config.tau_pos}, tau_neg={config.tau_neg}: sapo needs both above 0.")
+    ratio = bounded_log_ratio(log_prob, old_log_prob).exp()
+    tau = torch.where(advantages > 0, config.tau_pos, torch.full_like(advantages, config.tau_neg))
+    return -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)), {}
+
+
+@policy_loss(always="seq-mean-token-mean", row_weights=True)
+def compute_policy_loss_geo_mean(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """GMPO: -A_row exp(mean over the row of clipped d), A_row the row's mean advantage (arXiv:2507.20673).
+
+    d is clipped to [-low, high] where that is the worse for the sign of A, token by token. Rows are averaged over the
+    whole mini-batch; verl averages over each micro-batch: its gradient grows with their number. Metrics: pg_clipfrac,
+    pg_clipfrac_lower: tokens out of range with A > 0, with A < 0.
+    """
+    low, high = clip_range(config)
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob)
+    clamped = log_ratio.clamp(-low, high)
+    sign = advantages.sign()
+    worse = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    ratio = masked_mean(worse, response_mask, axis=-1).exp()
+    advantage = masked_mean(advantages, response_mask, axis=-1)
+    is_out = log_ratio != clamped
+    averages = {"pg_clipfrac": is_out & (advantages > 0), "pg_clipfrac_lower": is_out & (advantages < 0)}
+    return (-advantage * ratio).unsqueeze(-1).expand_as(log_ratio), averages
+
+
+METRIC_DOCS = (
+    MetricDoc(
+        "actor/pg_clipfrac",
+        "tokens where the loss clips, truncates or leaves out its ratio / valid tokens; which, says each loss",
+        "share",
+        "losses that clip",
+        health=(
+            Health(
+                "many tokens are outside the clip range and give no gradient: the update goes too far in one step",
+                "lower the learning rate, train fewer epochs or in fewer mini-batches on a batch, or widen the range",
+                ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
+                "PPO runs that learn are mostly below 0.2; gspo and geo_mean clip whole answers, and more of them",
+                high=0.3,
+                alarm_high=0.6,
+            ),
+        ),
+    ),
+    MetricDoc(
+        "actor/pg_clipfrac_lower",
+        "tokens bounded from the other side (dual clip; the lower clip of some losses) / valid tokens",
+        "share",
+        "vanilla, geo_mean, cispo",
+    ),
+    MetricDoc(
+        "actor/ppo_kl",
+        "log pi_old - log pi within +-20, mean over valid tokens: an estimate of KL(pi_old || pi); kl_cov: its size",
+        "nats",
+        health=(
+            Health(
+                "the policy of the last mini-batch is far from the one that sampled",
+                "lower the learning rate, or train fewer epochs or in fewer mini-batches on a batch",
+                ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size"),
+                "PPO implementations with early stopping end an update at 0.015 to 0.05",
+                low=-0.1,
+                high=0.1,
+                alarm_low=-1.0,
+                alarm_high=1.0,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,189 @@
+"""Policy losses of the form -w A log_prob with a weight w that has no gradient: REINFORCE and its off-policy kin.
+
+kimi15 and dro add the squared log-ratio instead of a weight. Notation and decorator are those of `policy_losses`;
+`core_algos` registers them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_range, importance_log_ratio, policy_loss
+
+
+@policy_loss()
+def compute_policy_loss_gpg(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """GPG: -A log_prob, plain policy gradient (arXiv:2504.02546)."""
+    return -advantages * log_prob, {}
+
+
+@policy_loss()
+def compute_policy_loss_cispo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log_prob: clipped tokens keep a gradient (arXiv:2506.13585).
+
+    config: the clip ranges, ratio_type; ROLL's cispo_epsilon_low and _high are the clip ranges here.
+    config.policy_loss.cispo_unified_mask: no loss where PPO's clip would drop it, r above the range with A > 0 or below
+    it with A < 0.
+    """
+    low, high = clip_range(config)
+    losses, averages = _truncated(old_log_prob, log_prob, advantages, response_mask, config, 1 - low, 1 + high)
+    if getattr(config.policy_loss, "cispo_unified_mask", False):  # verl's config has no such option
+        ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).exp()
+        losses = torch.where(torch.where(advantages > 0, ratio <= 1 + high, ratio >= 1 - low), losses, 0)
+    return losses, averages
+
+
+@policy_loss()
+def compute_policy_loss_tis(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """Truncated importance sampling (ROLL): -sg(clamp(r, lower, upper)) A log_prob.
+
+    config.policy_loss: tis_lower_bound, tis_upper_bound; config.ratio_type.
+    """
+    low, high = config.policy_loss.tis_lower_bound, config.policy_loss.tis_upper_bound
+    if not low < high:
+        raise ValueError(f"tis_lower_bound={low}, tis_upper_bound={high}: the lower is expected below the upper.")
+    return _truncated(old_log_prob, log_prob, advantages, response_mask, config, low, high)
+
+
+def _truncated(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    lower: float,
+    upper: float,
+) -> TokenLosses:
+    ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).detach().exp()
+    truncated = ratio.clamp(lower, upper)
+    return -truncated * advantages * log_prob, {"pg_clipfrac": truncated != ratio}
+
+
+@policy_loss()
+def compute_policy_loss_topr(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    scores: torch.Tensor | None = None,
+) -> TokenLosses:
+    """TOPR: good answers as in REINFORCE, bad ones with the ratio truncated to [0, 1] (arXiv:2503.14286).
+
+    -w_pos A log_prob for a good answer, else -w_neg sg(clamp(r, 0, 1)) A log_prob, with the w of
+    config.policy_loss.topr_positive_weight and topr_negative_weight; config.ratio_type. An answer is good if its score
+    is above 0: `scores` (B,) by keyword, as in ROLL. Without scores a token is good if its advantage is above 0.
+    """
+    options = config.policy_loss
+    ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).detach().exp()
+    is_good = (advantages > 0) if scores is None else (scores > 0).unsqueeze(-1).expand_as(advantages)
+    tapered = options.topr_negative_weight * ratio.clamp(0.0, 1.0)
+    weights = torch.where(is_good, options.topr_positive_weight, tapered)
+    return -weights * advantages * log_prob, {"pg_clipfrac": ~is_good & (ratio > 1)}
+
+
+@policy_loss()
+def compute_policy_loss_kimi15(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """Kimi k1.5: -A log_prob + tau / 2 d^2 (arXiv:2501.12599), tau = config.policy_loss.kimi15_tau."""
+    difference = log_prob - old_log_prob
+    return -advantages * log_prob + 0.5 * config.policy_loss.kimi15_tau * difference.square(), {}
+
+
+@policy_loss()
+def compute_policy_loss_dro(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """DRO: -(A log_prob - beta / 2 d^2) (arXiv:2405.19107), beta = config.policy_loss.dro_beta.
+
+    Raises ValueError unless beta is above 0.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ValueError(f"dro_beta={beta}: dro needs a number above 0.")
+    difference = log_prob - old_log_prob
+    return -(advantages * log_prob - 0.5 * beta * difference.square()), {}
+
+
+@policy_loss()
+def compute_policy_loss_dppo_tv(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """DPPO with total variation: -sg(min(r, c)) A log_prob where the token is inside, else 0 (arXiv:2602.04879).
+
+    Inside: p - p_old <= high where A > 0, p - p_old >= -low elsewhere. The clip ranges are bounds of probabilities
+    here, and clip_ratio_c = c bounds the weight; 20 suits it better than PPO's 3.
+    """
+    low, high = clip_range(config)
+    shift = (log_prob.exp() - old_log_prob.exp()).detach()
+    is_inside = torch.where(advantages > 0, shift <= high, shift >= -low)
+    return _divergence_gated(old_log_prob, log_prob, advantages, response_mask, config, is_inside)
+
+
+@policy_loss()
+def compute_policy_loss_dppo_kl(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+) -> TokenLosses:
+    """DPPO with the binary KL divergence of the sampled token against all others (arXiv:2602.04879).
+
+    Inside: p_old (log p_old - log p) + (1 - p_old) log((1 - p_old) / (1 - p)) <= high where A > 0, <= low elsewhere; or
+    p on its way back: p <= p_old where A > 0, p >= p_old elsewhere. Else as `compute_policy_loss_dppo_tv`.
+    """
+    low, high = clip_range(config)
+    old, new = old_log_prob.exp(), log_prob.detach().exp()
+    others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+    divergence = old * (old_log_prob - log_prob.detach()) + others
+    is_inside = torch.where(advantages > 0, (divergence <= high) | (new <= old), (divergence <= low) | (new >= old))
+    return _divergence_gated(old_log_prob, log_prob, advantages, response_mask, config, is_inside)
+
+
+def _divergence_gated(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    is_inside: torch.Tensor,
+) -> TokenLosses:
+    if config.clip_ratio_c <= 1.0:
+        raise ValueError(f"clip_ratio_c={config.clip_ratio_c}: it bounds ratios above 1; set it above 1.0.")
+    weights = bounded_log_ratio(log_prob.detach(), old_log_prob).exp().clamp(max=config.clip_ratio_c)
+    losses = torch.where(is_inside, -weights * advantages * log_prob, 0)
+    return losses, {"pg_clipfrac": ~is_inside, "pg_clipfrac_lower": ~is_inside & (advantages <= 0)}

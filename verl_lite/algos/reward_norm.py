@@ -1,0 +1,87 @@
+"""Scores of answers less a mean and over a standard deviation: of the batch, of the group, or of all that was seen.
+
+Pure functions of scores (B,) and labels; the state of "running" is a `RunningMoments` for each domain, which its owner
+keeps, updates with `update_running` and saves. Rows that do not count (padding, a failed reward) are in no statistic
+and get 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from verl_lite.algos.masked import Labels, RunningMoments, group_ids, group_mean_std, group_sum, label_list
+
+NORM_TYPES = ("batch", "group", "running")
+_EPSILON = 1e-6
+
+
+@torch.no_grad()
+def normalise_scores(
+    scores: torch.Tensor,
+    valid: torch.Tensor,
+    norm_mean_type: str | None = None,
+    norm_std_type: str | None = None,
+    *,
+    groups: Labels | None = None,
+    domains: Labels | None = None,
+    running: Mapping[Any, RunningMoments] | None = None,
+) -> torch.Tensor:
+    """(scores - mean) / (std + 1e-6), (B,) -> (B,); a type of None leaves its part out.
+
+    Types: "batch" over all rows that count, "group" over those that share a label of `groups`, "running" over all that
+    `running` has seen of the row's domain. std with Bessel's correction. Where a std is asked for and there is none
+    (a single row, or std <= 1e-6: all equal) the result is 0: such rows teach nothing. ROLL gives NaN for a group of
+    one, a number of order 1e6 for equal scores of which no mean is subtracted, and for a group's std without a group's
+    mean a result of the wrong shape.
+    valid: (B,) bool, the rows that count. Raises ValueError for an unknown type, or one whose labels are missing.
+    """
+    for name, kind in (("norm_mean_type", norm_mean_type), ("norm_std_type", norm_std_type)):
+        if kind is not None and kind not in NORM_TYPES:
+            raise ValueError(f"{name}={kind!r}: expected one of {', '.join(NORM_TYPES)}, or null.")
+        if (kind == "group" and groups is None) or (kind == "running" and (running is None or domains is None)):
+            needed = "groups" if kind == "group" else "running and domains"
+            raise ValueError(f"{name}={kind!r} needs {needed}, found None.")
+    values = torch.where(valid, scores.double(), 0)
+    result = values
+    if norm_mean_type is not None:
+        means, _ = _moments(norm_mean_type, values, valid, groups, domains, running)
+        result = result - means
+    if norm_std_type is not None:
+        _, stds = _moments(norm_std_type, values, valid, groups, domains, running)
+        result = torch.where(stds > _EPSILON, result / (stds + _EPSILON), 0)
+    return torch.where(valid, result, 0).to(scores.dtype)
+
+
+def _moments(
+    kind: str,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    groups: Labels | None,
+    domains: Labels | None,
+    running: Mapping[Any, RunningMoments] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and std of each row's own set, both (B,) fp64; std 0 for a set of fewer than two rows."""
+    if kind == "running":
+        assert running is not None and domains is not None
+        seen = [running[domain] for domain in label_list(domains)]
+        means, stds = ([float(getattr(one, name)) for one in seen] for name in ("mean", "std"))
+        return values.new_tensor(means), values.new_tensor(stds)
+    labels = groups if kind == "group" and groups is not None else [0] * len(values)
+    ids, number = group_ids(labels, values.device)
+    counts = group_sum(valid.double(), ids, number)
+    group_means = group_sum(values, ids, number) / counts.clamp(min=1)
+    _, group_stds, _ = group_mean_std(values, ids, number, valid)
+    return group_means[ids], torch.where(counts > 1, group_stds, 0)[ids]
+
+
+def update_running(
+    running: MutableMapping[Any, RunningMoments], scores: torch.Tensor, valid: torch.Tensor, domains: Labels
+) -> None:
+    """Takes the scores that count into the moments of their domains; a domain not seen before starts its own."""
+    labels = label_list(domains)
+    for domain in dict.fromkeys(labels):
+        rows = torch.tensor([label == domain for label in labels], device=valid.device) & valid
+        running.setdefault(domain, RunningMoments()).update(scores[rows])

@@ -1,0 +1,93 @@
+"""What a batch consists of: columns of rows, and facts about the whole. Making them, uniting them, copying them.
+
+Takes and gives plain tensors, numpy arrays and dicts; `DataProto` (`protocol.py`) is built on it. Values that are in
+both of two batches must be equal (`equality.py`), otherwise a BatchError names the key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl_lite.batch.equality import same
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class BatchError(AssertionError, ValueError):
+    """Batches that do not fit together. Both a ValueError and, as in verl, an AssertionError."""
+
+
+def tensor_dict(tensors: dict[str, Any], rows: int) -> TensorDict:
+    """Columns of `rows` rows. tensordict is imported here: it takes 4 s of CPU, which many processes never need."""
+    from tensordict import TensorDict
+
+    return TensorDict(tensors, batch_size=[rows])
+
+
+def as_column(values: Any) -> np.ndarray:
+    """One array entry per row. Lists become object arrays: equal-length lists do not collapse into a matrix."""
+    if isinstance(values, np.ndarray):
+        return values
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
+def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
+    """`first` with the columns of `second` added, in place; equal names need equal tensors (NaN equals NaN)."""
+    if first is None or second is None:
+        return second.copy() if second is not None else first
+    if first.batch_size != second.batch_size:
+        raise BatchError(f"cannot unite batches of {tuple(first.batch_size)} and {tuple(second.batch_size)} rows")
+    for name, value in second.items():
+        if name not in first.keys():
+            first[name] = value
+        elif not same(first[name], value):
+            raise BatchError(f"column {name!r} is in both batches with different values")
+    return first
+
+
+def union_numpy_dict(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`first` with the columns of `second` added, in place; equal names need equal arrays (NaN equals NaN)."""
+    for name, value in second.items():
+        if name in first and not same(first[name], value):
+            raise BatchError(f"non-tensor column {name!r} is in both batches with different values")
+        first[name] = value
+    return first
+
+
+def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parts' meta_info as one: "metrics" (a dict, or a list of them) to a dict of lists, others must be equal."""
+    metrics: dict[str, list[Any]] = {}
+    found = False
+    for meta in metas:
+        value = meta.get("metrics")
+        found = found or value is not None
+        for one in value if isinstance(value, list | tuple) else [value or {}]:
+            for name, entry in one.items():
+                metrics.setdefault(name, []).append(entry)
+    merged = union_meta([{k: v for k, v in meta.items() if k != "metrics"} for meta in metas])
+    return merged | {"metrics": metrics} if found else merged
+
+
+def union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
+    """All keys of all parts, in new containers; a key in several parts needs equal values, else BatchError."""
+    merged: dict[str, Any] = {}
+    for name, value in (item for meta in metas for item in meta.items()):
+        if name in merged and merged[name] is not value and not same(merged[name], value):
+            raise BatchError(f"Conflicting values for meta_info key {name!r}: {merged[name]!r} and {value!r}")
+        merged[name] = value
+    return copy_meta(merged)
+
+
+def copy_meta(value: Any) -> Any:
+    """Containers are new, what is in them is shared."""
+    if type(value) is dict:
+        return {name: copy_meta(entry) for name, entry in value.items()}
+    if type(value) is list:
+        return [copy_meta(entry) for entry in value]
+    return value
