@@ -13,9 +13,8 @@ import torch
 from verl_lite.config_loader import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    [ROOT / "README.md", *ROOT.glob("recipes/**/*.md"), *ROOT.glob("verl_lite/**/*.md"), *ROOT.glob("trainer/**/*.md")]
-)
+FOLDERS = ("recipes", "verl_lite", "trainer", "tests")
+PAGES = sorted([ROOT / "README.md", *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
@@ -32,6 +31,12 @@ def test_commands_and_links_exist(page: Path) -> None:
         assert (ROOT / "tests" / "bench" / f"{name}.py").exists(), f"{page.name}: bench {name}"
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_benchmark_is_on_their_page() -> None:
+    told = set(re.findall(r"python -m tests\.bench (\w+)", (ROOT / "tests" / "bench" / "README.md").read_text()))
+    files = [path for path in (ROOT / "tests" / "bench").glob("*.py") if "def main(" in path.read_text()]
+    assert told == {path.stem for path in files} - {"__main__", "step_ours", "step_trl"}  # the two sides of `step`
 
 
 def test_make_targets_exist() -> None:
