@@ -1,5 +1,5 @@
-"""Every option of verl_lite, as typed dataclasses: the only place where a default lives (those of data, reward, agents and
-of other commands are in the folder `options`, which this one takes in).
+"""Every option of verl_lite, as typed dataclasses: the only place where a default lives (those of data, reward,
+agents and other commands are in the folder `options`, which this one takes in).
 
 Names are verl's. A key on the command line is the path through these classes (`actor.optim.lr=1e-6`); verl's prefix
 `actor_rollout_ref.` is accepted and stripped by `config_loader`. Each field carries its sentence of documentation
@@ -427,7 +427,7 @@ class SFTTrainerConfig:
 
 @dataclass
 class SupervisedConfig:
-    """What all training without a rollout has: see `trainer.supervised`."""
+    """What all training without a rollout has: see `trainer.supervised.loop`."""
 
     data: SupervisedDataConfig = section(SupervisedDataConfig, "what is learnt from")
     model: NetworkConfig = section(NetworkConfig, "the network")

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_lite.checks.config import validate
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.settings import compat as config_compat
+from verl_lite.settings import compat
 from verl_lite.settings.keys import (
     ConfigError,
     Key,
@@ -214,7 +214,7 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
     """The assignment under this project's name: none if verl's key has no effect here or is refused."""
     path = without_prefix(assignment.path)
     if not path:
-        state.problems.append(f"{assignment.shown()}: {config_compat.PREFIX} is a group of options")
+        state.problems.append(f"{assignment.shown()}: {compat.PREFIX} is a group of options")
         return []
     value = _strip_prefix(assignment.value)
     assignment = replace(assignment, path=path, value=value)
@@ -223,7 +223,7 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
     name = ".".join(path)
     if name in state.schema.keys or assignment.reset or not state.speaks_verl:
         return [assignment]
-    verdict = config_compat.judge(name, value)
+    verdict = compat.judge(name, value)
     if verdict is None:
         return [assignment]
     state.notes += [verdict.note] if verdict.note and verdict.note not in state.notes else []
@@ -244,7 +244,7 @@ def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
 def _strip_prefix(value: Any) -> Any:
     """References such as `${actor_rollout_ref.actor.optim.lr}` in the shorter spelling."""
     if is_interpolation(value):
-        return re.sub(rf"(?<=[{{:,]){config_compat.PREFIX}\.", "", value)
+        return re.sub(rf"(?<=[{{:,]){compat.PREFIX}\.", "", value)
     if isinstance(value, list):
         return [_strip_prefix(item) for item in value]
     return value
@@ -287,7 +287,7 @@ def _assign(assignment: Assignment, state: _State) -> None:
             return
         if key.kind == "dict":
             return
-        value, note = config_compat.same_meaning(key.name, value) if state.speaks_verl else (value, None)
+        value, note = compat.same_meaning(key.name, value) if state.speaks_verl else (value, None)
         state.notes += [note] if note else []
         state.values[key.name] = _path(key.name, value)
         state.provenance[key.name] = assignment.source

@@ -1,8 +1,9 @@
 """The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
 
-The names that verl's users import are all found here; the estimators themselves stand in `advantages` (verl's) and
-`agentic_algos` (ROLL's), losses in `policy_losses`, `reinforce_losses` and `covariance_losses`, sums over masks and
-groups and `agg_loss` in `masked`. README.md beside this file is the guide: every name with its formula, key and source.
+The names that verl's users import are all found here; what they name stands in the folder `algos`: estimators in
+`advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses` and
+`covariance_losses`, sums over masks and groups and `agg_loss` in `masked`. README.md beside this file is the guide:
+every name with its formula, key and source.
 
 Pure functions of tensors in, tensors out; shapes are (B, T) with T response tokens, `response_mask` is 1 where the
 policy acted. Three rules hold throughout. A value under mask 0 never matters, not even NaN. A row whose mask is all 0

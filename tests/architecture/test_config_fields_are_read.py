@@ -26,7 +26,13 @@ from verl_lite.settings.keys import schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("verl_lite", "workers", "trainer", "recipes")
-ONLY_SHOWN = ("verl_lite/config", "verl_lite/checks/", "trainer/planner/", "trainer/diffusion_plan.py")
+ONLY_SHOWN = (
+    "verl_lite/config",
+    "verl_lite/settings/",
+    "verl_lite/checks/",
+    "trainer/planner/",
+    "trainer/diffusion_plan.py",
+)
 """How paths begin of modules that load, check, plan with or show options; a value that only they read has no effect."""
 
 READ_BY_THE_LOADER = {"recipe": "config_loader overlays the recipe that it names"}

@@ -24,32 +24,8 @@ LAYERS = ("verl_lite", "workers", "trainer", "recipes")
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "verl_lite/core_algos.py": ("verl_lite.protocol", "verl_lite.config", "transformers", "tensordict", "omegaconf"),
-    "verl_lite/algos/advantages.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
-    "verl_lite/algos/agentic_advantages.py": (
-        "verl_lite.protocol",
-        "verl_lite.config",
-        "verl_lite.core_algos",
-        "tensordict",
-    ),
-    "verl_lite/algos/agentic_rewards.py": (
-        "verl_lite.protocol",
-        "verl_lite.config",
-        "verl_lite.core_algos",
-        "tensordict",
-    ),
-    "verl_lite/algos/policy_losses.py": (
-        "verl_lite.protocol",
-        "verl_lite.config",
-        "verl_lite.core_algos",
-        "tensordict",
-    ),
-    "verl_lite/algos/covariance_losses.py": (
-        "verl_lite.protocol",
-        "verl_lite.config",
-        "verl_lite.core_algos",
-        "tensordict",
-    ),
-    "verl_lite/algos/masked.py": ("verl_lite.protocol", "verl_lite.config", "verl_lite.core_algos", "tensordict"),
+    "verl_lite/algos/*.py": ("verl_lite.config", "verl_lite.core_algos", "transformers", "tensordict", "omegaconf"),
+    "verl_lite/algos/*[!o].py": ("verl_lite.protocol",),  # all but pf_ppo, which draws rows of a batch
     "verl_lite/protocol.py": ("verl_lite.config", "transformers", "omegaconf"),
     "verl_lite/single_controller/*.py": ("vllm", "transformers", "verl_lite.config_loader"),
     "workers/rollout/vllm_engine.py": ("workers.rollout.hf_engine",),

@@ -18,7 +18,7 @@ from verl_lite.algos.reward_norm import NORM_TYPES
 from verl_lite.checks.config import CHOICES, TRACKERS
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-from verl_lite.settings import compat as config_compat
+from verl_lite.settings import compat
 from verl_lite.settings.keys import Key, schema_of
 
 SCHEMA = schema_of(PPOConfig)
@@ -188,17 +188,17 @@ def draw_override(rng: random.Random, fits: bool) -> str:
     if not fits and rng.random() < 0.12:
         name = misspelt(rng, name)
     if name.split(".")[0] in PREFIXED and rng.random() < 0.3:
-        name = f"{config_compat.PREFIX}.{name}"
+        name = f"{compat.PREFIX}.{name}"
     operator = rng.choices(["", "+", "++", "~"], [0.85, 0.06, 0.06, 0.03])[0]
     return f"~{name}" if operator == "~" else f"{operator}{name}={value}"
 
 
 def draw_verl(rng: random.Random) -> str:
     """A key of verl that has another name, no meaning, or no equal here, with any value."""
-    name = rng.choice(sorted(config_compat.RULES))
+    name = rng.choice(sorted(compat.RULES))
     name = name if rng.random() < 0.9 else f"{name}.{rng.choice(['x', 'enable', 'a.b'])}"
-    name = f"{config_compat.PREFIX}.{name}" if name.split(".")[0] in PREFIXED else name
-    rule = config_compat.RULES.get(name)
+    name = f"{compat.PREFIX}.{name}" if name.split(".")[0] in PREFIXED else name
+    rule = compat.RULES.get(name)
     known = [str(value).lower() for value in getattr(rule, "harmless", ())]
     return (
         f"{name}={rng.choice([*known, *known, 'null', 'true', 'false', '1', '0', '-1', '0.5', *rng.sample(TEXTS, 3)])}"

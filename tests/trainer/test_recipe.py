@@ -248,7 +248,7 @@ def test_workers_import_the_recipe_and_what_the_configuration_names(
 
 
 def test_a_process_with_the_same_paths_finds_it(tmp_path: Path) -> None:
-    """What `workers.children.process` and `ray_cluster.worker_env` rely on: plain imports along the driver's sys.path."""
+    """What `children.process` and `ray_cluster.worker_env` rely on: plain imports along the driver's sys.path."""
     module: ModuleType = load_recipe(str(written(tmp_path / "elsewhere")))
     code = f"import sys; sys.path[:] = {sys.path!r}; import importlib; importlib.import_module({module.__name__!r})"
     assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0

@@ -9,7 +9,7 @@ import pytest
 from trainer.build import worker_classes
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.machine import claim as device_claim
+from verl_lite.machine import claim
 from verl_lite.machine.claim import Wish
 from verl_lite.machine.gpus import GIB, Gpu
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
@@ -18,7 +18,7 @@ from workers.device_holder import DeviceHolder
 
 def test_the_device_is_held_as_long_as_the_worker_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu(index, f"GPU-{index}", "x", 80 * GIB, 79 * GIB) for index in range(4)]
-    monkeypatch.setattr(device_claim, "list_gpus", lambda: gpus)
+    monkeypatch.setattr(claim, "list_gpus", lambda: gpus)
     monkeypatch.setenv("VERL_LITE_LEASES", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray sets it
     roles = {"devices": ClassWithInitArgs(DeviceHolder, Wish(1, "/runs/one"))}

@@ -1,1 +1,1 @@
-"""The parts of `config_loader`: what keys exist, where values come from, how other projects spell them, how they are shown."""
+"""The parts of `config_loader`: the keys, where values come from, how other projects spell them, how all is shown."""

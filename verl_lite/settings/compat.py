@@ -1,8 +1,8 @@
 """What becomes of verl's own keys: kept, renamed, without effect here (and why), or refused (and why).
 
 Takes a key and a value as a verl script or YAML spells them, without the prefix `actor_rollout_ref.`; gives a
-`Verdict`. The whole table is data, made of the kinds of lines in `settings.rules`: when verl_lite gains an option of the
-same name in `config.py`, its line goes (a test says so). A key that ignoring would leave the results unchanged is
+`Verdict`. The whole table is data, made of the kinds of lines in `settings.rules`: when verl_lite gains an option of
+the same name in `config.py`, its line goes (a test says so). A key that ignoring would leave the results unchanged is
 accepted with a sentence; one that would change them is refused at any value but verl's default.
 """
 

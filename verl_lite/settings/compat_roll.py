@@ -129,4 +129,4 @@ ROLL_RULES: dict[str, Rule] = {
         (False,), "a new run is started", "say trainer.resume_mode=auto, or resume_path with trainer.resume_from_path"
     ),
 }  # fmt: skip
-"""The table, in the form of `config_compat.RULES`."""
+"""The table, in the form of `settings.compat.RULES`."""

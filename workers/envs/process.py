@@ -1,8 +1,8 @@
 """The inside of an environment process: takes calls from the pool, runs them in threads, sends replies back.
 
-Started by `workers.envs.handle` as a bare interpreter, so that it imports neither torch nor the caller's main module. It
-tells through a page of shared memory which episodes' code runs, in which threads and since when: that is how the pool
-knows, when a call is overdue or it finds this process dead, whose fault that is.
+Started by `workers.envs.handle` as a bare interpreter, so that it imports neither torch nor the caller's main module.
+It tells through a page of shared memory which episodes' code runs, in which threads and since when: that is how the
+pool knows, when a call is overdue or it finds this process dead, whose fault that is.
 """
 
 from __future__ import annotations

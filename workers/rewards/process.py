@@ -1,8 +1,8 @@
 """The inside of a reward process: reads samples from the pool, scores them, sends results back.
 
-Started by `workers.rewards.handle` as a bare interpreter, so that it imports neither torch nor the caller's main module.
-It tells through a page of shared memory which sample's code runs and since when: that is how the pool knows, when it
-has to kill this process or finds it dead, which sample was the culprit. Async functions are in `workers.rewards.loop`.
+Started by `workers.rewards.handle` as a bare interpreter: it imports neither torch nor the caller's main module. It
+tells through a page of shared memory which sample's code runs and since when: that is how the pool knows, when it has
+to kill this process or finds it dead, which sample was the culprit. Async functions are in `workers.rewards.loop`.
 """
 
 from __future__ import annotations

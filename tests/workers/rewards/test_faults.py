@@ -13,7 +13,7 @@ import pytest
 from tests.workers.rewards.test_pool import gone
 from verl_lite.options.reward import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from workers.children import process as child_process
+from workers.children import process
 from workers.children.inside import CappedLog
 from workers.rewards.pool import RewardError, RewardPool
 
@@ -202,6 +202,6 @@ def test_a_process_that_ends_by_itself_leaves_nothing_open(make_pool: Callable) 
 
 
 def test_the_tail_of_stderr_survives_a_flood(monkeypatch: pytest.MonkeyPatch, make_pool: Callable) -> None:
-    monkeypatch.setattr(child_process, "_STDERR_TAIL_BYTES", 20)
+    monkeypatch.setattr(process, "_STDERR_TAIL_BYTES", 20)
     [result] = score(make_pool(), "stderr")
     assert (result.error or "").endswith("x" * 13 + "the end")

@@ -13,7 +13,7 @@ import pytest
 from tests.reward_server import Answer, reward_server
 from verl_lite.options.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from workers.rewards import supervisor as reward_supervisor
+from workers.rewards import supervisor
 from workers.rewards.pool import RewardPool
 from workers.rewards.supervisor import RateLimit
 
@@ -276,7 +276,7 @@ def test_a_key_never_reaches_files_or_errors(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_rate_limit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(reward_supervisor.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
     limit = RateLimit(60.0)
     begun = []
     for _ in range(3000):  # asked every 0.1 s for five minutes, by somebody who always has work
