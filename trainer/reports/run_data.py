@@ -117,8 +117,8 @@ def read_run(folder: Path) -> Run:
 
 
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
-    """The options of a saved configuration (`settings.printing.save_config`) by dotted key, and its notes; nothing of both
-    where the file is missing."""
+    """The options of a saved configuration (`settings.printing.save_config`) by dotted key, and its notes; nothing
+    of both where the file is missing."""
     if not path.is_file():
         return {}, ()
     lines = path.read_text(encoding="utf-8").splitlines()
