@@ -160,7 +160,7 @@ def write_qwen2(
 def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: int, lr: float) -> None:
     """From folder/random and folder/demonstrations.parquet to folder/model, because a model that is never right has
     nothing to be reinforced for. The arguments are those of `warm_start_settings`."""
-    from trainer.sft import run_sft
+    from trainer.supervised.sft import run_sft
 
     print(f"{name}: supervised warm start, so that rewards are not all zero at first", flush=True)
     config = warm_start_settings(folder, steps=steps, rows=rows, max_length=max_length, lr=lr)

@@ -8,6 +8,7 @@ Exit status: 0 done, 2 the user's input was wrong (one message, no traceback), 1
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -17,11 +18,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
+from trainer.environment import prepare_driver
 from trainer.stopping import leave_terminal
 from verl_lite.errors import ClusterLostError, UserError, circumstances
 
 WRONG_INPUT = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
+    """Decorator: makes the `main(argv=None)` of a command from a function of the words after `python -m NAME`. It runs
+    in a prepared process (`trainer.environment`), and so imports what is heavy itself; for its end see `run_command`.
+    """
+
+    @functools.wraps(main)
+    def run(argv: list[str] | None = None) -> int:
+        prepare_driver()
+        return run_command(lambda: main(sys.argv[1:] if argv is None else argv))
+
+    return run
 
 
 def run_command(command: Callable[[], int]) -> int:

@@ -15,12 +15,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run folder, or a global_step_N folder")
     parser.add_argument("--to", type=Path, help="default: hf, adapter or hf_critic in the checkpoint")
@@ -38,16 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     checkpoint = run if not steps else steps[max(steps)]
     source = checkpoint / ("critic" if options.critic else "actor")
     target = options.to or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
-    try:
-        if options.critic and not source.is_dir() and (checkpoint / "actor").is_dir():
-            raise UserError(f"--critic: {checkpoint} has none; algorithm.adv_estimator=gae trains one")
-        if options.adapter:
-            export_adapter(str(source), str(target))
-        else:
-            export(str(source), str(target), options.dtype)
-    except UserError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    if options.critic and not source.is_dir() and (checkpoint / "actor").is_dir():
+        raise UserError(f"--critic: {checkpoint} has none; algorithm.adv_estimator=gae trains one")
+    if options.adapter:
+        export_adapter(str(source), str(target))
+    else:
+        export(str(source), str(target), options.dtype)
     print(f"wrote {target} from {checkpoint}")
     return 0
 

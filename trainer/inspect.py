@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.ending import run_command
+from trainer.ending import command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,12 +25,32 @@ EVERY_S = 2.0
 _SHOWN = 3
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    import rich.console
+
+    from trainer.reports.run_data import read_run
+    from trainer.reports.sample_choice import Choice, changed, chosen
+    from trainer.reports.terminal import changed_samples, overview, samples_shown
+
+    given = _parser().parse_args(argv)
     folder = given.run.expanduser()
     folder = folder.parent if folder.is_file() else folder
-    return run_command(lambda: _inspect(folder, given))
+    console = rich.console.Console(highlight=False)
+    read_run(folder)  # what is no run is said before anything is drawn
+    order = "best" if given.best else "worst" if given.worst else ""
+    choice = Choice(given.step, given.grep, given.uid, order)
+    if given.changed:
+        console.print(changed_samples(changed(folder, choice, given.count)))
+    elif choice != Choice():
+        found, total = chosen(folder, choice, given.count)
+        console.print(samples_shown(found, total))
+    elif given.follow:
+        _follow(folder, console)
+    else:
+        console.print(overview(read_run(folder), console.width, _SHOWN))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,29 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=10, metavar="N", help="how many samples (10)")
     parser.add_argument("--follow", action="store_true", help="draw again as the run goes on")
     return parser
-
-
-def _inspect(folder: Path, given: argparse.Namespace) -> int:
-    import rich.console
-
-    from trainer.reports.run_data import read_run
-    from trainer.reports.sample_choice import Choice, changed, chosen
-    from trainer.reports.terminal import changed_samples, overview, samples_shown
-
-    console = rich.console.Console(highlight=False)
-    read_run(folder)  # what is no run is said before anything is drawn
-    order = "best" if given.best else "worst" if given.worst else ""
-    choice = Choice(given.step, given.grep, given.uid, order)
-    if given.changed:
-        console.print(changed_samples(changed(folder, choice, given.count)))
-    elif choice != Choice():
-        found, total = chosen(folder, choice, given.count)
-        console.print(samples_shown(found, total))
-    elif given.follow:
-        _follow(folder, console)
-    else:
-        console.print(overview(read_run(folder), console.width, _SHOWN))
-    return 0
 
 
 def _follow(folder: Path, console: Console) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 if TYPE_CHECKING:
     from trainer.targets import Target
@@ -99,38 +99,31 @@ def _evaluate_agents(target: Target, argv: list[str], overrides: list[str]) -> E
     return Evaluated(0, step, metrics)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    argv = sys.argv[1:] if argv is None else argv
-    from trainer.ending import run_command
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    from trainer.console import Console
+    from trainer.final_report import steps_table
     from trainer.targets import find_targets, split_arguments
+    from verl_lite.errors import UserError
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
     if not names:
         print(USAGE, file=sys.stderr)
         return 2
-
-    def command() -> int:
-        from trainer.console import Console
-        from trainer.final_report import steps_table
-        from verl_lite.errors import UserError
-
-        targets = [each for name in names for each in find_targets(name, all_checkpoints=ALL_CHECKPOINTS in argv)]
-        given = [item for item in options if item.startswith(FOLDER)]
-        if given and len(targets) > 1:
-            raise UserError(f"{given[-1]}: each of the {len(targets)} targets has a folder of its own; leave it out")
-        done: list[tuple[str, Evaluated]] = []
-        for target in targets:
-            outcome = evaluate(target, options)
-            if outcome.status:
-                return outcome.status
-            done.append((target.name, outcome))
-        if len(done) > 1:
-            Console().print(steps_table([(name, outcome.metrics or {}) for name, outcome in done]))
-        return 0
-
-    return run_command(command)
+    targets = [each for name in names for each in find_targets(name, all_checkpoints=ALL_CHECKPOINTS in argv)]
+    given = [item for item in options if item.startswith(FOLDER)]
+    if given and len(targets) > 1:
+        raise UserError(f"{given[-1]}: each of the {len(targets)} targets has a folder of its own; leave it out")
+    done: list[tuple[str, Evaluated]] = []
+    for target in targets:
+        outcome = evaluate(target, options)
+        if outcome.status:
+            return outcome.status
+        done.append((target.name, outcome))
+    if len(done) > 1:
+        Console().print(steps_table([(name, outcome.metrics or {}) for name, outcome in done]))
+    return 0
 
 
 if __name__ == "__main__":

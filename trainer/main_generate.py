@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
@@ -92,11 +92,9 @@ def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
             )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    argv = sys.argv[1:] if argv is None else argv
-    from trainer.ending import run_command
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
     from trainer.targets import split_arguments
 
     options = [item for item in argv if item.startswith(OUTPUT)]
@@ -104,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(names) != 1:
         print(USAGE, file=sys.stderr)
         return 2
-    return run_command(lambda: generate(names[0], [*options, *others]))
+    return generate(names[0], [*options, *others])
 
 
 if __name__ == "__main__":

@@ -9,42 +9,30 @@ options. Exit status: see `trainer.ending`.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    from trainer.ending import run_command
-
-    return run_command(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
-    """The whole command; returns the exit status."""
-    from verl_lite.config_loader import help_config, load_schema, print_config, save_config
+if TYPE_CHECKING:
+    from trainer.supervised.loop import Trained
     from verl_lite.options.reward_training import RewardTrainingConfig
 
-    loaded = load_schema(argv, RewardTrainingConfig)
-    if loaded.action == "help":
-        print(help_config(RewardTrainingConfig))
-        return 0
-    if loaded.action == "print":
-        print(print_config(loaded))
-        return 0
-    from trainer.console import Console
-    from trainer.log_follower import following
-    from trainer.reward_training import run_reward_training
 
-    console, folder = Console(verbosity=loaded.verbosity), Path(loaded.config.trainer.default_local_dir).expanduser()
-    with following(folder / "logs", console):
-        result = run_reward_training(loaded.config, console.progress)
-    save_config(loaded, folder / "config.yaml")
-    shown = "".join(f", validation {name} {value:.3f}" for name, value in result.val.items())
-    print(f"wrote {result.folder} after {result.steps} steps, loss {result.loss:.3f}{shown}")
-    return 0
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    from trainer.supervised.command import run
+    from verl_lite.options.reward_training import RewardTrainingConfig
+
+    return run(argv, RewardTrainingConfig, train)
+
+
+def train(config: RewardTrainingConfig, report: Callable[[str], None]) -> Trained:
+    """Trains; only now is torch imported."""
+    from trainer.supervised.reward_training import run_reward_training
+
+    return run_reward_training(config, report)
 
 
 if __name__ == "__main__":

@@ -8,41 +8,30 @@ the options. Exit status: see `trainer.ending`.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    from trainer.ending import run_command
-
-    return run_command(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
-    """The whole command; returns the exit status."""
+if TYPE_CHECKING:
+    from trainer.supervised.loop import Trained
     from verl_lite.config import SFTConfig
-    from verl_lite.config_loader import help_config, load_schema, print_config, save_config
 
-    loaded = load_schema(argv, SFTConfig)
-    if loaded.action == "help":
-        print(help_config(SFTConfig))
-        return 0
-    if loaded.action == "print":
-        print(print_config(loaded))
-        return 0
-    from trainer.console import Console
-    from trainer.log_follower import following
-    from trainer.sft import run_sft
 
-    console, folder = Console(verbosity=loaded.verbosity), Path(loaded.config.trainer.default_local_dir).expanduser()
-    with following(folder / "logs", console):
-        result = run_sft(loaded.config, console.progress)
-    save_config(loaded, folder / "config.yaml")
-    print(f"wrote {result.folder} after {result.steps} steps, loss {result.loss:.3f}")
-    return 0
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    from trainer.supervised.command import run
+    from verl_lite.config import SFTConfig
+
+    return run(argv, SFTConfig, train)
+
+
+def train(config: SFTConfig, report: Callable[[str], None]) -> Trained:
+    """Trains; only now is torch imported."""
+    from trainer.supervised.sft import run_sft
+
+    return run_sft(config, report)
 
 
 if __name__ == "__main__":

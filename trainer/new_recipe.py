@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 RECIPE = '''"""NAME: what is tried here, in a sentence."""
 
@@ -185,25 +185,20 @@ def place_of(folder: Path) -> str:
     return f"./{folder.relative_to(Path.cwd())}" if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.new_recipe", description="Writes a recipe that runs.")
     parser.add_argument("name", metavar="NAME", help="of the recipe: small letters, digits and _")
     parser.add_argument(
         "--to", type=Path, default=Path("."), help="folder that gets the folder NAME; default: this one"
     )
     options = parser.parse_args(argv)
-    from trainer.ending import run_command
-
-    def command() -> int:
-        folder = write_recipe(options.name, options.to)
-        print(f"wrote {folder}: {', '.join(FILES)}\n")
-        print(f"  run it        python -m trainer.main_ppo recipe={place_of(folder)}")
-        print("  change it     recipe.py has the settings; the guide is recipes/README.md of verl_lite")
-        return 0
-
-    return run_command(command)
+    folder = write_recipe(options.name, options.to)
+    print(f"wrote {folder}: {', '.join(FILES)}\n")
+    print(f"  run it        python -m trainer.main_ppo recipe={place_of(folder)}")
+    print("  change it     recipe.py has the settings; the guide is recipes/README.md of verl_lite")
+    return 0
 
 
 if __name__ == "__main__":

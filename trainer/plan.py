@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from trainer.ending import command
 
-def main() -> int:
-    from trainer.environment import prepare_driver
 
-    prepare_driver()
-    from trainer.ending import run_command
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
     from trainer.planner.command import run
 
-    return run_command(lambda: run(sys.argv[1:]))
+    return run(argv)
 
 
 if __name__ == "__main__":

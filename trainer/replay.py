@@ -12,7 +12,7 @@ import pdb
 import sys
 from pathlib import Path
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 USAGE = "usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]"
 
@@ -65,30 +65,24 @@ def replay(folder: Path, overrides: list[str]) -> int:
     return run_ppo(arguments, trainer_class=Replay)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    argv = sys.argv[1:] if argv is None else argv
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    from verl_lite.errors import UserError
+
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         print(USAGE, file=sys.stderr)
         return 2
-    from trainer.ending import run_command
-    from verl_lite.errors import UserError
-
-    folder, wants_debugger = Path(argv[0]).expanduser().absolute(), "--pdb" in argv
-
-    def command() -> int:
-        try:
-            return replay(folder, [argument for argument in argv[1:] if argument != "--pdb"])
-        except UserError:  # a wrong folder or option: nothing to look at
-            raise
-        except Exception as error:
-            if wants_debugger:
-                print(f"\n{type(error).__name__}: {error}\nWhere it was raised; q ends, w shows the whole stack.")
-                pdb.post_mortem(error.__traceback__)
-            raise
-
-    return run_command(command)
+    folder = Path(argv[0]).expanduser().absolute()
+    try:
+        return replay(folder, [argument for argument in argv[1:] if argument != "--pdb"])
+    except UserError:  # a wrong folder or option: nothing to look at
+        raise
+    except Exception as error:
+        if "--pdb" in argv:
+            print(f"\n{type(error).__name__}: {error}\nWhere it was raised; q ends, w shows the whole stack.")
+            pdb.post_mortem(error.__traceback__)
+        raise
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 if TYPE_CHECKING:
     from trainer.saved_answers import SavedAnswers
@@ -34,17 +34,19 @@ REWARD = "reward="
 ONLY_TRAINING = ("overlong_buffer", "function_weight")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    argv = sys.argv[1:] if argv is None else argv
-    wants_help = "--help-config" in argv
-    if not wants_help and (not argv or argv[0].startswith("-") or "=" in argv[0]):
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    if "--help-config" in argv:
+        from verl_lite.config_loader import help_config
+        from verl_lite.options.score import ScoreConfig
+
+        print(help_config(ScoreConfig))
+        return 0
+    if not argv or argv[0].startswith("-") or "=" in argv[0]:
         print(USAGE, file=sys.stderr)
         return 2
-    from trainer.ending import run_command
-
-    return run_command(lambda: score(Path(argv[0]).expanduser(), argv[1:]) if not wants_help else _help())
+    return score(Path(argv[0]).expanduser(), argv[1:])
 
 
 def score(target: Path, overrides: list[str]) -> int:
@@ -188,14 +190,6 @@ def _ending(results: list[RewardResult], config: ScoreConfig) -> int:
         return 0
     print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{failed[0].error}", file=sys.stderr)
     return int(len(failed) > config.reward.max_error_rate * len(results))
-
-
-def _help() -> int:
-    from verl_lite.config_loader import help_config
-    from verl_lite.options.score import ScoreConfig
-
-    print(help_config(ScoreConfig))
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 if TYPE_CHECKING:
     from trainer.samples import Sample
@@ -133,12 +133,10 @@ def _samples_by_step(path: Path) -> dict[int, list[Sample]]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    from trainer.ending import run_command
-
-    return run_command(lambda: sync(Asked.parse(sys.argv[1:] if argv is None else argv)))
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    return sync(Asked.parse(argv))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def build(folder: Path, policy: Path) -> None:
     policy: the quickstart's folder.
     """
     from recipes.reward_model.pairs import write_pairs
-    from trainer.reward_training import run_reward_training
+    from trainer.supervised.reward_training import run_reward_training
 
     write_pairs(policy / "data", folder, PAIRS_SEED)
     print(f"{NAME}: training the reward model from pairs of answers", flush=True)

@@ -20,7 +20,7 @@ from tests.workers.ranks import Ranks
 from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair, texts_of
 from trainer.data.sft import Example
-from trainer.reward_training import RewardTrainingWorker, bradley_terry, pair_loss, run_reward_training
+from trainer.supervised.reward_training import RewardTrainingWorker, bradley_terry, pair_loss, run_reward_training
 from verl_lite.config import NetworkConfig, OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values

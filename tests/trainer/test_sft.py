@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer import main_sft
 from trainer.data.sft import Example, collate, encode_chat, load_examples
-from trainer.sft import run_sft, sft_loss
-from trainer.supervised import draw_batches
+from trainer.supervised.loop import draw_batches
+from trainer.supervised.sft import run_sft, sft_loss
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -149,9 +149,9 @@ def test_wrong_files_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
     write(tmp_path / "empty.parquet", [])
     for name, message in {
         "absent.parquet": "no such file",
-        "broken.parquet": "not a readable .parquet file",
+        "broken.parquet": "not a readable parquet file",
         "rows.csv": "expected a file named",
-        "rows.jsonl": "not a readable .jsonl file",
+        "rows.jsonl": "not valid json",
         "empty.parquet": "no rows are left",
     }.items():
         with pytest.raises(UserError, match=f"data.val_files=.*{name}.*{message}"):
@@ -215,8 +215,8 @@ def test_a_run_learns_and_leaves_a_hugging_face_folder(model: str, tmp_path: Pat
         for place, (token, mask) in enumerate(zip(example.response, example.mask, strict=True)):
             total -= mask * logits[len(example.prompt) + place - 1, token].item()
             count += mask
-    assert result.val_loss == pytest.approx(total / count, rel=1e-4)
-    assert log[-1]["data"]["val/loss"] == result.val_loss
+    assert result.val["loss"] == pytest.approx(total / count, rel=1e-4)
+    assert log[-1]["data"]["val/loss"] == result.val["loss"]
 
 
 def test_losses_do_not_depend_on_micro_batches(model: str, tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def read_data_file(path: str, option: str) -> RowTable:
     raise UserError(f"{option}={path!r}: expected a file named .parquet, .json or .jsonl")
 
 
+def read_rows(path: str, option: str) -> list[dict[str, Any]]:
+    """All rows of a file; see `read_data_file`."""
+    table = read_data_file(path, option)
+    return table.rows(range(len(table)), table.columns)
+
+
 def _read_parquet(file: Path, path: str, option: str) -> pyarrow.Table:
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.files import read_rows
 from trainer.data.schema import check_prompt
-from trainer.data.sft import Chat, Example, collate, read_rows
+from trainer.data.sft import Chat, Example, collate, question_of
 from verl_lite.errors import UserError
 from verl_lite.options.reward_training import PreferenceDataConfig
 from verl_lite.protocol import DataProto
@@ -112,10 +113,7 @@ def _chat(row: dict[str, Any], key: str, config: PreferenceDataConfig, where: st
             f"{where}: column {key!r} is an answer alone, and there is no column {config.prompt_key!r} "
             f"(data.prompt_key) that asks; columns found: {', '.join(row)}"
         )
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    check_prompt(prompt, f"{where}, column {config.prompt_key!r}")
-    return [*prompt, *answer]
+    return [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *answer]
 
 
 def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str, where: str) -> Example:

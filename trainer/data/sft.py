@@ -7,18 +7,15 @@ asked it, so training and generation see the same tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.files import read_rows
 from trainer.data.schema import check_prompt
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
@@ -66,28 +63,6 @@ def load_examples(
     return examples
 
 
-def read_rows(path: str, option: str) -> list[dict[str, Any]]:
-    """The rows of a parquet, json (a list of rows) or jsonl (a row per line) file."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"{option}={path!r}: no such file (looked for {file.absolute()}); give parquet, json or jsonl")
-    try:
-        if file.suffix == ".parquet":
-            return pyarrow.parquet.read_table(file).to_pylist()
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            rows = json.loads(text)
-        elif file.suffix == ".jsonl":
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-        else:
-            raise UserError(f"{option}={path!r}: expected a file named .parquet, .json or .jsonl")
-    except (pyarrow.ArrowInvalid, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{option}={path!r}: not a readable {file.suffix} file ({error})") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{option}={path!r}: expected rows with named columns")
-    return rows
-
-
 def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> Chat:
     """The chat of a row, from its messages column or else from its prompt and response columns."""
     if row.get(config.messages_key) is not None:
@@ -103,13 +78,18 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> Chat:
                 f"(data.{option}); columns found: {', '.join(row)}. A correct row: "
                 '{"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
             )
-    prompt, response = row[config.prompt_key], row[config.response_key]
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    check_prompt(prompt, f"{where}, column {config.prompt_key!r}")
+    prompt = question_of(row[config.prompt_key], f"{where}, column {config.prompt_key!r}")
+    response = row[config.response_key]
     if not isinstance(response, str):
         raise UserError(f"{where}, column {config.response_key!r}: found {response!r:.100}, expected text")
     return [*prompt, {"role": "assistant", "content": response}]
+
+
+def question_of(prompt: Any, where: str) -> Chat:
+    """A prompt as messages; text is the user's. Raises UserError for what is neither."""
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    check_prompt(chat, where)
+    return chat
 
 
 def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
@@ -127,10 +107,8 @@ def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> E
         keep = len(new)
         if learnt:
             ends = [place for place, token in enumerate(new) if token == tokenizer.eos_token_id]
-            if not ends:
-                new, keep = [*new, tokenizer.eos_token_id], len(new) + 1
-            else:
-                keep = ends[-1] + 1
+            new = new if ends else [*new, tokenizer.eos_token_id]
+            keep = ends[-1] + 1 if ends else len(new)
         tokens.extend(new)
         mask.extend([int(learnt)] * keep + [0] * (len(new) - keep))
 

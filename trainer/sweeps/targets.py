@@ -91,7 +91,7 @@ class Target:
         Raises UserError with all problems.
         """
         if self.options in ("sft", "rm"):
-            from trainer.supervised import check
+            from trainer.supervised.loop import check
 
             check(config)
             return

@@ -10,10 +10,10 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from verl_lite.single_controller.guard import guarded
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.loading import PolicyBuilder, token_network
+from workers.update import LossFunction
 
 
 class Sized(Protocol):
@@ -61,10 +62,18 @@ class Task(Generic[Row]):
 
 
 class SupervisedWorker(Worker):
-    """One rank's training engine. A subclass names the policy and knows the loss."""
+    """One rank's training engine. A subclass names the policy, its options in a pass, and the loss."""
 
-    def __init__(self, config: SupervisedConfig, total_training_steps: int, build_policy: PolicyBuilder) -> None:
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        total_training_steps: int,
+        build_policy: PolicyBuilder,
+        loss: LossFunction,
+        **options: Any,
+    ) -> None:
         super().__init__()
+        self.loss, self.options = loss, options
         device = get_device(config.trainer.device)
         self.init_process_group(dist_backend(device))
         self.engine = FSDPEngine(
@@ -79,12 +88,20 @@ class SupervisedWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
         """One optimizer step on a planned batch; metrics in meta_info, of which one is `loss`."""
-        raise NotImplementedError
+        metrics = self.engine.train(self.rows(data), self.loss, epochs=1, **self.options)
+        return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def measure(self, data: DataProto) -> DataProto:
         """What `train` reports of the loss on a planned batch, without training."""
-        raise NotImplementedError
+        rows = self.rows(data)
+        outputs = self.engine.infer(rows, **self.options)
+        rows.meta_info["num_tokens"] = 1  # of the loss itself nothing is used here
+        return DataProto(meta_info={"metrics": self.loss(rows, outputs)[1]})
+
+    def rows(self, data: DataProto) -> DataProto:
+        """What the policy reads of a planned batch."""
+        return data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:
@@ -197,19 +214,16 @@ def worker_group(config: SupervisedConfig, task: Task[Row], total_steps: int, fo
     threads = max(1, cpu_count() // trainer.n_gpus_per_node)
     pool = ResourcePool([trainer.n_gpus_per_node], use_gpu=not on_cpu)
     roles = {task.name: ClassWithInitArgs(task.worker, config, total_steps)}
-    if trainer.backend == "ray":
-        from verl_lite.single_controller.ray_cluster import ray_running
+    with ExitStack() as stack:
+        if trainer.backend == "ray":
+            from verl_lite.single_controller.ray_cluster import ray_running
 
-        with ray_running(config.ray_kwargs.ray_init, task.name, num_gpus=0 if on_cpu else trainer.n_gpus_per_node):
-            groups = create_worker_groups(
-                "ray", pool, roles, env=worker_environment(on_cpu, threads), log_dir=folder / "logs"
-            )
-            yield groups[task.name]
-            groups[task.name].shutdown()
-        return
-    groups = create_worker_groups(trainer.backend, pool, roles)
-    yield groups[task.name]
-    groups[task.name].shutdown()
+            gpus = 0 if on_cpu else trainer.n_gpus_per_node
+            stack.enter_context(ray_running(config.ray_kwargs.ray_init, task.name, num_gpus=gpus))
+        env = worker_environment(on_cpu, threads)
+        group = create_worker_groups(trainer.backend, pool, roles, env=env, log_dir=folder / "logs")[task.name]
+        yield group
+        group.shutdown()
 
 
 class _Run(Generic[Row]):

@@ -1,4 +1,4 @@
-"""Training of a reward model from pairs of answers: the loss, and the worker; `trainer.supervised` has the loop.
+"""Training of a reward model from pairs of answers: the loss, and the worker; `trainer.supervised.loop` has the loop.
 
 The network is what `reward_model.model.path` takes: a sequence classifier with one label, read by the same code. Both
 texts of a pair are in one micro-batch; the loss is divided by the number of pairs in the whole optimizer step, so that
@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.preferences import collate_pairs, load_pairs, texts_of
-from trainer.supervised import SupervisedWorker, Task, Trained, check, train
+from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, train
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.options.reward_training import RewardTrainingConfig
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller.decorator import Dispatch, register
 from workers.policy.loading import load_model_config
 from workers.policy.sequence_score import new_sequence_score, scored_rows
 from workers.policy.tokenizer import load_tokenizer
@@ -61,24 +60,12 @@ class RewardTrainingWorker(SupervisedWorker):
     """One rank of a reward model's training."""
 
     def __init__(self, config: RewardTrainingConfig, total_training_steps: int) -> None:
-        super().__init__(config, total_training_steps, new_sequence_score)
+        loss = partial(pair_loss, center_coefficient=config.loss.center_rewards_coefficient)
+        super().__init__(config, total_training_steps, new_sequence_score, loss)
         self.pad_token_id = load_model_config(config.model).get_text_config().pad_token_id
-        self.loss = partial(pair_loss, center_coefficient=config.loss.center_rewards_coefficient)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def train(self, data: DataProto) -> DataProto:
-        """One optimizer step on a planned batch of pairs; metrics in meta_info."""
-        return DataProto(meta_info={"metrics": self.engine.train(self._texts(data), self.loss, epochs=1)})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def measure(self, data: DataProto) -> DataProto:
-        """Loss, accuracy and margin on a planned batch of pairs; metrics in meta_info."""
-        texts = self._texts(data)
-        outputs = self.engine.infer(texts)
-        texts.meta_info["num_tokens"] = len(data)  # of the loss itself nothing is used here
-        return DataProto(meta_info={"metrics": self.loss(texts, outputs)[1]})
-
-    def _texts(self, data: DataProto) -> DataProto:
+    def rows(self, data: DataProto) -> DataProto:
+        """The texts of the pairs."""
         texts = texts_of(data)
         texts.batch.update(scored_rows(texts.batch, self.pad_token_id))
         return texts

@@ -1,0 +1,1 @@
+"""Training without a rollout: supervised fine-tuning and reward models."""
