@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trainer import micro_batching
 from trainer.loss_columns import loss_columns
+from trainer.micro_batching import MicroBatching
 from trainer.needs import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
 from trainer.reward_inputs import RewardInputs
-from trainer.saving import SavedByWorkers
+from trainer.saving import Savable, SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.group_filters import make_group_filter
@@ -31,28 +32,6 @@ from workers.rollout.groups import GroupPlan, GroupResults
 Metrics = dict[str, Metric]
 
 TRAIN_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-
-
-@dataclass(frozen=True)
-class MicroBatching:
-    """How a rank cuts its rows: by a token budget, or by a number of sequences."""
-
-    max_token_len: int | None
-    micro_batch_size: int | None
-
-    @classmethod
-    def of(
-        cls,
-        config: PPOConfig,
-        dynamic: bool | None = None,
-        max_token_len: int | None = None,
-        micro_batch_size: int | None = None,
-    ) -> MicroBatching:
-        """As these options of a pass say; what is null is as in the actor's update."""
-        actor = config.actor
-        if actor.use_dynamic_bsz if dynamic is None else dynamic:
-            return cls(max_token_len or actor.ppo_max_token_len_per_gpu, None)
-        return cls(None, micro_batch_size or actor.ppo_micro_batch_size_per_gpu)
 
 
 def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
@@ -91,17 +70,16 @@ class ModelRole:
         batch: DataProto,
         cut: MicroBatching,
         *,
-        mini_batch_size: int | None = None,
+        mini_batch_size: int = -1,
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """mini_batch_size: prompts of an optimizer step; None or -1 = all. shuffle_seed: None = rows in order."""
+        """mini_batch_size: prompts of an optimizer step; -1 = all. shuffle_seed: None = rows in order."""
+        is_whole = mini_batch_size == -1
         return plan_batch(
             batch.batch["attention_mask"].sum(1).numpy(),
             world_size=self.group.world_size,
-            mini_batch_size=None
-            if mini_batch_size is None or mini_batch_size == -1
-            else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n),
+            mini_batch_size=None if is_whole else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n),
             max_token_len=cut.max_token_len,
             micro_batch_size=cut.micro_batch_size,
             epochs=epochs,
@@ -118,11 +96,7 @@ class ModelRole:
         return data
 
 
-class TrainedRole(ModelRole, SavedByWorkers):
-    """A role whose model learns, so that it belongs into checkpoints."""
-
-
-class ActorRole(TrainedRole):
+class ActorRole(ModelRole, SavedByWorkers):
     """The policy, as the driver sees it."""
 
     @property
@@ -142,16 +116,10 @@ class ActorRole(TrainedRole):
         """old_log_probs and entropys of the batch under the weights of now, and sum_pi_squared for estimators that
         read it."""
         rollout = self.config.rollout
-        cut = MicroBatching.of(
-            self.config,
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
-            rollout.log_prob_micro_batch_size_per_gpu,
-        )
         return self.infer(
             self.group.compute_log_prob,
             batch,
-            cut,
+            micro_batching.of_log_probs(self.config, rollout),
             temperature=rollout.temperature,
             calculate_entropy=True,
             calculate_sum_pi_squared=needs_sum_pi_squared(self.config),
@@ -162,7 +130,7 @@ class ActorRole(TrainedRole):
         config = self.config
         plan = self.plan(
             batch,
-            MicroBatching.of(config),
+            micro_batching.of_update(config),
             mini_batch_size=config.actor.ppo_mini_batch_size,
             epochs=config.actor.ppo_epochs,
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
@@ -211,7 +179,7 @@ class AgentRole(ActorRole):
         return [results[rank] for rank in self.group.mesh("rollout").collecting]
 
 
-class Critic(Protocol):
+class Critic(Savable, Protocol):
     """The value function, as the driver sees it: trained where the estimator needs values."""
 
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -222,26 +190,13 @@ class Critic(Protocol):
         """Fits the values to the returns."""
         ...
 
-    def save(self, folder: str, background: bool = False) -> None: ...
 
-    def finish_save(self) -> None: ...
-
-    def load(self, folder: str) -> None: ...
-
-
-class CriticRole(TrainedRole):
+class CriticRole(ModelRole, SavedByWorkers):
     """The critic on its worker group. What `critic` leaves open is as in the actor's update."""
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """values of the batch under the critic's weights of now."""
-        critic = self.config.critic
-        cut = MicroBatching.of(
-            self.config,
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu,
-            critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
-        )
-        return self.infer(self.group.compute_values, batch, cut)
+        return self.infer(self.group.compute_values, batch, micro_batching.of_values(self.config))
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Fits the values to the returns, with mini-batches and epochs of its own where `critic` sets them."""
@@ -249,12 +204,7 @@ class CriticRole(TrainedRole):
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
         plan = self.plan(
             batch,
-            MicroBatching.of(
-                self.config,
-                critic.use_dynamic_bsz,
-                critic.ppo_max_token_len_per_gpu,
-                critic.ppo_micro_batch_size_per_gpu,
-            ),
+            micro_batching.of_critic_update(self.config),
             mini_batch_size=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
@@ -268,13 +218,7 @@ class ReferenceRole(ModelRole):
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob of the batch."""
-        ref = self.config.ref
-        cut = MicroBatching.of(
-            self.config,
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
-            ref.log_prob_micro_batch_size_per_gpu,
-        )
+        cut = micro_batching.of_log_probs(self.config, self.config.ref)
         return self.infer(self.group.compute_ref_log_prob, batch, cut, temperature=self.config.rollout.temperature)
 
 
@@ -292,14 +236,8 @@ class RewardModelRole(ModelRole):
     def score(self, batch: DataProto) -> list[RewardResult]:
         """A score for each row, 0 for an empty answer; failed where the model cannot read the row, or gives no finite
         number."""
-        options = self.config.reward_model
-        cut = MicroBatching.of(
-            self.config,
-            options.use_dynamic_bsz,
-            options.forward_max_token_len_per_gpu,
-            options.micro_batch_size_per_gpu,
-        )
         rows, errors = self.inputs(batch)
+        cut = micro_batching.of_reward_model(self.config)
         scores = self.infer(self.group.compute_rm_score, rows, cut).batch["rm_scores"].tolist()
         return [_reward_result(score, error) for score, error in zip(scores, errors, strict=True)]
 

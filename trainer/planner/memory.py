@@ -79,13 +79,15 @@ class HeldNetwork:
 @dataclass(frozen=True)
 class Pass:
     """Tokens of one micro-batch. tokens: in the packed row. predicted: of which log-probs are asked. chunk: whose
-    logits exist at one time. size: bytes of a number."""
+    logits exist at one time. size: bytes of a number. repeated: tokens that attention sees besides, because answers to
+    one prompt share its tokens in all other layers."""
 
     tokens: int
     predicted: int
     chunk: int
     size: int
     entropy: bool = False
+    repeated: int = 0
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
@@ -95,8 +97,9 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
     size, hidden, query, kv, inner = run.size, shape.hidden, shape.query, shape.kv, shape.active_inner
     norms = 2 * _norm(hidden, size) + shape.head_norms * (_norm(query, size) + _norm(kv, size))
     attention = size * (3 * query + 2 * kv)
+    repeated = size * (2 * query + 2 * kv) * run.repeated + (size * query * run.tokens if run.repeated else 0)
     copies = FP32 * (3 * hidden + query + 2 * hidden + inner) if has_adapter and size != FP32 else 0
-    return run.tokens * float(norms + attention + size * 4 * inner + copies)
+    return run.tokens * float(norms + attention + size * 4 * inner + copies) + repeated
 
 
 def _norm(width: int, size: int) -> int:
@@ -124,9 +127,7 @@ def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
     copies = 2 + (run.size != FP32) / 2 + run.entropy  # the old chunk or an exponential beside the new one
     return {
         "gathered weights": network.gathered,
-        "activations": max(
-            layer_work(shape, run) + run.size * run.tokens * shape.hidden, run.size * run.tokens * shape.hidden
-        ),
+        "activations": layer_work(shape, run) + run.size * run.tokens * shape.hidden,
         "logits": copies * logits_bytes(shape, run),
     }
 
@@ -149,7 +150,7 @@ def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkp
     at_head = (
         (3 + (run.size != FP32) / 2 + run.entropy) * logits
         + head_gradient
-        + 2 * run.size * run.predicted * (shape.hidden)
+        + 2 * run.size * run.predicted * shape.hidden
     )
     parts = {
         "gathered weights": network.gathered,
@@ -168,12 +169,7 @@ def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkp
 
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
     """Of the KV cache of one sequence's token, on one of the devices that share an engine."""
-    return float(size * shape.kv_per_token) * _kv_share(shape, tensor_parallel)
-
-
-def _kv_share(shape: ModelShape, tensor_parallel: int) -> float:
-    """With more devices than key-value heads these are repeated."""
-    return 1 / min(tensor_parallel, shape.kv_heads)
+    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)  # beyond, the heads are repeated
 
 
 def engine_weights(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:

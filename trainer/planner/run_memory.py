@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from trainer import micro_batching
+from trainer.micro_batching import MicroBatching
 from trainer.needs import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
 from trainer.planner.memory import (
     FP32,
@@ -26,8 +28,7 @@ from trainer.planner.memory import (
 from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.planner.step_time import Accelerator
 from trainer.planner.table import GIB, Phase, with_context
-from trainer.roles import MicroBatching
-from verl_lite.config import FSDPConfig, NetworkConfig, PPOConfig
+from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.options.agentic import is_agentic
 from workers.critic import critic_network
 from workers.rollout.base import resolve_engine_name
@@ -87,18 +88,24 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Engine:
-    """A training engine of a role. reader: keys of its FSDP options."""
+    """A training engine of a role."""
 
     role: str
     network: HeldNetwork
     fsdp: FSDPConfig
+
+    def parts(self) -> Iterator[tuple[str, float, bool]]:
+        """What it keeps from step to step: name, bytes, and whether that waits on the host."""
+        yield "weights", self.network.weights, self.fsdp.param_offload
+        if self.network.moments:
+            yield "AdamW's moments", self.network.moments, self.fsdp.optimizer_offload
 
 
 def read_networks(config: PPOConfig) -> Networks:
     """The shapes, from config.json files. UserError where one is missing."""
     policy, critic, scorer = read_shape(config.model), None, None
     if needs_critic(config):
-        network: NetworkConfig = critic_network(config)
+        network = critic_network(config)
         own = config.critic.model.path is not None
         critic = read_shape(network, "critic.model.path" if own else "model.path").as_scorer()
     if config.reward_model.enable:
@@ -110,16 +117,19 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     """The memory of a training step on one of `slots` devices."""
     on_cpu = device.name == "cpu"
     engines = {engine.role: engine for engine in _engines(config, networks, slots, device)}
-    always = dict(_always(config, networks, engines, device, on_cpu))
-    host = {} if on_cpu else dict(_on_host(engines))
-    plan = MemoryPlan(always, [], on_cpu, WORKER_BYTES, host)
+    plan = MemoryPlan({}, [], on_cpu, WORKER_BYTES)
+    moved: dict[str, dict[str, float]] = {role: {} for role in engines}  # to the device for the phases of a role
+    for role, engine in engines.items():
+        for name, size, is_offloaded in engine.parts():
+            if on_cpu or not is_offloaded:
+                plan.always[f"{role}: {name}"] = size
+            else:
+                plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
     if resolve_engine_name(config.rollout.name) == "vllm":
         plan.base += VLLM_BYTES
     rollout, asleep = _rollout_parts(config, networks.policy, device, plan, slots)
-    moved = _moved(engines, on_cpu)
     for phase, role in _train_phases(config, networks, engines, slots, plan):
-        at_work = dict(moved.get(role, {}))
-        plan.phases.append(Phase(phase.name, {**({} if asleep else rollout), **at_work, **phase.parts}))
+        plan.phases.append(Phase(phase.name, {**({} if asleep else rollout), **moved[role], **phase.parts}))
     plan.phases.insert(0, Phase("rollout", rollout))
     plan.phases.append(_sync_phase(config, engines["actor"], rollout, moved, asleep))
     return plan
@@ -147,11 +157,16 @@ def compute_size(name: str, device: Accelerator) -> int:
     return BYTES.get(name, device.size)
 
 
+def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
+    """Over how many devices one copy of the weights is spread."""
+    return slots if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
+
+
 def _engines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> Iterator[_Engine]:
     """Training engines by role."""
 
     def held(role: str, shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> _Engine:
-        ranks = slots if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
+        ranks = ranks_of_a_copy(fsdp, slots)
         precision = fsdp.mixed_precision
         compute, reduce = (compute_size(name, device) for name in (precision.param_dtype, precision.reduce_dtype))
         network = HeldNetwork(shape, ranks, compute, reduce, trained, adapter, fsdp.reshard_after_forward)
@@ -165,35 +180,6 @@ def _engines(config: PPOConfig, networks: Networks, slots: int, device: Accelera
         yield held("critic", networks.critic, config.critic.fsdp_config, networks.critic.parameters)
     if networks.reward_model is not None:
         yield held("reward model", networks.reward_model, config.reward_model.fsdp_config)
-
-
-def _always(
-    config: PPOConfig, networks: Networks, engines: dict[str, _Engine], device: Accelerator, on_cpu: bool
-) -> Iterator[tuple[str, float]]:
-    for role, engine in engines.items():
-        if on_cpu or not engine.fsdp.param_offload:
-            yield f"{role}: weights", engine.network.weights
-        if engine.network.moments and (on_cpu or not engine.fsdp.optimizer_offload):
-            yield f"{role}: AdamW's moments", engine.network.moments
-
-
-def _on_host(engines: dict[str, _Engine]) -> Iterator[tuple[str, float]]:
-    for role, engine in engines.items():
-        if engine.fsdp.param_offload:
-            yield f"{role}: weights", engine.network.weights
-        if engine.fsdp.optimizer_offload and engine.network.moments:
-            yield f"{role}: AdamW's moments", engine.network.moments
-
-
-def _moved(engines: dict[str, _Engine], on_cpu: bool) -> dict[str, dict[str, float]]:
-    """What comes to the device for the phases of a role."""
-    moved: dict[str, dict[str, float]] = {role: {} for role in engines}
-    for role, engine in engines.items():
-        if not on_cpu and engine.fsdp.param_offload:
-            moved[role]["weights, from the host"] = engine.network.weights
-        if not on_cpu and engine.fsdp.optimizer_offload and engine.network.moments:
-            moved[role]["AdamW's moments, from the host"] = engine.network.moments
-    return moved
 
 
 # -- rollout -----------------------------------------------------------------------------------------------------------
@@ -250,11 +236,15 @@ def rows_per_step(config: PPOConfig) -> int:
     return config.data.train_batch_size * config.rollout.n
 
 
+def mini_batch_prompts(config: PPOConfig, size: int) -> int:
+    """Prompts (of agents: episodes) of an optimizer step; size: the option, -1 = the whole batch."""
+    whole = config.agentic.rollout_batch_size if is_agentic(config) else config.data.train_batch_size
+    return whole if size == -1 else min(whole, size)
+
+
 def _mini_batch_rows(config: PPOConfig, prompts: int) -> int:
-    """Rows of an optimizer step."""
-    whole = rows_per_step(config)
-    per_prompt = 1 if is_agentic(config) else config.rollout.n
-    return whole if prompts == -1 else min(whole, prompts * per_prompt)
+    """Rows of an optimizer step over so many prompts."""
+    return prompts if is_agentic(config) else prompts * config.rollout.n
 
 
 def _micro_batch(config: PPOConfig, cut: MicroBatching, rows: int) -> tuple[int, int]:
@@ -267,13 +257,23 @@ def _micro_batch(config: PPOConfig, cut: MicroBatching, rows: int) -> tuple[int,
     return together, math.ceil(max(1, rows) / together)
 
 
-def _pass(config: PPOConfig, rows: int, size: int, entropy: bool) -> Pass:
+def distinct_prompts(config: PPOConfig, rows: int, prompts: int) -> int:
+    """Prompts, at most, of which `rows` answers to a batch of `prompts` consist in a packed row; one for each row where
+    nothing is shared (`workers.engine.packing`)."""
+    return min(rows, prompts) if config.model.use_remove_padding and not is_agentic(config) else rows
+
+
+def _pass(config: PPOConfig, rows: int, prompts: int, size: int, entropy: bool) -> Pass:
+    """prompts: of the batch that the micro-batch is a part of."""
+    data = config.data
+    shared = data.max_prompt_length * (rows - distinct_prompts(config, rows, prompts))
     return Pass(
-        tokens=rows * longest_row(config),
-        predicted=rows * config.data.max_response_length,
+        tokens=rows * longest_row(config) - shared,
+        predicted=rows * data.max_response_length,
         chunk=config.actor.log_prob_chunk_tokens,
         size=size,
         entropy=entropy,
+        repeated=shared,
     )
 
 
@@ -283,57 +283,36 @@ def _train_phases(
     """Each phase of the training engines, and whose."""
     rows, actor = math.ceil(rows_per_step(config) / slots), config.actor
 
-    def forward(name: str, role: str, own: FSDPPass, *, entropy: bool = False) -> tuple[Phase, str]:
+    def forward(name: str, role: str, cut: MicroBatching, *, entropy: bool = False) -> tuple[Phase, str]:
         network = engines[role].network
-        cut = MicroBatching.of(config, own[0], own[1], own[2])
         together, _ = _micro_batch(config, cut, rows)
-        return Phase(name, forward_only(network, _pass(config, together, network.compute, entropy))), role
+        run = _pass(config, together, config.data.train_batch_size, network.compute, entropy)
+        return Phase(name, forward_only(network, run)), role
 
-    rollout, ref, scorer, critic = config.rollout, config.ref, config.reward_model, config.critic
     if networks.reward_model is not None:
-        yield forward(
-            "reward model",
-            "reward model",
-            (scorer.use_dynamic_bsz, scorer.forward_max_token_len_per_gpu, scorer.micro_batch_size_per_gpu),
-        )
-    of_policy = (
-        rollout.log_prob_use_dynamic_bsz,
-        rollout.log_prob_max_token_len_per_gpu,
-        rollout.log_prob_micro_batch_size_per_gpu,
-    )
+        yield forward("reward model", "reward model", micro_batching.of_reward_model(config))
     if needs_old_log_prob(config):
-        yield forward("old log-probs", "actor", of_policy, entropy=True)
+        yield forward("old log-probs", "actor", micro_batching.of_log_probs(config, config.rollout), entropy=True)
     if needs_reference(config):
-        of_reference = (
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
-            ref.log_prob_micro_batch_size_per_gpu,
-        )
-        yield forward("reference log-probs", "reference" if "reference" in engines else "actor", of_reference)
+        role = "reference" if "reference" in engines else "actor"
+        yield forward("reference log-probs", role, micro_batching.of_log_probs(config, config.ref))
     if networks.critic is not None:
-        of_critic = (
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu,
-            critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
-        )
-        yield forward("values", "critic", of_critic)
-        own = (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
-        mini = _mini_batch_rows(config, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size)
-        together, count = _micro_batch(config, MicroBatching.of(config, *own), math.ceil(mini / slots))
+        critic = config.critic
+        yield forward("values", "critic", micro_batching.of_values(config))
+        prompts = mini_batch_prompts(config, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size)
+        mini = _mini_batch_rows(config, prompts)
+        together, count = _micro_batch(config, micro_batching.of_critic_update(config), math.ceil(mini / slots))
         network = engines["critic"].network
-        run = _pass(config, together, network.compute, entropy=False)
+        run = _pass(config, together, prompts, network.compute, entropy=False)
         checkpointing = critic.model.enable_gradient_checkpointing
         yield Phase("critic update", training_pass(network, run, count, checkpointing=checkpointing)), "critic"
-    mini = _mini_batch_rows(config, actor.ppo_mini_batch_size)
-    together, plan.micro_batches = _micro_batch(config, MicroBatching.of(config), math.ceil(mini / slots))
+    prompts = mini_batch_prompts(config, actor.ppo_mini_batch_size)
+    mini = _mini_batch_rows(config, prompts)
+    together, plan.micro_batches = _micro_batch(config, micro_batching.of_update(config), math.ceil(mini / slots))
     network = engines["actor"].network
-    run = _pass(config, together, network.compute, actor.calculate_entropy or actor.entropy_coeff != 0)
+    run = _pass(config, together, prompts, network.compute, actor.calculate_entropy or actor.entropy_coeff != 0)
     checkpointing = config.model.enable_gradient_checkpointing
     yield Phase("update", training_pass(network, run, plan.micro_batches, checkpointing=checkpointing)), "actor"
-
-
-FSDPPass = tuple[bool | None, int | None, int | None]
-"""use_dynamic_bsz, token budget, sequences: a role's own, None = the actor's."""
 
 
 def _sync_phase(
