@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.cases import Case, Part
-from verl_lite.algos.pf_ppo import REWEIGHT_METHODS
-from verl_lite.algos.reward_norm import NORM_TYPES
-from verl_lite.checks.config import CHOICES, TRACKERS
+from verl_lite.checks.run import TRACKERS
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 from verl_lite.settings import compat
@@ -27,12 +25,9 @@ PREFIXED = ("actor", "ref", "rollout", "model")
 """Sections that stand below `actor_rollout_ref` in verl."""
 
 NAMES: dict[str, list[str]] = {
-    **{name: list(choices) for name, choices in CHOICES.items()},
+    **{key.name: list(key.expects) for key in KEYS if isinstance(key.expects, tuple)},
     "algorithm.adv_estimator": list(ADV_ESTIMATOR_REGISTRY),
     "algorithm.kl_penalty": list(KL_ALIASES),
-    "algorithm.norm_mean_type": list(NORM_TYPES),
-    "algorithm.norm_std_type": list(NORM_TYPES),
-    "algorithm.pf_ppo.reweight_method": list(REWEIGHT_METHODS),
     "algorithm.rollout_correction.rollout_is": ["token", "sequence", "segment", "geometric"],
     "algorithm.rollout_correction.rollout_is_threshold": ["2.0", "0.5_2.0", "2_1", "a_b", "_", "-1", "nan"],
     "algorithm.rollout_correction.rollout_rs": ["token_k1", "seq_sum_k1", "seq_max_k2,token_ratio", "token_k9"],

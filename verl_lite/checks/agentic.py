@@ -7,10 +7,10 @@ have no effect counts as a problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 
-from verl_lite.algos.agentic_rewards import ADJUST_MODES, GROUPINGS, METHODS
-from verl_lite.checks.config import value_of
+from verl_lite.checks.run import runs_on_cpu
+from verl_lite.checks.values import Problems, given, listed
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.envs import EnvTemplate, env_templates, find_env
@@ -18,9 +18,7 @@ from verl_lite.errors import UserError
 from verl_lite.group_filters import GROUP_FILTERS
 from verl_lite.options.agentic import EnvManagerConfig, is_agentic
 from verl_lite.registry import takes
-from verl_lite.settings.keys import KEYS, unknown_value
-
-Problems = Iterator[str]
+from verl_lite.settings.keys import unknown_value
 
 BY_STEP = frozenset({"gigpo", "step_reinforce"})
 """Estimators whose rows are the steps of episodes."""
@@ -69,44 +67,13 @@ INSTEAD = {
 }
 """What there is in their place."""
 
-_MANAGER_AT_LEAST = {"num_env_groups": 1, "group_size": 1, "group_size_redundancy": 0}
-
-AT_LEAST: dict[str, float] = {
-    "agentic.rollout_batch_size": 1,
-    "agentic.async_generation_ratio": 0,
-    "agentic.model_update_frequency": 1,
-    "agentic.logging_steps": 0,
-    "agentic.env_pool.num_workers": 0,
-    "agentic.env_pool.threads": 1,
-    "agentic.env_pool.max_memory_mb": 1,
-    "agentic.env_pool.max_error_rate": 0,
-    "agentic.step_reward_gamma": 0,
-    "agentic.train_env_manager.max_replaced_groups": -1,
-    **{f"agentic.train_env_manager.{name}": least for name, least in _MANAGER_AT_LEAST.items()},
-    **{f"agentic.val_env_manager.{name}": least for name, least in _MANAGER_AT_LEAST.items()},
-}
-"""Smallest value of a key."""
-
-AT_MOST_ONE = ("agentic.env_pool.max_error_rate", "agentic.step_reward_gamma")
-
-ALL_OR_AT_LEAST_ONE = (
-    "agentic.val_batch_size",
-    "agentic.train_env_manager.max_traj_per_env",
-    "agentic.val_env_manager.max_traj_per_env",
-)
-
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "agentic.batch_adjust_mode": ADJUST_MODES,
-    "agentic.reward_normalization.grouping": (None, *GROUPINGS),
-    "agentic.reward_normalization.method": (None, *METHODS),
-    "agentic.reward_normalization.norm_mean_type": (None, "batch", "group"),
-    "agentic.reward_normalization.norm_std_type": (None, "batch", "group"),
-}
+OF_PROCESSES = ("agentic.env_pool.timeout_s", "agentic.env_pool.max_memory_mb")
+"""Limits that only a process of its own can be held to."""
 
 OF_ESTIMATORS = {
-    "episode_reward_weight": ("gigpo",),
-    "step_reward_weight": ("gigpo",),
-    "step_reward_gamma": ("gigpo", "step_reinforce"),
+    "agentic.episode_reward_weight": ("gigpo",),
+    "agentic.step_reward_weight": ("gigpo",),
+    "agentic.step_reward_gamma": ("gigpo", "step_reinforce"),
 }
 """Options of agentic that only these estimators read."""
 
@@ -114,14 +81,12 @@ OF_ESTIMATORS = {
 def agentic(config: PPOConfig) -> Problems:
     """All that concerns agents; without environments, that no option of theirs is given."""
     if not is_agentic(config):
-        given = [f"{name}={value}" for name, value in _given(config, "agentic.")]
-        if given:
+        if options := given(config, "agentic."):
             yield (
-                f"{', '.join(given)}: without effect, because agentic.train_env_manager.tags is empty: name the "
+                f"{listed(options)}: without effect, because agentic.train_env_manager.tags is empty: name the "
                 "environments of agentic.custom_envs to train in, or leave all agentic.* out"
             )
         return
-    yield from _ranges(config)
     yield from _run(config)
     yield from _without_effect(config)
     templates = yield from _templates(config)
@@ -145,26 +110,6 @@ def _managers(config: PPOConfig) -> list[tuple[str, EnvManagerConfig, int]]:
 
 def _batch_key(manager: str) -> str:
     return "rollout_batch_size" if manager == "train_env_manager" else "val_batch_size"
-
-
-def _ranges(config: PPOConfig) -> Problems:
-    for name, least in AT_LEAST.items():
-        value = value_of(config, name)
-        if value is not None and not value >= least:
-            yield f"{name}={value}: at least {least} is expected"
-    for name in AT_MOST_ONE:
-        if value_of(config, name) > 1:
-            yield f"{name}={value_of(config, name)}: a share between 0 and 1 is expected"
-    for name in ALL_OR_AT_LEAST_ONE:
-        if value_of(config, name) != -1 and value_of(config, name) < 1:
-            yield f"{name}={value_of(config, name)}: -1 (all) or at least 1 is expected"
-    for name, choices in CHOICES.items():
-        if value_of(config, name) not in choices:
-            texts = [choice for choice in choices if choice is not None]
-            yield unknown_value(name, value_of(config, name), texts) + ("; or null" if None in choices else "")
-    timeout_s = config.agentic.env_pool.timeout_s
-    if not 0 < timeout_s < math.inf:
-        yield f"agentic.env_pool.timeout_s={timeout_s}: a number above 0 is expected"
 
 
 def _run(config: PPOConfig) -> Problems:
@@ -194,7 +139,7 @@ def _run(config: PPOConfig) -> Problems:
                 "engine the newest weights, and so does a resumed run, which would change the training between two "
                 f"updates: set trainer.{name} to a multiple of {frequency}, or to -1 (at the end)"
             )
-    if ratio > 0 and rollout.free_cache_engine and not _on_cpu(config):
+    if ratio > 0 and rollout.free_cache_engine and not runs_on_cpu(config.trainer.device):
         yield (
             f"agentic.async_generation_ratio={ratio} with rollout.free_cache_engine=true: the engine would sleep while "
             "training, when episodes go on: set rollout.free_cache_engine=false, and rollout.gpu_memory_utilization "
@@ -202,24 +147,14 @@ def _run(config: PPOConfig) -> Problems:
         )
 
 
-def _on_cpu(config: PPOConfig) -> bool:
-    if config.trainer.device != "auto":
-        return config.trainer.device == "cpu"
-    from verl_lite.device import device_type
-
-    return device_type() == "cpu"
-
-
 def _without_effect(config: PPOConfig) -> Problems:
     """Options of datasets and rewards."""
-    for name, value in _given(config, ""):
-        if name in WITHOUT_DATASET:
-            instead = f": set {INSTEAD[name]} instead" if name in INSTEAD else ": leave it out"
-            yield f"{name}={value} has no effect where agents act in environments, without a dataset{instead}"
-    rewards = [f"{name}={value}" for name, value in (*_given(config, "reward."), *_given(config, "reward_model."))]
-    if rewards:
+    for name, value in given(config, "", WITHOUT_DATASET):
+        instead = f": set {INSTEAD[name]} instead" if name in INSTEAD else ": leave it out"
+        yield f"{name}={value} has no effect where agents act in environments, without a dataset{instead}"
+    if rewards := [*given(config, "reward."), *given(config, "reward_model.")]:
         yield (
-            f"{', '.join(rewards)}: without effect, because environments give the rewards "
+            f"{listed(rewards)}: without effect, because environments give the rewards "
             "(agentic.train_env_manager.tags): leave reward.* and reward_model.* out; limits of environments are "
             "agentic.env_pool.*"
         )
@@ -230,11 +165,11 @@ def _without_effect(config: PPOConfig) -> Problems:
             "and agentic.val_batch_size"
         )
     chosen = config.algorithm.adv_estimator
-    for name, readers in OF_ESTIMATORS.items():
-        value = getattr(config.agentic, name)
-        if value != KEYS[f"agentic.{name}"].default and chosen not in readers and ":" not in chosen:
+    for name, value in given(config, "agentic.", OF_ESTIMATORS):
+        readers = OF_ESTIMATORS[name]
+        if chosen not in readers and ":" not in chosen:
             yield (
-                f"agentic.{name}={value} has no effect with algorithm.adv_estimator={chosen}: it belongs to "
+                f"{name}={value} has no effect with algorithm.adv_estimator={chosen}: it belongs to "
                 f"{' and '.join(readers)}, so leave it out"
             )
 
@@ -333,7 +268,7 @@ def _validation(config: PPOConfig) -> Problems:
     manager = config.agentic.val_env_manager
     if not manager.tags:
         names = ("agentic.val_env_manager.", "agentic.val_batch_size", "agentic.render_save_dir")
-        for name, value in (entry for start in names for entry in _given(config, start)):
+        for name, value in (entry for start in names for entry in given(config, start)):
             yield (
                 f"{name}={value} has no effect without agentic.val_env_manager.tags: name the environments to validate "
                 "in, or leave it out"
@@ -358,11 +293,10 @@ def _validation(config: PPOConfig) -> Problems:
 
 
 def _pool(config: PPOConfig) -> Problems:
-    for name in ("timeout_s", "max_memory_mb"):
-        value = getattr(config.agentic.env_pool, name)
-        if config.agentic.env_pool.num_workers == 0 and value != KEYS[f"agentic.env_pool.{name}"].default:
+    if config.agentic.env_pool.num_workers == 0:
+        for name, value in given(config, "agentic.env_pool.", OF_PROCESSES):
             yield (
-                f"agentic.env_pool.{name}={value} needs a process of the environments, and with "
+                f"{name}={value} needs a process of the environments, and with "
                 "agentic.env_pool.num_workers=0 there is none: set num_workers to at least 1, or leave it out"
             )
 
@@ -396,12 +330,3 @@ def _estimator(config: PPOConfig, templates: Mapping[str, EnvTemplate]) -> Probl
         yield f"{key} needs a greedy answer to each prompt, which episodes do not have: use grpo or agentic_reinforce"
     if chosen == "gdpo":
         yield f"{key} needs the values of a reward function's dict, which episodes do not have: use grpo"
-
-
-def _given(config: PPOConfig, start: str) -> list[tuple[str, object]]:
-    """Keys that begin so whose value is not their default."""
-    return [
-        (key.name, value_of(config, key.name))
-        for key in KEYS.values()
-        if key.name.startswith(start) and value_of(config, key.name) != key.default
-    ]

@@ -6,19 +6,13 @@ have no effect counts as a problem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from verl_lite.algos.pf_ppo import REWEIGHT_METHODS
 from verl_lite.algos.policy_losses import RATIO_LOSSES, SEQUENCE_MEANS
-from verl_lite.algos.reward_norm import NORM_TYPES
-from verl_lite.checks.config import value_of
-from verl_lite.config import PFPPOConfig, PolicyLossConfig, PPOConfig
+from verl_lite.checks.values import Problems, given, listed, shown
+from verl_lite.config import PPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 from verl_lite.options.agentic import is_agentic
 from verl_lite.registry import takes
-from verl_lite.settings.keys import KEYS, unknown_value
-
-Problems = Iterator[str]
+from verl_lite.settings.keys import unknown_value
 
 GROUP_ESTIMATORS = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"})
 """Advantage estimators that compare the samples of one prompt with each other."""
@@ -101,12 +95,11 @@ def _loss_options(config: PPOConfig) -> Problems:
         )
     if mode == "dro" and options.dro_beta is None:
         yield "actor.policy_loss.loss_mode=dro needs actor.policy_loss.dro_beta, which is null: give a number above 0"
-    untouched = PolicyLossConfig()
-    for name, owner in LOSS_OF_OPTION.items():
-        value = getattr(options, name)
-        if value != getattr(untouched, name) and mode != owner and ":" not in mode:
+    for name, value in given(config, "actor.policy_loss."):
+        owner = LOSS_OF_OPTION.get(name.rpartition(".")[2], mode)
+        if mode != owner and ":" not in mode:
             yield (
-                f"actor.policy_loss.{name}={value} has no effect with actor.policy_loss.loss_mode={mode}: it belongs "
+                f"{name}={value} has no effect with actor.policy_loss.loss_mode={mode}: it belongs "
                 f"to {owner}, so leave it out"
             )
     if not options.clip_cov_lb < options.clip_cov_ub:
@@ -173,14 +166,9 @@ def critic(config: PPOConfig) -> Problems:
         yield unknown_value("critic.loss_agg_mode", mode, LOSS_AGG_MODES)
     if may_have_critic(chosen):
         return
-    given = [
-        f"{key.name}={value_of(config, key.name)}"
-        for key in KEYS.values()
-        if key.name.startswith("critic.") and value_of(config, key.name) != key.default
-    ]
-    if given:
+    if options := given(config, "critic."):
         yield (
-            f"{', '.join(given)}: without effect, because algorithm.adv_estimator={chosen} has no critic (verl's "
+            f"{listed(options)}: without effect, because algorithm.adv_estimator={chosen} has no critic (verl's "
             "default is gae, the default here grpo): set algorithm.adv_estimator=gae, or leave all critic.* out"
         )
 
@@ -189,10 +177,12 @@ def shaping(config: PPOConfig) -> Problems:
     """What is done to scores before the estimator, and to advantages after it."""
     algorithm = config.algorithm
     for name in ("norm_mean_type", "norm_std_type"):
-        kind = getattr(algorithm, name)
-        if kind is not None and kind not in NORM_TYPES:
-            yield unknown_value(f"algorithm.{name}", kind, NORM_TYPES) + "; or null"
-        elif kind == "group" and config.rollout.n == 1 and not config.trainer.val_only and not is_agentic(config):
+        if (
+            getattr(algorithm, name) == "group"
+            and config.rollout.n == 1
+            and not config.trainer.val_only
+            and not is_agentic(config)
+        ):
             yield (
                 f"algorithm.{name}=group with rollout.n=1: a group of one answer has no spread, and its reward would "
                 "be 0: set rollout.n to at least 2, such as 8, or use batch or running"
@@ -200,7 +190,7 @@ def shaping(config: PPOConfig) -> Problems:
     for name, why in _without_effect(config).items():
         value = getattr(algorithm, name)
         if value not in (None, False):
-            yield f"algorithm.{name}={_shown(value)} with algorithm.adv_estimator={algorithm.adv_estimator}: {why}"
+            yield f"algorithm.{name}={shown(value)} with algorithm.adv_estimator={algorithm.adv_estimator}: {why}"
     yield from _pf_ppo(config)
 
 
@@ -230,28 +220,20 @@ def _without_effect(config: PPOConfig) -> dict[str, str]:
 
 
 def _pf_ppo(config: PPOConfig) -> Problems:
-    algorithm, options, untouched = config.algorithm, config.algorithm.pf_ppo, PFPPOConfig()
+    algorithm, options = config.algorithm, given(config, "algorithm.pf_ppo.")
     if algorithm.use_pf_ppo and algorithm.adv_estimator != "gae" and ":" not in algorithm.adv_estimator:
         yield (
             f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: PF-PPO draws the batch "
             "of PPO with a critic anew: set adv_estimator=gae, or use_pf_ppo=false"
         )
-    if options.reweight_method not in REWEIGHT_METHODS:
-        yield unknown_value("algorithm.pf_ppo.reweight_method", options.reweight_method, REWEIGHT_METHODS)
-    for name in ("reweight_method", "weight_pow"):
-        value = getattr(options, name)
-        if not algorithm.use_pf_ppo and value != getattr(untouched, name):
+    if not algorithm.use_pf_ppo:
+        for name, value in options:
             yield (
-                f"algorithm.pf_ppo.{name}={value} has no effect with algorithm.use_pf_ppo=false: leave it out, or set "
+                f"{name}={value} has no effect with algorithm.use_pf_ppo=false: leave it out, or set "
                 "algorithm.use_pf_ppo=true"
             )
-    is_idle = options.reweight_method != "pow" and options.weight_pow != untouched.weight_pow
-    if algorithm.use_pf_ppo and is_idle:
+    elif algorithm.pf_ppo.reweight_method != "pow" and "algorithm.pf_ppo.weight_pow" in dict(options):
         yield (
-            f"algorithm.pf_ppo.weight_pow={options.weight_pow} has no effect with algorithm.pf_ppo.reweight_method="
-            f"{options.reweight_method}: leave it out, or use pow"
+            f"algorithm.pf_ppo.weight_pow={algorithm.pf_ppo.weight_pow} has no effect with "
+            f"algorithm.pf_ppo.reweight_method={algorithm.pf_ppo.reweight_method}: leave it out, or use pow"
         )
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -5,13 +5,13 @@ Takes the section `trainer`; yields problems, each naming key, value, what was e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
+from verl_lite.checks.values import Problems
 from verl_lite.config import RunConfig
 
 
-def checkpoints(trainer: RunConfig, *, validates: bool) -> Iterator[str]:
+def checkpoints(trainer: RunConfig, *, validates: bool) -> Problems:
     """Problems with retention, background saves and what to resume. validates: there is validation data."""
     yield from _retention(trainer, validates)
     source = trainer.resume_from_path
@@ -31,7 +31,7 @@ def checkpoints(trainer: RunConfig, *, validates: bool) -> Iterator[str]:
         )
 
 
-def _retention(trainer: RunConfig, validates: bool) -> Iterator[str]:
+def _retention(trainer: RunConfig, validates: bool) -> Problems:
     best = trainer.max_best_ckpt_to_keep
     if trainer.save_freq == 0:
         asked = {

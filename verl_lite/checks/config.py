@@ -7,181 +7,22 @@ only if its failure would otherwise come late, or silently: a setting that would
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Collection, Iterator
-from functools import reduce
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from verl_lite.checks.checkpoint import checkpoints
 from verl_lite.checks.run import TRACKERS, divisors, group_size, run, slots
+from verl_lite.checks.values import Problems, python_file, value_of
 from verl_lite.config import PPOConfig
 from verl_lite.options.agentic import is_agentic, validates
-from verl_lite.settings.keys import ConfigError, unknown_value
-
-Problems = Iterator[str]
+from verl_lite.settings.keys import ConfigError, schema_of, unknown_value
 
 ROLLOUT_ENGINES = ("auto", "vllm", "hf")
 FOREIGN_ENGINES = ("sglang", "trtllm")
 """Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
-
-AT_LEAST: dict[str, float] = {
-    "data.train_batch_size": 1,
-    "data.val_batch_size": 1,
-    "data.max_prompt_length": 1,
-    "data.max_response_length": 1,
-    "data.filter_overlong_prompts_workers": 1,
-    "data.seed": 0,
-    "actor.ppo_epochs": 1,
-    "actor.ppo_max_token_len_per_gpu": 1,
-    "actor.ppo_micro_batch_size_per_gpu": 1,
-    "actor.log_prob_chunk_tokens": 1,
-    "actor.kl_loss_coef": 0,
-    "actor.policy_loss.ppo_kl_coef": 0,
-    "actor.policy_loss.kimi15_tau": 0,
-    "actor.policy_loss.tis_lower_bound": 0,
-    "actor.policy_loss.topr_positive_weight": 0,
-    "actor.policy_loss.topr_negative_weight": 0,
-    "actor.optim.lr": 0,
-    "actor.optim.weight_decay": 0,
-    "actor.optim.lr_warmup_steps": -1,
-    "actor.fsdp_config.wrap_policy.min_num_params": 0,
-    "ref.fsdp_config.wrap_policy.min_num_params": 0,
-    "critic.ppo_epochs": 1,
-    "critic.ppo_max_token_len_per_gpu": 1,
-    "critic.ppo_micro_batch_size_per_gpu": 1,
-    "critic.forward_max_token_len_per_gpu": 1,
-    "critic.forward_micro_batch_size_per_gpu": 1,
-    "critic.optim.lr": 0,
-    "critic.optim.weight_decay": 0,
-    "critic.optim.lr_warmup_steps": -1,
-    "critic.fsdp_config.wrap_policy.min_num_params": 0,
-    "reward_model.forward_max_token_len_per_gpu": 1,
-    "reward_model.micro_batch_size_per_gpu": 1,
-    "reward_model.fsdp_config.wrap_policy.min_num_params": 0,
-    "ref.log_prob_max_token_len_per_gpu": 1,
-    "ref.log_prob_micro_batch_size_per_gpu": 1,
-    "rollout.n": 1,
-    "rollout.tensor_model_parallel_size": 1,
-    "rollout.kv_cache_memory_mb": 1,
-    "rollout.max_num_seqs": 1,
-    "rollout.max_num_batched_tokens": 1,
-    "rollout.update_weights_bucket_megabytes": 1,
-    "rollout.log_prob_max_token_len_per_gpu": 1,
-    "rollout.log_prob_micro_batch_size_per_gpu": 1,
-    "rollout.val_kwargs.n": 1,
-    "rollout.val_kwargs.temperature": 0,
-    "algorithm.kl_ctrl.kl_coef": 0,
-    "algorithm.kl_ctrl.horizon": 1,
-    "algorithm.filter_groups.max_num_gen_batches": 1,
-    "reward.overlong_buffer.len": 0,
-    "reward.num_workers": 0,
-    "reward.batch_size": 1,
-    "reward.max_concurrent": 1,
-    "reward.max_memory_mb": 1,
-    "reward.remote.max_retries": 0,
-    "trainer.total_epochs": 1,
-    "trainer.total_training_steps": 1,
-    "trainer.n_gpus_per_node": 1,
-    "trainer.nnodes": 1,
-    "trainer.seed": 0,
-    "trainer.save_freq": -1,
-    "trainer.max_actor_ckpt_to_keep": 1,
-    "trainer.max_best_ckpt_to_keep": 0,
-    "trainer.max_retries": 0,
-    "trainer.test_freq": -1,
-    "trainer.critic_warmup": 0,
-    "trainer.log_val_generations": 0,
-    "trainer.samples_max_mb": 0,
-    "ray_kwargs.ray_init.num_cpus": 1,
-    "ray_kwargs.ray_init.wait_for_nodes_s": 0,
-    "ray_kwargs.ray_init.object_store_memory_mb": 80,
-}
-"""Smallest value of a key; null passes where the key may be null."""
-
-POSITIVE = (
-    "actor.clip_ratio",
-    "actor.clip_ratio_low",
-    "actor.clip_ratio_high",
-    "actor.loss_scale_factor",
-    "actor.tau_pos",
-    "actor.tau_neg",
-    "actor.policy_loss.clip_cov_ratio",
-    "actor.policy_loss.kl_cov_ratio",
-    "actor.policy_loss.dro_beta",
-    "actor.policy_loss.tis_upper_bound",
-    "actor.optim.eps",
-    "actor.optim.clip_grad",
-    "actor.optim.num_cycles",
-    "critic.cliprange_value",
-    "critic.optim.eps",
-    "critic.optim.clip_grad",
-    "critic.optim.num_cycles",
-    "rollout.gpu_memory_utilization",
-    "rollout.top_p",
-    "rollout.val_kwargs.top_p",
-    "algorithm.kl_ctrl.target_kl",
-    "algorithm.reward_clip",
-    "algorithm.advantage_clip",
-    "algorithm.pf_ppo.weight_pow",
-    "reward.overlong_buffer.penalty_factor",
-    "reward.timeout_s",
-    "trainer.stall_timeout_s",
-    "trainer.val_time_budget_s",
-    "reward.max_rpm",
-)
-
-AT_MOST_ONE = (
-    "actor.policy_loss.clip_cov_ratio",
-    "actor.policy_loss.kl_cov_ratio",
-    "actor.optim.lr_warmup_steps_ratio",
-    "actor.optim.min_lr_ratio",
-    "critic.optim.lr_warmup_steps_ratio",
-    "critic.optim.min_lr_ratio",
-    "rollout.gpu_memory_utilization",
-    "rollout.val_kwargs.top_p",
-    "algorithm.gamma",
-    "algorithm.lam",
-    "reward.max_error_rate",
-)
-NOT_NEGATIVE_SHARES = frozenset(AT_MOST_ONE) - frozenset(POSITIVE)
-
-ALL_OR_AT_LEAST_ONE = (
-    "actor.ppo_mini_batch_size",
-    "critic.ppo_mini_batch_size",
-    "data.train_max_samples",
-    "data.val_max_samples",
-    "actor.fsdp_config.fsdp_size",
-    "ref.fsdp_config.fsdp_size",
-    "critic.fsdp_config.fsdp_size",
-    "reward_model.fsdp_config.fsdp_size",
-    "rollout.val_kwargs.top_k",
-)
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "data.truncation": ("error", "left", "right", "middle"),
-    "actor.ratio_type": ("token", "segment"),
-    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    "actor.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
-    "actor.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
-    "ref.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
-    "ref.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
-    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
-    "critic.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
-    "critic.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
-    "reward_model.fsdp_config.mixed_precision.param_dtype": ("auto", "fp32", "bf16"),
-    "reward_model.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16"),
-    "rollout.dtype": ("auto", "fp32", "bf16"),
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
-    "reward.custom_reward_function.style": ("sample", "batch", "trl"),
-    "trainer.device": ("auto", "cpu", "cuda"),
-    "trainer.backend": ("ray", "inline"),
-    "trainer.resume_mode": ("disable", "auto", "resume_path"),
-    "trainer.best_ckpt_mode": ("max", "min"),
-}
 
 
 def validate(
@@ -243,37 +84,17 @@ def validate(
         raise ConfigError(problems)
 
 
-def value_of(config: Any, name: str) -> Any:
-    """The value at a dotted key; None where the command has no such option."""
-    return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
-
-
 def ranges(config: Any) -> Problems:
-    """Numbers out of their range, and words that are none of the choices; of options that a command has."""
-    for name, least in AT_LEAST.items():
+    """Numbers out of their range, and words that are none of the choices, of the options of any command."""
+    for name, key in schema_of(type(config)).keys.items():
         value = value_of(config, name)
-        if value is not None and not value >= least:
-            yield f"{name}={value}: at least {least} is expected"
-    for name in POSITIVE:
-        value = value_of(config, name)
-        if value is not None and not 0 < value < math.inf:
-            yield f"{name}={value}: a number above 0 is expected"
-    for name in AT_MOST_ONE:
-        value = value_of(config, name)
-        if value is not None and (value > 1 or (name in NOT_NEGATIVE_SHARES and not value >= 0)):
-            yield f"{name}={value}: a share between 0 and 1 is expected"
-    for name in ALL_OR_AT_LEAST_ONE:
-        value = value_of(config, name)
-        if value is not None and value != -1 and value < 1:
-            yield f"{name}={value}: -1 (all) or at least 1 is expected"
-    for name, choices in CHOICES.items():
-        value = value_of(config, name)
-        if value is not None and value not in choices:
-            yield unknown_value(name, value, choices)
-    for name in ("actor.optim.betas", "critic.optim.betas"):
-        betas = value_of(config, name)
-        if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
-            yield f"{name}={betas}: two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]"
+        if value is None or key.expects is None:
+            continue
+        if isinstance(key.expects, tuple):
+            if value not in key.expects:
+                yield unknown_value(name, value, key.expects) + ("; or null" if key.optional else "")
+        elif not key.expects.holds(value):
+            yield f"{name}={value}: {key.expects.words}"
 
 
 def _batch_sizes(config: PPOConfig) -> Problems:
@@ -397,21 +218,16 @@ def _slots(config: PPOConfig, count: int | None, available: int | None) -> Probl
 def _files(config: PPOConfig) -> Problems:
     if config.model.path is None:
         yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
-    else:
-        yield from _model_folder("model.path", config.model.path, "config.json")
-    if config.reward_model.model.path is not None:
-        for marker in ("config.json", "tokenizer_config.json"):
-            yield from _model_folder("reward_model.model.path", config.reward_model.model.path, marker)
-    if config.critic.model.path is not None:
-        yield from _model_folder("critic.model.path", config.critic.model.path, "config.json")
-    if config.model.tokenizer_path is not None:
-        yield from _model_folder("model.tokenizer_path", config.model.tokenizer_path, "tokenizer_config.json")
-    reward = config.reward.custom_reward_function.path
-    if reward is not None and not reward.startswith("pkg://") and not Path(reward).is_file():
-        yield (
-            f"reward.custom_reward_function.path={reward}: there is no file {Path(reward).absolute()} "
-            "(a module is given as pkg://package.module)"
-        )
+    for name, marker in (
+        ("model.path", "config.json"),
+        ("model.tokenizer_path", "tokenizer_config.json"),
+        ("reward_model.model.path", "config.json"),
+        ("reward_model.model.path", "tokenizer_config.json"),
+        ("critic.model.path", "config.json"),
+    ):
+        if value_of(config, name) is not None:
+            yield from _model_folder(name, value_of(config, name), marker)
+    yield from python_file("reward.custom_reward_function.path", config.reward.custom_reward_function.path)
 
 
 def _model_folder(name: str, value: str, marker: str) -> Problems:

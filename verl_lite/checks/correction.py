@@ -5,15 +5,12 @@ Takes a `PPOConfig`; yields problems, each naming key, value, what was expected 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from verl_lite.checks.config import value_of
+from verl_lite.checks.values import Problems, shown, value_of
 from verl_lite.config import ActorConfig, PPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.options.rollout_correction import rejections_of, weighting_of
 from verl_lite.registry import takes
 
-Problems = Iterator[str]
 KEY = "algorithm.rollout_correction"
 
 
@@ -33,7 +30,7 @@ def rollout_correction(config: PPOConfig) -> Problems:
     ):
         value = getattr(options, name)
         if getattr(options, needed) is None and value not in (getattr(untouched, name), "2"):
-            yield f"{KEY}.{name}={_shown(value)} has no effect with {KEY}.{needed}=null: leave it out, or set {needed}"
+            yield f"{KEY}.{name}={shown(value)} has no effect with {KEY}.{needed}=null: leave it out, or set {needed}"
     if not options.bypass_mode and options.loss_type != untouched.loss_type:
         yield (
             f"{KEY}.loss_type={options.loss_type} has no effect with {KEY}.bypass_mode=false: leave it out, or set "
@@ -41,7 +38,7 @@ def rollout_correction(config: PPOConfig) -> Problems:
         )
     switched_on = [name for name in ("rollout_is", "rollout_rs", "bypass_mode") if getattr(options, name)]
     if switched_on and not config.rollout.calculate_log_probs:
-        value = _shown(getattr(options, switched_on[0]))
+        value = shown(getattr(options, switched_on[0]))
         yield (
             f"rollout.calculate_log_probs=false with {KEY}.{switched_on[0]}={value}: the correction reads the rollout "
             "engine's log-probs, so set rollout.calculate_log_probs=true"
@@ -77,7 +74,3 @@ def _bypass(config: PPOConfig) -> Problems:
             f"algorithm.adv_estimator={estimator} needs sum_pi_squared, which the pass computes that "
             f"{KEY}.bypass_mode=true spares: set bypass_mode=false"
         )
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl_lite.checks.values import Problems, python_file
 from verl_lite.config import PPOConfig
 from verl_lite.options.agentic import is_agentic
 from verl_lite.options.data import HUB_NAME, DataConfig, source_problems
 
-Problems = Iterator[str]
-
 SUFFIXES = (".parquet", ".json", ".jsonl")
 OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 """What `data.columns` may map."""
-_MODULE_PREFIX = "pkg://"
 
 
 def data(config: PPOConfig) -> Problems:
@@ -118,19 +115,15 @@ def _regex(pattern: str) -> Problems:
 def _order(data: DataConfig) -> Problems:
     yield from source_problems(data.sources)
     for key, path, name in (
-        ("data.sampler.class", data.sampler.class_path, data.sampler.class_name),
+        ("data.sampler.class_", data.sampler.class_path, data.sampler.class_name),
         ("data.custom_cls.", data.custom_cls.path, data.custom_cls.name),
     ):
-        path_key, name_key = (f"{key}_path", f"{key}_name") if key.endswith("class") else (f"{key}path", f"{key}name")
+        path_key, name_key = f"{key}path", f"{key}name"
         if path is None and name is not None:
             yield f"{name_key}={name} has no effect without {path_key}: name the Python file of the class"
         if path is not None and name is None:
             yield f"{path_key}={path} needs {name_key}, which is null: name the class in it"
-        if path is not None and not path.startswith(_MODULE_PREFIX) and not Path(path).expanduser().is_file():
-            yield (
-                f"{path_key}={path}: there is no file {Path(path).expanduser().absolute()} (a module is given as "
-                "pkg://package.module)"
-            )
+        yield from python_file(path_key, path)
     if data.sampler.class_path is None:
         return
     if not data.shuffle:

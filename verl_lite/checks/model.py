@@ -6,11 +6,8 @@ network has the layers that are named is seen where it is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from verl_lite.checks.values import Problems
 from verl_lite.config import ModelConfig
-
-Problems = Iterator[str]
 
 
 def adapter(model: ModelConfig) -> Problems:

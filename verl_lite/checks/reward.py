@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import Any
 
-from verl_lite.checks.config import value_of
+from verl_lite.checks.values import Problems, given, listed, python_file, value_of
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.rewards import code, judge
 from verl_lite.rewards.parts import part_problems, reward_parts
-from verl_lite.settings.keys import KEYS
-
-Problems = Iterator[str]
 
 FUNCTION_KEYS = (
     "reward.custom_reward_function.path",
@@ -55,10 +49,9 @@ def _no_reward_model(config: PPOConfig) -> Problems:
             "reward.function_weight=0 without a reward model leaves nothing that scores: set reward_model.enable=true "
             "and reward_model.model.path, or give the reward function a weight"
         )
-    given = [f"{name}={value}" for name, value in _given(config, "reward_model.")]
-    if given:
+    if options := given(config, "reward_model."):
         yield (
-            f"{', '.join(given)}: without effect, because reward_model.enable=false: set reward_model.enable=true, or "
+            f"{listed(options)}: without effect, because reward_model.enable=false: set reward_model.enable=true, or "
             "leave all reward_model.* out"
         )
 
@@ -86,7 +79,7 @@ def _reward_model(config: PPOConfig) -> Problems:
             "leave it out"
         )
     if reward.function_weight == 0:
-        for name, value in _given(config, "reward.", FUNCTION_KEYS):
+        for name, value in given(config, "reward.", FUNCTION_KEYS):
             yield (
                 f"{name}={value} has no effect with reward.function_weight=0, where no reward function is called: "
                 "leave it out, or give the function a weight"
@@ -99,7 +92,7 @@ def reward_function(config: PPOConfig) -> Problems:
     yield from _parts(config)
     custom, remote = reward.custom_reward_function, reward.remote
     if remote.url is None:
-        for name, value in _given(config, "reward.remote."):
+        for name, value in given(config, "reward.remote."):
             yield f"{name}={value} has no effect without reward.remote.url: give the URL, or leave it out"
     elif not remote.url.startswith(("http://", "https://")):
         yield f"reward.remote.url={remote.url}: a URL that starts with http:// or https:// is expected"
@@ -122,7 +115,7 @@ def reward_function(config: PPOConfig) -> Problems:
             "where each sample is a call: set the style to batch or trl, or leave it out"
         )
     if reward.num_workers == 0:
-        for name, value in _given(config, "reward.", SUPERVISED_KEYS):
+        for name, value in given(config, "reward.", SUPERVISED_KEYS):
             yield (
                 f"{name}={value} needs a reward process, and with reward.num_workers=0 there is none: set "
                 "reward.num_workers to at least 1, or leave it out"
@@ -135,7 +128,7 @@ def _parts(config: PPOConfig) -> Problems:
     if not functions:
         return
     for start in ALONE_KEYS:
-        for name, value in _given(config, start):
+        for name, value in given(config, start):
             yield (
                 f"{name}={value} has no effect beside reward.functions, where each part says its own: give it as a "
                 "part, {path: FILE.py, name: FUNCTION, kwargs: {}}, or leave it out"
@@ -149,26 +142,11 @@ def _parts(config: PPOConfig) -> Problems:
         return
     parts = reward_parts(functions)
     for part in parts:
-        if part.path and not part.path.startswith("pkg://") and not Path(part.path).expanduser().is_file():
-            yield (
-                f"{part.option}.path={part.path}: there is no file {Path(part.path).expanduser().absolute()} (a module "
-                "is given as pkg://package.module)"
-            )
+        yield from python_file(f"{part.option}.path", part.path)
         if part.path is None and part.reward in ("code", "rule/code"):
             yield from code.time_problems(part.kwargs, config.reward.timeout_s, f"{part.option}.kwargs")
         if part.path is None and part.reward in ("judge", "rule/judge"):
             yield from judge.option_problems(part.kwargs, f"{part.option}.kwargs")
-    if (
-        all(part.weight == 0 for part in parts) and not config.reward_model.enable
-    ):  # beside a model, parts may be logged
+    # beside a model, parts may be logged
+    if all(part.weight == 0 for part in parts) and not config.reward_model.enable:
         yield "reward.functions: every weight is 0, so nothing scores: give one of the parts a weight"
-
-
-def _given(config: PPOConfig, start: str, names: Collection[str] | None = None) -> list[tuple[str, Any]]:
-    """Keys that begin so (of `names`, if given) whose value is not their default."""
-    return [
-        (key.name, value_of(config, key.name))
-        for key in KEYS.values()
-        if key.name.startswith(start) and (names is None or key.name in names)
-        if value_of(config, key.name) != key.default
-    ]

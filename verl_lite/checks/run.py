@@ -5,12 +5,11 @@ Takes any `RunOptions`; yields problems, each naming key, value, what was expect
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
+from verl_lite.checks.values import Problems
 from verl_lite.config import RunOptions
 from verl_lite.settings.keys import unknown_value
-
-Problems = Iterator[str]
 
 TRACKERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
@@ -46,7 +45,7 @@ def slots(config: RunOptions, count: int | None, available: int | None) -> Probl
             f"trainer.nnodes={trainer.nnodes}: set both to 1, or trainer.backend=ray"
         )
     if available is not None and address is None and here > available:
-        noun = f"core{'s' * (available != 1)}" if _runs_on_cpu(trainer.device) else f"GPU{'s' * (available != 1)}"
+        noun = f"core{'s' * (available != 1)}" if runs_on_cpu(trainer.device) else f"GPU{'s' * (available != 1)}"
         yield (
             f"trainer.n_gpus_per_node={here} is more than the {available} {noun} of this machine: "
             f"set at most {available}"
@@ -63,7 +62,8 @@ def divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
-def _runs_on_cpu(device: str) -> bool:
+def runs_on_cpu(device: str) -> bool:
+    """Whether `trainer.device` means the CPU of this machine."""
     if device == "auto":
         from verl_lite.device import device_type
 

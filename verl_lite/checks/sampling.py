@@ -7,14 +7,12 @@ have no effect counts as a problem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from verl_lite.checks.algorithm import GROUP_ESTIMATORS
-from verl_lite.config import FilterGroupsConfig, PPOConfig
+from verl_lite.checks.values import Problems, given, shown
+from verl_lite.config import PPOConfig
 from verl_lite.options.agentic import is_agentic
-from verl_lite.options.reward import OverlongBufferConfig
-
-Problems = Iterator[str]
 
 MODEL_METRICS = ("model", "function")
 """Entries that a run with a reward model has besides those of the reward function."""
@@ -22,15 +20,9 @@ MODEL_METRICS = ("model", "function")
 
 def filter_groups(config: PPOConfig) -> Problems:
     """algorithm.filter_groups against what is sampled and what scores it."""
-    options, untouched = config.algorithm.filter_groups, FilterGroupsConfig()
+    options = config.algorithm.filter_groups
     if not options.enable:
-        for name in ("metric", "max_num_gen_batches"):
-            value = getattr(options, name)
-            if value != getattr(untouched, name):
-                yield (
-                    f"algorithm.filter_groups.{name}={value} has no effect with algorithm.filter_groups.enable=false: "
-                    "leave it out, or set enable=true"
-                )
+        yield from _switched_off(config, "algorithm.filter_groups")
         return
     if is_agentic(config):
         yield (
@@ -63,16 +55,9 @@ def filter_groups(config: PPOConfig) -> Problems:
 
 def overlong_buffer(config: PPOConfig) -> Problems:
     """reward.overlong_buffer against the length of answers."""
-    options, untouched = config.reward.overlong_buffer, OverlongBufferConfig()
-    longest = config.data.max_response_length
+    options, longest = config.reward.overlong_buffer, config.data.max_response_length
     if not options.enable:
-        for name in ("len", "penalty_factor", "log"):
-            value = getattr(options, name)
-            if value != getattr(untouched, name):
-                yield (
-                    f"reward.overlong_buffer.{name}={str(value).lower()} has no effect with "
-                    "reward.overlong_buffer.enable=false: leave it out, or set enable=true"
-                )
+        yield from _switched_off(config, "reward.overlong_buffer")
         return
     if is_agentic(config):
         yield (
@@ -84,6 +69,11 @@ def overlong_buffer(config: PPOConfig) -> Problems:
             f"reward.overlong_buffer.len={options.len}: the penalty grows over the last so many tokens of "
             f"data.max_response_length={longest}, so 1 to {longest} are expected; DAPO takes a fifth"
         )
+
+
+def _switched_off(config: PPOConfig, section: str) -> Problems:
+    for name, value in given(config, f"{section}."):
+        yield (f"{name}={shown(value)} has no effect with {section}.enable=false: leave it out, or set enable=true")
 
 
 def answers_per_prompt(config: PPOConfig) -> Problems:

@@ -5,13 +5,12 @@ Takes a `PPOConfig`; gives one text for each problem, as the other checks do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from verl_lite.checks.values import Problems
 from verl_lite.config import PPOConfig
 from verl_lite.options.agentic import is_agentic, validates
 
 
-def validation(config: PPOConfig) -> Iterator[str]:
+def validation(config: PPOConfig) -> Problems:
     """Ways to answer that contradict each other, and a time budget where nothing would look at it."""
     yield from _answers(config)
     trainer, budget = config.trainer, config.trainer.val_time_budget_s
@@ -31,7 +30,7 @@ def validation(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _answers(config: PPOConfig) -> Iterator[str]:
+def _answers(config: PPOConfig) -> Problems:
     val = config.rollout.val_kwargs
     if val.do_sample and not val.temperature > 0:
         yield (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.errors import UserError
-from verl_lite.options.fields import opt, section
+from verl_lite.options.fields import ALL_OR_SOME, at_least, opt, section
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")
 """owner/name, owner/name:config, owner/name:config@split"""
@@ -56,19 +56,23 @@ class DataConfig:
     )
     sampler: SamplerConfig = section(SamplerConfig, "the order of the training prompts")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "a dataset class of your own")
-    train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)")
-    val_batch_size: int | None = opt(None, "prompts that a validation asks at one time; changes no number; null = all")
-    max_prompt_length: int = opt(512, "tokens; see `truncation` for longer prompts")
-    max_response_length: int = opt(512, "tokens generated at most per sample")
-    truncation: str = opt("error", "what to do with a longer prompt: error | left | right | middle")
+    train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)", at_least(1))
+    val_batch_size: int | None = opt(
+        None, "prompts that a validation asks at one time; changes no number; null = all", at_least(1)
+    )
+    max_prompt_length: int = opt(512, "tokens; see `truncation` for longer prompts", at_least(1))
+    max_response_length: int = opt(512, "tokens generated at most per sample", at_least(1))
+    truncation: str = opt(
+        "error", "what to do with a longer prompt: error | left | right | middle", ("error", "left", "right", "middle")
+    )
     filter_overlong_prompts: bool = opt(False, "drop longer prompts at start, and say how many")
-    filter_overlong_prompts_workers: int = opt(1, "processes that measure prompt lengths")
-    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
+    filter_overlong_prompts_workers: int = opt(1, "processes that measure prompt lengths", at_least(1))
+    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all", ALL_OR_SOME)
     val_max_samples: int = opt(
-        -1, "validate on so many rows at most, drawn at random but the same ones in every run; -1 = all"
+        -1, "validate on so many rows at most, drawn at random but the same ones in every run; -1 = all", ALL_OR_SOME
     )
     shuffle: bool = opt(True, "shuffle the training rows each epoch")
-    seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed")
+    seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed", at_least(0))
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config import FSDPConfig, OptimConfig, RayKwargs, RunConfig
-from verl_lite.options.fields import opt, section
+from verl_lite.options.fields import ALL_OR_SOME, at_least, opt, section
 
 
 @dataclass
@@ -67,7 +67,7 @@ class FlowActorConfig:
     """How the adapter learns."""
 
     micro_batch_size_per_gpu: int = opt(1, "samples of one forward and backward pass; the result does not depend on it")
-    kl_loss_coef: float = opt(1.0, "weight of the divergence from the base model in the loss")
+    kl_loss_coef: float = opt(1.0, "weight of the divergence from the base model in the loss", at_least(0))
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
 
@@ -77,8 +77,9 @@ class VideoDataConfig:
     """Clips and prompts."""
 
     train_files: list[str] = opt([], "metadata.csv files (columns video and prompt; paths beside the file), or folders")
-    train_batch_size: int = opt(8, "samples of an optimizer step, over all ranks")
-    train_max_samples: int = opt(-1, "use only the first rows; -1 = all")
+    val_files: list[str] = opt([], "the same for the validation; empty = the first clips of train_files")
+    train_batch_size: int = opt(8, "samples of an optimizer step, over all ranks", at_least(1))
+    train_max_samples: int = opt(-1, "use only the first rows of train_files; -1 = all", ALL_OR_SOME)
     repeat: int = opt(1, "each clip comes this often in an epoch, with another noise each time")
     shuffle: bool = opt(True, "another order in each epoch")
     num_frames: int = opt(17, "frames of a clip, 4 k + 1, from its start")
@@ -96,10 +97,12 @@ class VideoDataConfig:
 class FlowTrainerConfig(RunConfig):
     """The run."""
 
-    total_epochs: int = opt(1, "passes over the clips")
+    total_epochs: int = opt(1, "passes over the clips", at_least(1))
     project_name: str = opt("reward_flow", "groups runs in trackers and folders")
-    test_freq: int = opt(-1, "steps between validations on the same clips and noise; -1 = before and after; 0 = never")
-    val_clips: int = opt(4, "clips that are sampled for it: the first of the data, always with the same noise")
+    test_freq: int = opt(
+        -1, "steps between validations on the same clips and noise; -1 = before and after; 0 = never", at_least(-1)
+    )
+    val_clips: int = opt(4, "clips that are sampled for it, always with the same noise: the first of data.val_files")
     video_freq: int = opt(25, "steps between saved clips (mp4, of the step's own samples); 0 = never")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config import ActorConfig, AlgorithmConfig, RayKwargs, RunConfig
-from verl_lite.options.fields import opt, section
+from verl_lite.options.fields import at_least, opt, section
 
 
 @dataclass
@@ -19,7 +19,7 @@ class PromptDataConfig:
 
     train_files: list[str] = opt([], "text files with one prompt in each line")
     val_files: list[str] = opt([], "prompts of the evaluation; empty = train_files")
-    train_batch_size: int = opt(12, "prompts per step")
+    train_batch_size: int = opt(12, "prompts per step", at_least(1))
     shuffle: bool = opt(True, "another order in each epoch")
 
 
@@ -48,13 +48,13 @@ class FlowSDEConfig:
 
 @dataclass
 class FlowValKwargs:
-    n: int = opt(8, "samples per prompt of the evaluation; their noise is the same at each evaluation")
+    n: int = opt(8, "samples per prompt of the evaluation; their noise is the same at each evaluation", at_least(1))
 
 
 @dataclass
 class FlowRolloutConfig:
-    n: int = opt(16, "samples per prompt, which are one group")
-    max_num_seqs: int = opt(256, "samples denoised together at most on one device")
+    n: int = opt(16, "samples per prompt, which are one group", at_least(1))
+    max_num_seqs: int = opt(256, "samples denoised together at most on one device", at_least(1))
     val_kwargs: FlowValKwargs = section(FlowValKwargs, "evaluation")
 
 

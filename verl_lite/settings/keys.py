@@ -18,6 +18,7 @@ from typing import Any
 
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
+from verl_lite.options.fields import Range
 
 Path = tuple[str, ...]
 """A key cut at its dots: `("actor", "optim", "lr")`; below a free dictionary a part may itself contain dots."""
@@ -45,7 +46,8 @@ class WrongValue(ValueError):
 class Key:
     """One leaf of the schema.
 
-    kind: int | float | bool | str | list (of `item`) | dict (free: any entry may be added below it).
+    kind: int | float | bool | str | list (of `item`) | dict (free: any entry may be added below it). expects: a
+    number's range, or the words that a text may be.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class Key:
     optional: bool
     default: Any
     doc: str
+    expects: Range | tuple[str, ...] | None
 
     @property
     def name(self) -> str:
@@ -109,7 +112,7 @@ def _walk(cls: type, prefix: Path) -> typing.Iterator[Key]:
             continue
         factory = field.default_factory
         default = factory() if factory is not dataclasses.MISSING else field.default
-        yield Key(path, *_kind(annotation), default, field.metadata.get("doc", ""))
+        yield Key(path, *_kind(annotation), default, field.metadata.get("doc", ""), field.metadata.get("expects"))
 
 
 def join(path: Path) -> str:

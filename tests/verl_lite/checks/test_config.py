@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from verl_lite.checks import agentic as agentic_checks
-from verl_lite.checks.config import (
-    ALL_OR_AT_LEAST_ONE,
-    AT_LEAST,
-    AT_MOST_ONE,
-    CHOICES,
-    NOT_NEGATIVE_SHARES,
-    POSITIVE,
-    validate,
-)
+from verl_lite.checks.config import ranges, validate
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import ConfigError
+from verl_lite.options.fields import ALL_OR_SOME, MOMENTS, POSITIVE, POSITIVE_SHARE, SHARE, Range, at_least
 from verl_lite.settings.keys import KEYS
 
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -513,50 +505,40 @@ def test_a_hub_name_that_is_not_cached_is_found_out_offline(good: PPOConfig, mon
     assert "model.path=nobody/no-such-model" in problem and "`hf download nobody/no-such-model`" in problem
 
 
-# --- ranges: each key of the tables, at the edge and beyond it ----------------------------------------------------
+# --- ranges -------------------------------------------------------------------------------------------------------
+
+RANGES = [
+    (at_least(2), (2, 3.5), (1, 1.99, float("nan"))),
+    (POSITIVE, (1e-9, 7), (0, -1, float("inf"), float("nan"))),
+    (SHARE, (0, 0.5, 1), (-0.01, 1.01)),
+    (POSITIVE_SHARE, (0.01, 1), (0, 1.01)),
+    (ALL_OR_SOME, (-1, 1, 5), (0, -2)),
+    (MOMENTS, ([0, 0.9],), ([0.9], [0.9, 1], [-0.1, 0.9])),
+]
 
 
-def assert_names(config: PPOConfig, name: str, value: object) -> None:
-    put(config, name, value)
-    assert any(problem.startswith(f"{name}={value}") for problem in found(config)), f"{name}={value} passed"
+@pytest.mark.parametrize(("expected", "inside", "outside"), RANGES, ids=lambda case: getattr(case, "words", ""))
+def test_each_range_ends_where_it_says(
+    expected: Range, inside: tuple[object, ...], outside: tuple[object, ...]
+) -> None:
+    assert all(map(expected.holds, inside)) and not any(map(expected.holds, outside))
 
 
-def assert_in_range(config: PPOConfig, name: str, value: object) -> None:
-    put(config, name, value)
-    wrong = [p for p in found(config) if p.startswith(f"{name}={value}: ") and "expected" in p]
-    assert not wrong
-
-
-def edges() -> list[tuple[str, Callable[[PPOConfig], None]]]:
-    cases: list[tuple[str, Callable[[PPOConfig], None]]] = []
-    for name, least in AT_LEAST.items():
-        cases.append((name, lambda c, n=name, v=least - 1: assert_names(c, n, v)))
-    for name in sorted(POSITIVE):
-        cases.append((name, lambda c, n=name: assert_names(c, n, 0.0)))
-        cases.append((name, lambda c, n=name: assert_names(c, n, float("inf"))))
-    for name in sorted(AT_MOST_ONE):
-        cases.append((name, lambda c, n=name: assert_names(c, n, 1.01)))
-        cases.append((name, lambda c, n=name: assert_in_range(c, n, 1.0)))
-    for name in sorted(NOT_NEGATIVE_SHARES):
-        cases.append((name, lambda c, n=name: assert_names(c, n, -0.01)))
-    for name in sorted(ALL_OR_AT_LEAST_ONE):
-        cases.append((name, lambda c, n=name: assert_names(c, n, 0)))
-        cases.append((name, lambda c, n=name: assert_in_range(c, n, 1)))
-    for name in sorted(CHOICES):
-        cases.append((name, lambda c, n=name: assert_names(c, n, "nonsense")))
-    return cases
-
-
-@pytest.mark.parametrize("case", edges(), ids=lambda case: case[0])
-def test_each_range_ends_where_it_says(good: PPOConfig, case: tuple[str, Callable[[PPOConfig], None]]) -> None:
-    case[1](good)
+def test_each_option_with_a_range_is_held_to_it(good: PPOConfig) -> None:
+    """-5 is in no range but that of a free number, and nonsense is no word of any choice."""
+    ranged = {key.name: key.expects for key in KEYS.values() if key.expects is not None}
+    assert len(ranged) > 150
+    for name, expected in ranged.items():
+        whole = copy.deepcopy(good)
+        put(whole, name, "nonsense" if isinstance(expected, tuple) else [2, 2] if expected is MOMENTS else -5)
+        problems = [problem for problem in ranges(whole) if problem.startswith(f"{name}=")]
+        assert len(problems) == 1 and (isinstance(expected, tuple) or problems[0].endswith(expected.words)), name
 
 
 def test_every_number_has_a_range_or_a_reason_to_have_none() -> None:
     free = {
         "actor.entropy_coeff",  # a negative bonus is a penalty
         "rollout.temperature",  # judged by _sampling
-        "rollout.top_p",
         "rollout.top_k",
         "actor.clip_ratio_c",  # judged by algorithm_checks
         "actor.policy_loss.clip_cov_lb",
@@ -570,11 +552,6 @@ def test_every_number_has_a_range_or_a_reason_to_have_none() -> None:
         "agentic.step_reward_weight",
         "agentic.train_env_manager.format_penalty",
         "agentic.val_env_manager.format_penalty",
-        "agentic.env_pool.timeout_s",  # judged by agentic_checks, beside its tables
-        "agentic.val_env_manager.max_replaced_groups",  # without effect: validation drops no groups
     }
-    ranged = {*AT_LEAST, *POSITIVE, *AT_MOST_ONE, *ALL_OR_AT_LEAST_ONE}
-    ranged |= {*agentic_checks.AT_LEAST, *agentic_checks.AT_MOST_ONE, *agentic_checks.ALL_OR_AT_LEAST_ONE}
-    numbers = {name for name, key in KEYS.items() if key.kind in ("int", "float")}
-    assert numbers - ranged - free == set()
-    assert ranged <= numbers
+    numbers = {name: key.expects for name, key in KEYS.items() if key.kind in ("int", "float")}
+    assert {name for name, expected in numbers.items() if expected is None} == free

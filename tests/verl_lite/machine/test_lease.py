@@ -16,7 +16,7 @@ import pytest
 from verl_lite.errors import UserError
 from verl_lite.machine.lease import Holder, LeaseTaken, leased, leased_file, leases_folder, take_devices
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ANN = Holder(77, "ann", "/home/ann/runs/x", "2026-01-01 10:00:00")
 HOLD = """
 import os, sys, time

@@ -22,7 +22,7 @@ from workers.envs.pool import EnvError, EnvPool
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

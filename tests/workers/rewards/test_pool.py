@@ -266,7 +266,7 @@ def test_progress_is_never_seen_half_written(tmp_path: Path) -> None:
         f"file = open({str(path)!r}, 'r+b'); page = mmap.mmap(file.fileno(), {PROGRESS.size})\n"
         "while True: write_progress(page, 7)"
     )
-    writer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    writer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
     try:
         with path.open("r+b") as file:
             page = mmap.mmap(file.fileno(), PROGRESS.size)
