@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.build import episode_parts, try_environments
-from trainer.context import check_context, check_vocabulary
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import DynamicSampling, PromptStream
@@ -28,7 +27,6 @@ from trainer.reward_inputs import RewardInputs, reward_inputs
 from trainer.rewards import Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.sample_files import SampleFiles
-from trainer.samples import SampleWriter
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.starting import join_ray, start_workers
 from trainer.steps import TrainingSteps, count_steps
@@ -37,18 +35,16 @@ from trainer.wish import wish_of
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
+from verl_lite.errors import UserError
 from verl_lite.options.agentic import is_agentic
 from verl_lite.rewards import reward_modules
-from verl_lite.single_controller import (
-    ClassWithInitArgs,
-    ServiceHandle,
-    start_service,
-)
+from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorRolloutWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
+from workers.policy.loading import load_model_config, longest_context
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
@@ -96,6 +92,32 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
         try_rewards(config, datasets)
     inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
+
+
+def check_context(config: PPOConfig) -> None:
+    """Raises UserError where prompt and answer together may be longer than the model's positions reach: an engine
+    refuses that late, and a model that is run beyond them writes nonsense."""
+    context = longest_context(load_model_config(config.model))
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if context is not None and longest > context:
+        raise UserError(
+            f"data.max_prompt_length={config.data.max_prompt_length} + data.max_response_length="
+            f"{config.data.max_response_length} = {longest} tokens are more than the {context} positions of model.path="
+            f"{config.model.path!r}: lower one of them, or take a model with a longer context"
+        )
+
+
+def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> None:
+    """Raises UserError for a prompt with a token that the model has no embedding for, as another model's tokenizer
+    writes them."""
+    size = load_model_config(config.model).get_text_config().vocab_size
+    for data in datasets:
+        largest = data.largest_token()
+        if largest >= size:
+            raise UserError(
+                f"data.{data.split}_files: a prompt has the token {largest}, and model.path={config.model.path!r} "
+                f"knows the tokens 0 to {size - 1}: give the tokenizer that belongs to it in model.tokenizer_path"
+            )
 
 
 def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
@@ -186,7 +208,7 @@ def build_trainer(
             critic=critic,
             tokenizer=data.tokenizer,
             tracking=tracking,
-            samples=sample_writer(config, run_dir, tracking.note),
+            samples=sample_files(config, run_dir, tracking.note),
             saver=Saver(run_dir, config.trainer, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
             **sampling_parts,
@@ -197,12 +219,11 @@ def build_trainer(
             pool.call("close")
 
 
-def sample_writer(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> SampleWriter:
+def sample_files(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> SampleFiles:
     """What keeps the samples; agents write episodes of their own where others have jsonl."""
-    files = SampleFiles(run_dir, config.trainer.samples_max_mb << 20, tell)
-    if is_agentic(config):
-        return SampleWriter(files, None, None)
-    return SampleWriter(files, config.trainer.rollout_data_dir, config.trainer.validation_data_dir)
+    trainer = config.trainer
+    folders = () if is_agentic(config) else (trainer.rollout_data_dir, trainer.validation_data_dir)
+    return SampleFiles(run_dir, trainer.samples_max_mb << 20, tell, *folders)
 
 
 def actor_and_samples(

@@ -162,12 +162,12 @@ def samples_table(samples: Sequence[Sample]) -> Table:
     return table
 
 
-def printable(text: str, limit: int = _TEXT_SHOWN) -> Text:
-    """Text of a model as it may go to a terminal: no control characters, and not too long."""
+def printable(text: str, limit: int | None = _TEXT_SHOWN) -> Text:
+    """Text of a model as it may go to a terminal: no control characters, and not too long. None = however long."""
     shown = "".join(
         letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
-    return Text(shown if len(shown) <= limit else f"{shown[:limit]} ... ({len(shown)} characters)")
+    return Text(shown if limit is None or len(shown) <= limit else f"{shown[:limit]} ... ({len(shown)} characters)")
 
 
 def _places(

@@ -28,7 +28,8 @@ from trainer.overlong import punish_overlong
 from trainer.resume import flat_config
 from trainer.rewards import Scorer, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
-from trainer.samples import Sample, SampleWriter, samples_of
+from trainer.sample_files import SampleFiles
+from trainer.samples import Sample, samples_of
 from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
@@ -90,7 +91,7 @@ class RayPPOTrainer:
         val_data: PromptDataset | None,
         tokenizer: PreTrainedTokenizerBase,
         tracking: Tracking,
-        samples: SampleWriter,
+        samples: SampleFiles,
         saver: Saver,
         run_dir: Path,
         dynamic_sampling: DynamicSampling | None = None,
@@ -190,16 +191,8 @@ class RayPPOTrainer:
     def sample(self, prompts: DataProto) -> DataProto:
         """Samples rollout.n answers for each prompt, or as many as its column answers_per_prompt says, and a greedy one
         where its score is the baseline (ReMax)."""
-        rollout = self.config.rollout
-        sampling = SamplingParams(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=self.config.data.max_response_length,
-            ignore_eos=rollout.ignore_eos,
-        )
-        greedy = needs_greedy_baseline(self.config)
-        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else rollout.n
+        greedy, sampling = needs_greedy_baseline(self.config), training_sampling(self.config)
+        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
         return self.generate(prompts, sampling, n, "train", self.steps.global_step, greedy_too=greedy)
 
     def generate(
@@ -418,19 +411,39 @@ class RayPPOTrainer:
         step = self.steps.global_step
         logged = {
             "training/global_step": float(step),
-            "training/epoch": float(self.steps.epoch),
             **values(self.metrics),
-            **compute_data_metrics(batch, use_critic=self.critic is not None),
+            **self.data_metrics(batch),
             **compute_timing_metrics(batch, self.timing),
             **compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
             **validation,
-            **self.steps.update(batch),
         }
-        if self.samples.keeps_training:
-            self.samples.write_training(samples_of(batch, self.tokenizer, step), step)
         self.tracking.log(logged, step=step)
+        self.keep_samples(batch)
         if validation:
             self.saver.note_validation(step, validation)
+
+    def data_metrics(self, batch: DataProto) -> dict[str, float]:
+        """What this step learnt from, in numbers; tells a sampler of it."""
+        shown = compute_data_metrics(batch, use_critic=self.critic is not None)
+        return {"training/epoch": float(self.steps.epoch), **shown, **self.steps.update(batch)}
+
+    def keep_samples(self, batch: DataProto) -> None:
+        """Writes this step's samples to files."""
+        if self.samples.keeps_training:
+            step = self.steps.global_step
+            self.samples.write_training(samples_of(batch, self.tokenizer, step), step)
+
+
+def training_sampling(config: PPOConfig) -> SamplingParams:
+    """How answers, or actions, are sampled in training."""
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_length,
+        ignore_eos=rollout.ignore_eos,
+    )
 
 
 METRIC_DOCS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +25,59 @@ class RewardFailure(RuntimeError):
     """Too many rewards failed. Carries the first failure of the batch."""
 
 
-class FailureRate:
-    """Failures among the things of the last batches, at least 20 of them, against the share that may fail."""
+class Failures:
+    """What failed among the last batches, against a limit: kept in a file, the first shown, and the run ended where
+    there are too many.
 
-    def __init__(self, max_error_rate: float) -> None:
-        self._max_error_rate = max_error_rate
+    what: failed, in one word. option, max_error_rate: the limit and its key. error: raised beyond it. path: of the
+    file, json lines. show: gets the first failure of the run as text.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        option: str,
+        max_error_rate: float,
+        error: type[Exception],
+        path: Path,
+        show: Callable[[str], None],
+    ) -> None:
+        self._what, self._option, self._max_error_rate, self._error = what, option, max_error_rate, error
+        self._path, self._show = path, show
         self._recent: deque[tuple[int, int]] = deque()  # failures and things of the last batches
+        self._shown = False
 
-    def note(self, failed: int, total: int) -> tuple[int, int, float]:
-        """Takes in a batch. Gives the failures and things that count now, and how many may have failed: while there are
-        fewer than 20, the share of 20."""
+    def note(self, failed: int, total: int, rows: Iterable[dict[str, Any]], first: Callable[[], str]) -> None:
+        """Takes in a batch. rows: of the file. first: the first failure of the batch as text.
+
+        Raises the error if more than the limit failed: of the last batches that have at least 20 things together, and
+        while there are fewer, of 20.
+        """
         self._recent.append((failed, total))
         while sum(things for _, things in self._recent) - self._recent[0][1] >= LEAST_REWARDS:
             self._recent.popleft()
+        if not failed:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
         failures, things = (sum(column) for column in zip(*self._recent, strict=True))
-        return failures, things, self._max_error_rate * max(LEAST_REWARDS, things)
+        allowed = self._max_error_rate * max(LEAST_REWARDS, things)
+        if failures > allowed:
+            raise self._error(
+                f"{failures} of {things} {self._what}s failed; {self._option}={self._max_error_rate} allows "
+                f"{int(allowed)}. See {self._path}. Mend what fails, or raise the limit. The first of this batch: "
+                f"{first()}"
+            )
+        if not self._shown:
+            self._shown = True
+            self._show(
+                f"a {self._what} failed: it is left out of loss, groups and metrics, and counted. Later ones are not "
+                f"shown; they are in {self._path}. It was {first()}"
+            )
 
 
 class FailureLog:
-    """Counts failures against `max_error_rate` and writes them to reward_failures.jsonl in `run_dir`.
+    """Counts failed rewards against `max_error_rate` and writes them to reward_failures.jsonl in `run_dir`.
 
     decode: token ids to text, for the answers in file and message. show: gets the first failure of the run as text.
     """
@@ -55,38 +89,18 @@ class FailureLog:
         decode: Callable[[list[int]], str] = str,
         show: Callable[[str], None] = print,
     ) -> None:
-        self._max_error_rate = max_error_rate
-        self._path = run_dir / "reward_failures.jsonl"
-        self._decode, self._show = decode, show
-        self._rate = FailureRate(max_error_rate)
-        self._shown = False
+        path = run_dir / "reward_failures.jsonl"
+        self._failures = Failures("reward", "reward.max_error_rate", max_error_rate, RewardFailure, path, show)
+        self._decode = decode
 
     def check(self, batch: DataProto, results: Sequence[RewardResult]) -> None:
         """Notes the results of a batch's rows. Reads sample_id, data_source, responses and response_mask.
 
-        Raises RewardFailure if more than `max_error_rate` of them failed. A batch of fewer than 20 rewards counts
-        together with those before it, and while there are none, as 20.
+        Raises RewardFailure if more than `max_error_rate` of them failed; see `Failures.note`.
         """
         failed = [row for row, result in enumerate(results) if result.failed]
-        failures, rewards, allowed = self._rate.note(len(failed), len(results))
-        if not failed:
-            return
         samples = [self._sample(batch, row, results[row]) for row in failed[:_KEPT_PER_BATCH]]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(sample, default=str) + "\n" for sample in samples)
-        first = self._text(samples[0])
-        if failures > allowed:
-            raise RewardFailure(
-                f"{failures} of {rewards} rewards failed; reward.max_error_rate={self._max_error_rate} allows "
-                f"{int(allowed)}. They are in {self._path}. Mend the reward, or raise the limit. The first of this "
-                f"batch: {first}"
-            )
-        if not self._shown:
-            self._shown = True
-            self._show(
-                "a reward failed; its answer is left out of loss, groups and metrics, and counts in reward/error_rate. "
-                f"Later ones are not shown; all are in {self._path}. It was {first}"
-            )
+        self._failures.note(len(failed), len(results), samples, lambda: self._text(samples[0]))
 
     def _sample(self, batch: DataProto, row: int, result: RewardResult) -> dict[str, Any]:
         columns = batch.non_tensor_batch

@@ -21,7 +21,7 @@ from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
-from verl_lite.protocol import DataProto
+from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.worker_group import ServiceHandle
 
@@ -97,7 +97,7 @@ class Rewards:
         token_level_scores = torch.zeros(mask.shape)
         token_level_scores[torch.arange(len(mask)), (mask.sum(1) - 1).clamp(min=0)] = scores * answered
         extras = sorted({name for result in ordered for name in result.extra})
-        columns = {f"reward/{name}": _object_column([result.extra.get(name) for result in ordered]) for name in extras}
+        columns = {f"reward/{name}": as_column([result.extra.get(name) for result in ordered]) for name in extras}
         metrics = {
             "reward/error_rate": Metric.mean(int(failed.sum()), len(ordered)),
             "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(ordered)),
@@ -109,7 +109,7 @@ class Rewards:
         metrics |= _means(columns, counted)
         if self.model is not None:
             own = _part_columns(parts, extras)
-            metrics |= _summaries(own, counted)
+            metrics |= _means(own, counted, with_ends=True)
             columns |= own
         return DataProto.from_dict(
             tensors={"token_level_scores": token_level_scores},
@@ -150,30 +150,22 @@ def _part_columns(parts: list[_Part], extras: Collection[str]) -> dict[str, np.n
                 "of the score; call it something else"
             )
     return {
-        f"reward/{part.name}": _object_column([None if each.failed else each.score for each in part.results])
+        f"reward/{part.name}": as_column([None if each.failed else each.score for each in part.results])
         for part in parts
     }
 
 
-def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray) -> dict[str, Metric]:
-    """The mean of each column of numbers; predictions, which may look like numbers, have none. counted: (B,) bool, the
-    rows that it is over, as far as they have a value."""
+def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_ends: bool = False) -> dict[str, Metric]:
+    """The mean of each column of numbers, and with_ends the largest and the smallest; predictions, which may look like
+    numbers, have none. counted: (B,) bool, the rows that it is over, as far as they have a value."""
     metrics = {}
     for name, column in columns.items():
         values = [value for value in column[counted] if value is not None]
         are_numbers = not any(isinstance(value, str) for value in values)
         if values and are_numbers and not is_prediction(name.removeprefix("reward/")):
             metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
-    return metrics
-
-
-def _summaries(columns: Mapping[str, np.ndarray], counted: np.ndarray) -> dict[str, Metric]:
-    """The same, with the largest and the smallest number."""
-    metrics = _means(columns, counted)
-    for name, column in columns.items():
-        numbers = [value for value in column[counted] if value is not None]
-        if numbers:
-            metrics |= {f"{name}/max": Metric.max(max(numbers)), f"{name}/min": Metric.min(min(numbers))}
+            if with_ends:
+                metrics |= {f"{name}/max": Metric.max(max(values)), f"{name}/min": Metric.min(min(values))}
     return metrics
 
 
@@ -185,12 +177,6 @@ def mask_failed(batch: DataProto) -> DataProto:
     result = batch.select()
     result.batch["response_mask"] = batch.batch["response_mask"] * ~failed[:, None]
     return result
-
-
-def _object_column(values: list) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
 
 
 METRIC_DOCS = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,24 +42,38 @@ _COLUMNS: dict[str, pyarrow.DataType] = {
 
 
 class SampleFiles:
-    """The samples folder of a run. max_bytes: of the whole folder; 0 = nothing is kept. tell: shows a sentence."""
+    """The samples folder of a run, and beside it two folders of the user's with jsonl, one file a step.
 
-    def __init__(self, run_dir: Path, max_bytes: int, tell: Callable[[str], None]) -> None:
+    max_bytes: of the run's folder; 0 = nothing is kept there. tell: shows a sentence. rollout_dir, validation_dir: the
+    user's (trainer.{rollout,validation}_data_dir); None = there is none, or agents write their episodes there.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        max_bytes: int,
+        tell: Callable[[str], None],
+        rollout_dir: str | None = None,
+        validation_dir: str | None = None,
+    ) -> None:
         self.folder, self.max_bytes, self.tell = run_dir / FOLDER, max_bytes, tell
+        self.rollout_dir, self.validation_dir = rollout_dir, validation_dir
         self._has_told = False
 
     @property
-    def keeps(self) -> bool:
-        """Whether anything is written."""
-        return self.max_bytes > 0
+    def keeps_training(self) -> bool:
+        """Whether the samples of training are written anywhere."""
+        return self.max_bytes > 0 or self.rollout_dir is not None
 
     def write_training(self, samples: Sequence[Sample], step: int) -> None:
         """Keeps a step's samples in place of what was there of that step."""
         self._write(TRAIN, f"{step:06d}", samples)
+        _append(self.rollout_dir, samples, step)
 
     def write_validation(self, samples: Sequence[Sample], step: int, way: str = "") -> None:
         """Keeps a validation's samples. way: tells several validations of one step apart, such as greedy."""
         self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
+        _append(self.validation_dir, samples, step)
 
     def rewind(self, step: int) -> None:
         """Forgets what came after `step`: a run that was resumed there goes through it again."""
@@ -67,7 +82,7 @@ class SampleFiles:
                 file.unlink()
 
     def _write(self, kind: str, name: str, samples: Sequence[Sample]) -> None:
-        if not self.keeps or not samples:
+        if not self.max_bytes or not samples:
             return
         folder = self.folder / kind
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +110,13 @@ class SampleFiles:
 
     def _files(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*.parquet"))
+
+
+def _append(folder: str | None, samples: Sequence[Sample], step: int) -> None:
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with (Path(folder) / f"{step}.jsonl").open("a") as file:
+            file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
 
 
 def step_of(file: Path) -> int:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.sample_files import SampleFiles
 from trainer.validation_metrics import PREDICTION
 from verl_lite.protocol import DataProto
 
@@ -97,41 +94,3 @@ def plain_value(value: Any) -> Any:
 def _plain(name: str, value: object) -> float | str:
     is_number = isinstance(value, int | float | np.number | np.bool_) and name != PREDICTION
     return float(cast(float, value)) if is_number else str(value)
-
-
-class SampleWriter:
-    """Keeps samples: in the run folder (`trainer.sample_files`), and as jsonl, one file a step, in two folders of the
-    user's (trainer.{rollout,validation}_data_dir; agents write their episodes there)."""
-
-    def __init__(self, files: SampleFiles, rollout_dir: str | None, validation_dir: str | None) -> None:
-        self.files = files
-        self.rollout_dir = Path(rollout_dir) if rollout_dir else None
-        self.validation_dir = Path(validation_dir) if validation_dir else None
-
-    @property
-    def keeps_training(self) -> bool:
-        """Whether the samples of training are written anywhere."""
-        return self.files.keeps or self.rollout_dir is not None
-
-    def write_training(self, samples: list[Sample], step: int) -> None:
-        """Of one step."""
-        self.files.write_training(samples, step)
-        _append(self.rollout_dir, samples, step)
-
-    def write_validation(self, samples: list[Sample], step: int, way: str = "") -> None:
-        """Of one validation; way: tells several of one step apart, such as greedy."""
-        self.files.write_validation(samples, step, way)
-        _append(self.validation_dir, samples, step)
-
-    def rewind(self, step: int) -> None:
-        """The run was resumed at `step`, and goes again through what came after it."""
-        self.files.rewind(step)
-
-
-def _append(folder: Path | None, samples: list[Sample], step: int) -> None:
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{step}.jsonl").open("a") as file:
-        for sample in samples:
-            file.write(json.dumps(asdict(sample)) + "\n")

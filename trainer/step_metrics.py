@@ -47,19 +47,19 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
       response/aborted_ratio            share of rows, fillers aside, whose answer is empty
       frac_reward_zero_std              share of prompts with several answers, all of the same score: nothing to learn
     """
-    tensors = _tensors(batch)
+    tensors = batch.batch
     lengths = _lengths(batch)
     counted = lengths.counted
     mask = (tensors["response_mask"] != 0) & counted[:, None]
     scores = tensors["token_level_scores"].sum(-1)[counted]
     advantages, returns = tensors["advantages"][mask], tensors["returns"][mask]
     metrics = {
-        **_summary("critic/score", scores),
-        **_summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[counted]),
-        **_summary("critic/advantages", advantages),
-        **_summary("critic/returns", returns),
-        **_summary("response_length", lengths.response),
-        **_summary("prompt_length", lengths.prompt),
+        **summary("critic/score", scores),
+        **summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[counted]),
+        **summary("critic/advantages", advantages),
+        **summary("critic/returns", returns),
+        **summary("response_length", lengths.response),
+        **summary("prompt_length", lengths.prompt),
         **_aborted(batch),
     }
     if len(scores):
@@ -70,7 +70,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         metrics |= frac_reward_zero_std(scores, uid)
     if use_critic:
         values = tensors["values"][mask]
-        metrics |= _summary("critic/values", values)
+        metrics |= summary("critic/values", values)
         if len(values) > 1:
             error = (returns - values).var() / (returns.var() + 1e-5)
             metrics["critic/vf_explained_var"] = 1.0 - float(error)
@@ -131,22 +131,16 @@ def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, fl
     }
 
 
-def _tensors(batch: DataProto) -> Mapping[str, torch.Tensor]:
-    if batch.batch is None:
-        raise ValueError("step metrics: the batch has no tensors.")
-    return batch.batch
-
-
 def _fillers(batch: DataProto) -> torch.Tensor:
     """(B,) bool: rows that only make the batch divide."""
-    tensors = _tensors(batch)
+    tensors = batch.batch
     if "is_padding" in tensors.keys():
         return tensors["is_padding"].bool()
     return torch.zeros(len(batch), dtype=torch.bool)
 
 
 def _lengths(batch: DataProto) -> _Lengths:
-    tensors = _tensors(batch)
+    tensors = batch.batch
     width = tensors["responses"].shape[-1]
     attention = tensors["attention_mask"]
     counted = _is_scored(batch) & ~_fillers(batch)
@@ -161,7 +155,7 @@ def _lengths(batch: DataProto) -> _Lengths:
 
 def _is_scored(batch: DataProto) -> torch.Tensor:
     """(B,) bool: rows with an answer whose reward did not fail; also those that the rollout correction rejects."""
-    tensors = _tensors(batch)
+    tensors = batch.batch
     if "reward_failed" not in batch.non_tensor_batch:
         return (tensors["response_mask"] != 0).any(-1)
     is_answered = (tensors["attention_mask"][:, -tensors["responses"].shape[-1] :] != 0).any(-1)
@@ -177,7 +171,7 @@ def _is_cut_off(batch: DataProto, lengths: _Lengths) -> torch.Tensor:
 
 
 def _aborted(batch: DataProto) -> dict[str, float]:
-    tensors = _tensors(batch)
+    tensors = batch.batch
     answers = tensors["attention_mask"][~_fillers(batch), -tensors["responses"].shape[-1] :]
     return {"response/aborted_ratio": _mean(answers.sum(-1) == 0)} if len(answers) else {}
 
@@ -186,10 +180,12 @@ def _mean(values: torch.Tensor) -> float:
     return float(values.float().mean())
 
 
-def _summary(name: str, values: torch.Tensor) -> dict[str, float]:
-    if not values.numel():
+def summary(name: str, values: torch.Tensor | np.ndarray) -> dict[str, float]:
+    """{name}/{mean,max,min}; nothing of nothing."""
+    if not len(values):
         return {}
-    return {f"{name}/mean": _mean(values), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    mean = _mean(values) if isinstance(values, torch.Tensor) else float(values.mean())
+    return {f"{name}/mean": mean, f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
 
 
 METRIC_DOCS = (

@@ -46,7 +46,7 @@ class Run:
     """A run of one ratio, one step at a time."""
 
     def __init__(self, config: Any, clock: Clock) -> None:
-        from trainer.agentic.agentic_pipeline import training_sampling
+        from trainer.ray_trainer import training_sampling
         from trainer.roles import AgentRole
         from trainer.rollout_scheduler import RolloutScheduler
         from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups

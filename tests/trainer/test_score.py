@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.sample_files import SampleFiles
-from trainer.samples import Sample, SampleWriter, plain_value
+from trainer.samples import Sample, plain_value
 from trainer.saved_answers import SavedAnswer, read_saved
 from trainer.score import main, run_config, score
 from trainer.score_report import Comparison, compare, truth_text
@@ -64,7 +64,7 @@ def make_run(folder: Path, *options: str) -> Path:
         load_config(["recipe=null", "model.path=m", f"trainer.rollout_data_dir={kept}", *options]),
         folder / "config.yaml",
     )
-    writer = SampleWriter(SampleFiles(folder, 0, print), str(kept), None)
+    writer = SampleFiles(folder, 0, print, rollout_dir=str(kept))
     for step in (2, 10):
         writer.write_training([sample(place, "#### 72", 1.0, step=step) for place in range(2)], step)
     return folder

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trainer.advantage import Controllers, Numbers, response_scores, reward_postprocess
+from trainer.step_metrics import summary
 from verl_lite.algos.agentic_rewards import (
     GROUPINGS,
     Normalization,
@@ -96,8 +97,8 @@ def compute_response_level_rewards(
             episode_groups=groups,
         )
         rewards = found.rewards
-        metrics |= _spread("critic/episode_rewards_norm", found.by_episode[valid])
-        metrics |= _spread("critic/step_rewards_norm", found.by_step[valid])
+        metrics |= summary("critic/episode_rewards_norm", found.by_episode[valid])
+        metrics |= summary("critic/step_rewards_norm", found.by_step[valid])
     elif chosen == "step_reinforce":
         rewards = compute_step_rewards(scores, valid, *steps, step_reward_gamma=gamma, how=how, groups=groups)
     else:
@@ -158,12 +159,6 @@ def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
 
 def _column(data: DataProto, name: str) -> Labels:
     return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
-
-
-def _spread(name: str, values: torch.Tensor) -> Numbers:
-    if not len(values):
-        return {}
-    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
 
 
 METRIC_DOCS = (

@@ -7,7 +7,6 @@ Attributes and `run` have ROLL's names.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_o
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
 from trainer.agentic.renders import save_renders
 from trainer.ray_trainer import FitResult, RayPPOTrainer
-from trainer.reward_failures import FailureRate
+from trainer.reward_failures import Failures
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
-from trainer.step_metrics import compute_throughput_metrics, compute_timing_metrics
+from trainer.validation import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import Health, MetricDoc
-from verl_lite.metrics import Metric, values
+from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.groups import EpisodeCounts
@@ -44,42 +43,22 @@ class EpisodeRewards:
     """
 
     def __init__(self, max_error_rate: float, run_dir: Path, show: Callable[[str], None] = print) -> None:
-        self._rate = FailureRate(max_error_rate)
-        self._max_error_rate, self._path, self._show = max_error_rate, run_dir / "env_failures.jsonl", show
-        self._shown = False
+        path, option = run_dir / "env_failures.jsonl", "agentic.env_pool.max_error_rate"
+        self._failures = Failures("episode", option, max_error_rate, EnvironmentFailure, path, show)
 
     def score(self, batch: DataProto) -> DataProto:
         """Reads meta_info episodes. Metrics: env/error_rate, and the part of it that was late, env/timeout_rate.
 
-        Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; a batch of fewer than 20 counts
-        together with those before it, and while there are none, as 20.
+        Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; see `Failures.note`.
         """
         counts: EpisodeCounts = batch.meta_info["episodes"]
-        failures, episodes, allowed = self._rate.note(counts.failed, counts.episodes)
-        if counts.failed:
-            self._tell(counts, failures, episodes, allowed)
+        row = {name: getattr(counts, name) for name in ("failed", "timeouts", "episodes", "first_failure")}
+        self._failures.note(counts.failed, counts.episodes, [row], lambda: str(counts.first_failure))
         metrics = {
             "env/error_rate": Metric.mean(counts.failed, counts.episodes),
             "env/timeout_rate": Metric.mean(counts.timeouts, counts.episodes),
         }
         return DataProto(meta_info={"metrics": metrics})
-
-    def _tell(self, counts: EpisodeCounts, failures: int, episodes: int, allowed: float) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            row = {"failed": counts.failed, "timeouts": counts.timeouts, "episodes": counts.episodes}
-            file.write(json.dumps(row | {"first_failure": counts.first_failure}) + "\n")
-        if failures > allowed:
-            raise EnvironmentFailure(
-                f"{failures} of {episodes} episodes failed; agentic.env_pool.max_error_rate={self._max_error_rate} "
-                f"allows {int(allowed)}. Mend the environment, or raise the limit. The first of this batch: "
-                f"{counts.first_failure}"
-            )
-        if not self._shown:
-            self._shown = True
-            self._show(
-                "an episode failed; it is left out of loss, groups and metrics, and counts in env/error_rate. Later "
-                f"ones are not shown; the first of each batch is in {self._path}. It was {counts.first_failure}"
-            )
 
 
 class AgenticPipeline(RayPPOTrainer):
@@ -101,7 +80,6 @@ class AgenticPipeline(RayPPOTrainer):
         self.train_rollout_scheduler = train_rollout_scheduler
         self.val_rollout_scheduler = val_rollout_scheduler
         self.engine_version: int | None = None  # the step after which the rollout engines got their weights
-        self.episodes_seen = 0
 
     # ----------------------------------------------------------------------------------------------- names of ROLL
 
@@ -184,9 +162,10 @@ class AgenticPipeline(RayPPOTrainer):
         """Runs the validation's episodes with the newest weights. Keeps some to show in `result`."""
         self._give_weights(self.steps.global_step, must=True)
         metrics: dict[str, float] = {}
-        for prefix, sampling in validation_sampling(self.config).items():
+        for way in ways_of(self.config):
+            prefix = way.prefix
             with self.validating.spent():
-                batch = self.run_validation(sampling)
+                batch = self.run_validation(way.sampling)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)
@@ -217,26 +196,20 @@ class AgenticPipeline(RayPPOTrainer):
 
     # --------------------------------------------------------------------------------------------- logging, the end
 
-    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
-        """Sends this step's metrics to the trackers, and its episodes to files and every logging_steps to the log."""
+    def data_metrics(self, batch: DataProto) -> dict[str, float]:
+        """What this step learnt from, in numbers: rows and episodes."""
+        return {
+            **compute_data_metrics(batch, use_critic=self.critic is not None),
+            "system/samples": float(self.steps.global_step * self.config.agentic.rollout_batch_size),
+            "system/tps": tokens_of(batch) / self.timing["step"],
+        }
+
+    def keep_samples(self, batch: DataProto) -> None:
+        """Writes this step's episodes to files, and every logging_steps some to the log."""
         config, step = self.config, self.steps.global_step
         episodes = episodes_of(batch, step)
-        self.episodes_seen += len(episodes)
-        logged = {
-            "training/global_step": float(step),
-            **values(self.metrics),
-            **compute_data_metrics(batch, use_critic=self.critic is not None),
-            **compute_timing_metrics(batch, self.timing),
-            **compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
-            "system/samples": float(step * config.agentic.rollout_batch_size),
-            "system/tps": tokens_of(batch) / self.timing["step"],
-            **validation,
-        }
         write_episodes(config.trainer.rollout_data_dir, episodes, step)
         self.samples.write_training([sample_of(episode, limit=None) for episode in episodes], step)
-        self.tracking.log(logged, step=step)
-        if validation:
-            self.saver.note_validation(step, validation)
         if config.agentic.logging_steps and step % config.agentic.logging_steps == 0:
             for episode in episodes[:EPISODES_SHOWN]:
                 self.tracking.show(readable(episode))
@@ -260,33 +233,6 @@ class AgenticPipeline(RayPPOTrainer):
             self.save()
         result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
         return result
-
-
-def training_sampling(config: PPOConfig) -> SamplingParams:
-    """How actions are sampled in training."""
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=config.data.max_response_length,
-        ignore_eos=rollout.ignore_eos,
-    )
-
-
-def validation_sampling(config: PPOConfig) -> dict[str, SamplingParams]:
-    """How actions are sampled in validation, by the prefix of the metrics' names."""
-    kwargs = config.rollout.val_kwargs
-
-    def sampling(greedy: bool) -> SamplingParams:
-        return SamplingParams(
-            temperature=0.0 if greedy else kwargs.temperature,
-            top_p=kwargs.top_p,
-            top_k=kwargs.top_k,
-            max_tokens=config.data.max_response_length,
-        )
-
-    return {"": sampling(not kwargs.do_sample)} | ({"greedy/": sampling(True)} if kwargs.greedy_too else {})
 
 
 METRIC_DOCS = (

@@ -9,11 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.agentic.agentic_pipeline import AgenticPipeline, EpisodeRewards, training_sampling, validation_sampling
-from trainer.ray_trainer import RayPPOTrainer
+from trainer.agentic.agentic_pipeline import AgenticPipeline, EpisodeRewards
+from trainer.ray_trainer import RayPPOTrainer, training_sampling
 from trainer.roles import AgentRole
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.steps import EpisodeSteps
+from trainer.validation import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.options.agentic import is_agentic, validates
@@ -50,7 +51,7 @@ def episode_parts(config: PPOConfig, agent: AgentRole, run_dir: Path, tell: Call
             config,
             agentic.val_env_manager,
             agent,
-            validation_sampling(config)[""],
+            ways_of(config)[0].sampling,
             purpose="val",
             render=agentic.render_save_dir is not None,
         )

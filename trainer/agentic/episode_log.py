@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.final_report import printable
 from trainer.samples import Sample
 from verl_lite.protocol import DataProto
 
@@ -51,7 +52,7 @@ def episodes_of(batch: DataProto, step: int) -> list[Episode]:
     by_episode: dict[str, list[int]] = {}
     for row, name in enumerate(batch.non_tensor_batch["traj_id"]):
         by_episode.setdefault(name, []).append(row)
-    places = _numbers(batch, "step")
+    places = column_of(batch, "step", np.ones(len(batch)))
     return [_episode(batch, sorted(rows, key=lambda row: places[row]), step) for rows in by_episode.values()]
 
 
@@ -69,9 +70,9 @@ def _episode(batch: DataProto, rows: list[int], step: int) -> Episode:
         traj_id=columns["traj_id"][first],
         traj_group_id=columns["uid"][first],
         tag=columns["tags"][first],
-        score=None if columns["reward_failed"][last] else float(_numbers(batch, "episode_scores")[first]),
+        score=None if columns["reward_failed"][last] else float(column_of(batch, "episode_scores")[first]),
         rewards=[float(reward) for row in rows for reward in np.atleast_1d(columns["step_scores"][row])],
-        num_turns=int(_numbers(batch, "num_turns")[first]),
+        num_turns=int(column_of(batch, "num_turns")[first]),
         response_length=int((tensors["response_mask"][rows] != 0).sum()),
         stop=columns["stop"][last],
         policy_version=int(tensors["policy_version"][first]),
@@ -81,10 +82,13 @@ def _episode(batch: DataProto, rows: list[int], step: int) -> Episode:
     )
 
 
-def _numbers(batch: DataProto, name: str) -> np.ndarray:
-    if batch.batch is not None and name in batch.batch.keys():
-        return batch.batch[name].numpy()
-    return batch.non_tensor_batch.get(name, np.ones(len(batch)))
+def column_of(batch: DataProto, name: str, default: np.ndarray | None = None) -> np.ndarray:
+    """A column as an array, wherever it is kept. ValueError where it is missing and has no default."""
+    if name in batch:
+        return batch.non_tensor_batch[name] if name in batch.non_tensor_batch else batch.batch[name].numpy()
+    if default is None:
+        raise ValueError(f"episodes: column {name!r} is missing; workers/rollout/trajectories.py writes it.")
+    return default
 
 
 def _plain(message: Message) -> dict[str, str]:
@@ -111,11 +115,7 @@ def readable(episode: Episode, limit: int = TEXT_SHOWN) -> str:
 
 def _paragraph(role: str, text: str, limit: int | None) -> list[str]:
     """`role  text`, further lines of the text under the first. limit: characters of the text; None = all."""
-    shown = "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
-    if limit is not None and len(shown) > limit:
-        shown = f"{shown[:limit]} ... ({len(shown)} characters)"
+    shown = printable(text, limit).plain
     first, *others = shown.strip("\n").split("\n")
     return [f"  {role:<{_ROLE_WIDTH}} {first}", *(f"  {'':<{_ROLE_WIDTH}} {line}" for line in others)]
 

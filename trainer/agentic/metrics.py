@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from trainer import step_metrics
+from trainer.agentic.episode_log import column_of
+from trainer.step_metrics import summary
 from trainer.validation_metrics import name_metrics, process_validation_metrics
 from verl_lite.algos.agentic_rewards import build_state_groups
 from verl_lite.metric_docs import MetricDoc
@@ -46,7 +48,7 @@ class EpisodeTable:
         """Reads traj_id, uid, tags, episode_scores; env_metrics, step and reward_failed where present."""
         columns = batch.non_tensor_batch
         failed = np.asarray(columns.get("reward_failed", np.zeros(len(batch))), dtype=bool)
-        steps = np.asarray(_column(batch, "step", np.arange(len(batch))))
+        steps = column_of(batch, "step", np.arange(len(batch)))
         by_episode: dict[str, list[int]] = {}
         for row in np.flatnonzero(~failed):
             by_episode.setdefault(columns["traj_id"][row], []).append(int(row))
@@ -56,7 +58,7 @@ class EpisodeTable:
         return cls(
             tags=[str(columns["tags"][row]) for row in first],
             groups=[str(columns["uid"][row]) for row in first],
-            scores=np.asarray(_column(batch, "episode_scores", None), dtype=np.float64)[first],
+            scores=np.asarray(column_of(batch, "episode_scores"), dtype=np.float64)[first],
             metrics=[{} if metrics is None else metrics[found[-1]] or {} for found in rows],
             rows=rows,
         )
@@ -79,15 +81,15 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     """
     table = EpisodeTable.of(batch)
     metrics = step_metrics.compute_data_metrics(batch, use_critic)
-    metrics |= _summary("critic/score", table.scores)
+    metrics |= summary("critic/score", table.scores)
     groups = np.array(table.groups, dtype=object)
     metrics |= step_metrics.frac_reward_zero_std(torch.from_numpy(table.scores), groups) if len(table) else {}
-    metrics |= _summary("rollout/score", table.scores)
+    metrics |= summary("rollout/score", table.scores)
     by_row, by_episode = _lengths(batch, table)
     for name, numbers in by_row.items():
-        metrics |= _summary(f"tokens/{name}", numbers)
+        metrics |= summary(f"tokens/{name}", numbers)
     for name, numbers in by_episode.items():
-        metrics |= _summary(f"rollout/{name}", numbers)
+        metrics |= summary(f"rollout/{name}", numbers)
     turns = by_episode["num_turns"].sum()
     metrics |= {"env/response_length": by_episode["response_length"].sum() / turns} if turns else {}
     return metrics | environment_metrics(table) | _state_groups(batch, table) | _token_means(batch)
@@ -119,16 +121,16 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
     With a `prefix` such as "greedy/" the first three are val/{prefix}..., and the last all val-aux/{tag}/{prefix}...
     """
     table = EpisodeTable.of(batch)
-    turns = _column(batch, "num_turns", np.ones(len(batch)))
-    metrics = _summary(f"val/{prefix}score", table.scores)
-    metrics |= _summary(f"val-aux/{prefix}num_turns", np.array([float(turns[found[0]]) for found in table.rows]))
+    turns = column_of(batch, "num_turns", np.ones(len(batch)))
+    metrics = summary(f"val/{prefix}score", table.scores)
+    metrics |= summary(f"val-aux/{prefix}num_turns", np.array([float(turns[found[0]]) for found in table.rows]))
     for tag in sorted(set(table.tags)):
         by_group: dict[str, list[float]] = {}
         for name, group, score in zip(table.tags, table.groups, table.scores, strict=True):
             if name == tag:
                 by_group.setdefault(group, []).append(score)
         means = np.array([np.mean(scores) for scores in by_group.values()])
-        metrics |= _summary(f"val/{prefix}{tag}/score", means)
+        metrics |= summary(f"val/{prefix}{tag}/score", means)
     variables: dict[str, Sequence[float | None]] = {"reward": table.scores.tolist()}
     told = Counter(tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS in numbers)
     everywhere = {tag for tag, count in Counter(table.tags).items() if told[tag] == count}
@@ -146,17 +148,6 @@ def tokens_of(batch: DataProto) -> int:
     return int(batch.batch["attention_mask"].sum())
 
 
-def _column(batch: DataProto, name: str, default: NDArray | None) -> NDArray:
-    """A column as an array, wherever it is kept."""
-    if name in batch.non_tensor_batch:
-        return batch.non_tensor_batch[name]
-    if batch.batch is not None and name in batch.batch.keys():
-        return batch.batch[name].numpy()
-    if default is None:
-        raise ValueError(f"metrics of episodes: column {name!r} is missing; workers/rollout/trajectories.py writes it.")
-    return default
-
-
 def _lengths(batch: DataProto, table: EpisodeTable) -> tuple[dict[str, NDArray], dict[str, NDArray]]:
     """Tokens of each row that counts, and of each episode."""
     tensors = batch.batch
@@ -166,7 +157,7 @@ def _lengths(batch: DataProto, table: EpisodeTable) -> tuple[dict[str, NDArray],
         "prompt_length": tensors["attention_mask"][:, :-width].sum(-1).numpy(),
         "non_prompt_length": tensors["attention_mask"][:, -width:].sum(-1).numpy(),
     }
-    turns = _column(batch, "num_turns", np.ones(len(batch)))
+    turns = column_of(batch, "num_turns", np.ones(len(batch)))
     episodes = {
         "response_length": np.array([rows["response_length"][found].sum() for found in table.rows]),
         "prompt_length": np.array([rows["prompt_length"][found[0]] for found in table.rows]),
@@ -184,7 +175,7 @@ def _state_groups(batch: DataProto, table: EpisodeTable) -> dict[str, float]:
         return {}
     rows = np.concatenate(table.rows)
     sizes = Counter(build_state_groups(columns["uid"][rows], columns["state_hash"][rows])).values()
-    return _summary("system/state_batch_size", np.array(list(sizes)))
+    return summary("system/state_batch_size", np.array(list(sizes)))
 
 
 def _token_means(batch: DataProto) -> dict[str, float]:
@@ -196,16 +187,6 @@ def _token_means(batch: DataProto) -> dict[str, float]:
         f"critic/{name}/mean": float(batch.batch[column][mask].float().mean())
         for name, column in names.items()
         if column in batch.batch.keys()
-    }
-
-
-def _summary(name: str, numbers: NDArray) -> dict[str, float]:
-    if not len(numbers):
-        return {}
-    return {
-        f"{name}/mean": float(numbers.mean()),
-        f"{name}/max": float(numbers.max()),
-        f"{name}/min": float(numbers.min()),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.agentic.episode_log import column_of
 from verl_lite.protocol import DataProto
 
 MILLISECONDS_PER_FRAME = 200
@@ -33,17 +34,13 @@ def save_renders(folder: str, batch: DataProto, step: int) -> list[Path]:
         frames = columns["frames"][row]
         if frames is None or not len(frames) or name in written:
             continue
-        score = float(columns["episode_scores"][row]) if "episode_scores" in columns else _score(batch, row)
+        score = float(column_of(batch, "episode_scores")[row])
         stem = _file_name(f"{columns['env_ids'][row]}_{columns['tags'][row]}_{score:.1f}")
         if any(path.stem == stem for path in written.values()):
             stem = f"{stem}_{_file_name(name)}"
         target.mkdir(parents=True, exist_ok=True)
         written[name] = _save(frames, target / stem)
     return list(written.values())
-
-
-def _score(batch: DataProto, row: int) -> float:
-    return float(batch.batch["episode_scores"][row])
 
 
 def _save(frames: Sequence[Any], path: Path) -> Path:

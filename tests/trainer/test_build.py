@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.cases import good_row
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
-from trainer.context import check_context, check_vocabulary
+from trainer.build import check_context, check_vocabulary
 from trainer.data.prompts import PromptDataset
 from trainer.wish import told_of
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig
