@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import sys
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    from trainer.ending import run_command
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    from trainer.flow.run import run_reward_flow
 
-    def command() -> int:
-        from trainer.flow.run import run_reward_flow
-
-        return run_reward_flow(sys.argv[1:] if argv is None else argv)
-
-    return run_command(command)
+    return run_reward_flow(argv)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 
 from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
 from trainer.clips.table import VideoRow, read_tables
+from trainer.ending import WRONG_INPUT, command
 from verl_lite.checks.video import video_data
 from verl_lite.errors import UserError
 from verl_lite.options.diffusion import VideoDataConfig
@@ -55,7 +56,8 @@ class Plan:
 
 
 class VideoDataset:
-    """The clips of data.train_files, by row; the rows of several files stand one after another.
+    """The clips of data.train_files, by row, and after them those of data.val_files; the rows of several files stand
+    one after another. Its length is the number of rows to train on.
 
     Decoded clips are kept until they take data.cache_gb; those that find no room are decoded again each time (an epoch
     asks for every clip once, so that dropping one for another would gain nothing). May be read from several threads.
@@ -67,14 +69,21 @@ class VideoDataset:
         if problems:
             raise UserError("\n".join(problems))
         self.config = config
-        self.rows: list[VideoRow] = read_tables(config)
+        trained = read_tables(config)
+        self.rows: list[VideoRow] = trained + read_tables(config, "val")
+        self._length = len(trained)
         self._plans: dict[Path, Plan] = {}
         self._cache: dict[Path, Frames] = {}
         self._cache_bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._length
+
+    @property
+    def validation(self) -> range:
+        """The rows of data.val_files, or where it is empty those of data.train_files."""
+        return range(len(self) if self.config.val_files else 0, len(self.rows))
 
     def __getitem__(self, row: int) -> Clip:
         """Raises UserError for a file that cannot be decoded, and IndexError."""
@@ -88,7 +97,7 @@ class VideoDataset:
                 raise UserError(self.sentence(row, error)) from error
             frames.setflags(write=False)
             self._keep(entry.path, frames)
-        return Clip(frames, entry.prompt, row % len(self), entry.path, entry.extra)
+        return Clip(frames, entry.prompt, row % len(self.rows), entry.path, entry.extra)
 
     def plan(self, row: int) -> Plan:
         """What becomes of a row's file, from its header. Raises ClipError for one that is no clip."""
@@ -113,7 +122,7 @@ class VideoDataset:
                 return error
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-check") as pool:
-            return list(pool.map(look, range(len(self))))
+            return list(pool.map(look, range(len(self.rows))))
 
     def check(self) -> None:
         """Looks into every file. Raises UserError with the first few that cannot be used, and where clips come to
@@ -122,7 +131,7 @@ class VideoDataset:
         problems = [self.sentence(row, plan) for row, plan in enumerate(plans) if isinstance(plan, ClipError)]
         if problems:
             more = len(problems) - _SHOWN_PROBLEMS
-            rest = [f"... and {more} more, of {len(self)} rows. {_LIST_ALL}"] if more > 0 else []
+            rest = [f"... and {more} more, of {len(self.rows)} rows. {_LIST_ALL}"] if more > 0 else []
             raise UserError("\n".join(problems[:_SHOWN_PROBLEMS] + rest))
         if sizes := self.size_problem(plans):
             raise UserError(sizes)
@@ -137,7 +146,7 @@ class VideoDataset:
         odd = next(row for row, size in sizes.items() if size != (height, width))
         listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counted[:_SHOWN_PROBLEMS])
         return (
-            f"data.train_files: clips come to {len(counted)} sizes (width x height) at data.max_pixels="
+            f"Clips come to {len(counted)} sizes (width x height) at data.max_pixels="
             f"{self.config.max_pixels}: {listed}; {self.rows[odd].place} is the first of another than the most "
             f"frequent. All clips of a run have one size: data.height={height} data.width={width} scales and crops "
             "them all to the most frequent one; else train on one size at a time"
@@ -145,7 +154,7 @@ class VideoDataset:
 
     def sentence(self, row: int, error: ClipError) -> str:
         """What is wrong with the file of a row, with its place."""
-        return f"data.train_files: {self.rows[row].place}, {self.rows[row].path}: {error}"
+        return f"{self.rows[row].place}, {self.rows[row].path}: {error}"
 
     def _keep(self, path: Path, frames: Frames) -> None:
         with self._lock:
@@ -223,10 +232,6 @@ class VideoLoader:
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return steps_per_epoch(len(self.data), self.data.config)
-
     def batch(self, step: int) -> DataProto:
         """The batch of a step, from 1, with meta_info["global_step"]; decoding of the next step's begins.
 
@@ -239,30 +244,21 @@ class VideoLoader:
         batch.meta_info["global_step"] = step
         return batch
 
-    def batches(self, first_step: int = 1) -> Iterator[tuple[int, DataProto]]:
-        """(step, its batch) up to the last step."""
-        for step in range(first_step, self.last_step + 1):
-            yield step, self.batch(step)
-
     def _begin(self, step: int) -> dict[int, Future[Clip]]:
         """By row: one that comes several times is decoded once."""
         rows = rows_of_step(step, len(self.data), self.data.config, self.seed)
         return {row: self._pool.submit(self.data.__getitem__, row) for row in dict.fromkeys(rows)}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command that checks data; returns the exit status."""
+@command
+def main(argv: list[str]) -> int:
+    """The command that checks data; returns the exit status."""
     from trainer.clips.report import USAGE, show
-    from trainer.environment import prepare_driver
 
-    prepare_driver()
-    argv = sys.argv[1:] if argv is None else argv
     if not argv or (argv[0] != "--help-config" and (argv[0].startswith("-") or "=" in argv[0])):
         print(USAGE, file=sys.stderr)
-        return 2
-    from trainer.ending import run_command
-
-    return run_command(lambda: show(argv))
+        return WRONG_INPUT
+    return show(argv)
 
 
 if __name__ == "__main__":

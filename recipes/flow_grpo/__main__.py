@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import sys
 
-from trainer.environment import prepare_driver
+from trainer.ending import command
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    prepare_driver()
-    from trainer.ending import run_command
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
+    from recipes.flow_grpo.run import run_flow_grpo
 
-    def command() -> int:
-        from recipes.flow_grpo.run import run_flow_grpo
-
-        return run_flow_grpo(sys.argv[1:] if argv is None else argv)
-
-    return run_command(command)
+    return run_flow_grpo(argv)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class VideoReportConfig:
     data: VideoDataConfig = section(VideoDataConfig, "clips and prompts, as for training")
     decode: bool = opt(False, "decode all frames that training would take, not only each clip's first")
     shown: int = opt(20, "clips to list; those that cannot be used are listed all")
-    out: str | None = opt(None, "csv file to write, of the rows that can be used, with absolute paths")
+    out: str | None = opt(None, "csv file to write, of the rows of train_files that can be used, with absolute paths")
 
 
 def show(argv: Sequence[str]) -> int:
@@ -60,8 +60,9 @@ def show(argv: Sequence[str]) -> int:
     if sizes:
         console.note(sizes)
     if config.out is not None:
-        console.print(f"{write_usable(Path(config.out).expanduser(), data, usable)} rows in {config.out}")
-    return int(len(usable) < len(data) or sizes is not None)
+        rows = [row for row in usable if row < len(data)]
+        console.print(f"{write_usable(Path(config.out).expanduser(), data, rows)} rows in {config.out}")
+    return int(len(usable) < len(plans) or sizes is not None)
 
 
 def table(data: VideoDataset, plans: Sequence[Plan | ClipError], shown: int) -> Table:
@@ -86,15 +87,16 @@ def table(data: VideoDataset, plans: Sequence[Plan | ClipError], shown: int) -> 
 
 
 def summary(data: VideoDataset, plans: Sequence[Plan | ClipError]) -> list[str]:
-    """How many rows can be used, the steps of an epoch, and the memory of their clips."""
+    """How many rows can be used, the steps of an epoch over those to train on, and the memory of the clips."""
     usable = [plan for plan in plans if isinstance(plan, Plan)]
+    trained = sum(isinstance(plan, Plan) for plan in plans[: len(data)])
     config = data.config
     lines = [f"{len(usable)} of {len(plans)} rows can be used"]
-    if not usable:
+    if not trained:
         return lines
     clip = max(len(plan.numbers) * plan.height * plan.width * 3 for plan in usable)
-    samples = min(config.train_batch_size, len(usable) * config.repeat)
-    steps = steps_per_epoch(len(usable), config)
+    samples = min(config.train_batch_size, trained * config.repeat)
+    steps = steps_per_epoch(trained, config)
     lines[0] += f": an epoch has {steps} step{'s' * (steps != 1)} of {samples} sample{'s' * (samples != 1)}"
     lines.append(
         f"memory: {clip / 2**20:.1f} MiB a decoded clip, {len(usable) * clip / 2**30:.2f} GiB all of them "

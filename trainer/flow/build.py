@@ -16,10 +16,9 @@ from trainer.flow.reward_flow import RewardFlowTrainer
 from trainer.flow.steps import ClipSteps, count_steps, fingerprint
 from trainer.recipe import recipe_modules
 from trainer.saving import Savable, Saver
-from trainer.starting import join_ray, start_workers
+from trainer.starting import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, start_workers
 from trainer.tracking import Tracking
 from trainer.video_data import VideoDataset, VideoLoader, collate, noise_seeds, steps_per_epoch
-from trainer.wish import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES
 from verl_lite.device import device_type
 from verl_lite.machine.claim import Wish
 from verl_lite.options.diffusion import RewardFlowConfig
@@ -31,7 +30,7 @@ from workers.diffusion.actor import ActorWorker
 
 
 def wish_of(config: RewardFlowConfig, slots: int, run_dir: Path) -> Wish:
-    """What the run takes of one machine; see `trainer.wish`."""
+    """What the run takes of one machine; see `trainer.starting`."""
     here = slots // config.trainer.nnodes
     model = Path(config.model.path or "")
     held = WORKER_BYTES + (folder_bytes(model) if model.is_dir() else 0)
@@ -51,8 +50,8 @@ def worker_modules(config: RewardFlowConfig) -> list[str]:
 
 
 def validation_batch(config: RewardFlowConfig, data: VideoDataset) -> DataProto:
-    """The first trainer.val_clips clips; their noise is that of step 0, which is never trained."""
-    rows = list(range(min(config.trainer.val_clips, len(data))))
+    """The first trainer.val_clips clips of the validation; their noise is that of step 0, which is never trained."""
+    rows = data.validation[: config.trainer.val_clips]
     seeds = noise_seeds(0, rows, config.trainer.seed, config.sampler.noise_seed)
     batch = collate([data[row] for row in rows], seeds)
     batch.meta_info["global_step"] = 0

@@ -29,9 +29,9 @@ def count_steps(config: RewardFlowConfig, steps_per_epoch: int) -> int:
 
 
 def fingerprint(data: VideoDataset) -> str:
-    """Changes with the number of rows, their order, prompts, and the names and sizes of their files."""
+    """Changes with the number of rows to train on, their order, prompts, and the names and sizes of their files."""
     digest = hashlib.sha256()
-    for row in data.rows:
+    for row in data.rows[: len(data)]:
         size = row.path.stat().st_size if row.path.is_file() else 0
         digest.update(f"{row.path.name}\0{size}\0{row.prompt}\n".encode())
     return digest.hexdigest()[:16]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from trainer.video_data import Clip, VideoDataset, collate
+from trainer.video_data import VideoDataset, collate
 from verl_lite.errors import UserError
 from verl_lite.options.diffusion import FlowRewardConfig
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
@@ -29,26 +29,20 @@ def try_reward(
     whose file and row are named. tell: hears how many clips were not tried in `budget_s` seconds."""
     reward = build_visual_reward(options)
     started = time.monotonic()
-    for row in range(len(data)):
-        clip = data[row]
-        frames = collate([clip], [0]).batch["video"][0]
-        reference = prepared(reward, clip, frames)
+    count = len(data.rows)
+    for row in range(count):
+        frames = collate([data[row]], [0]).batch["video"][0]
+        try:
+            with torch.no_grad():
+                reference = reward.prepare(frames)
+        except ValueError as error:
+            place = f"{data.rows[row].place}, {data.rows[row].path}"
+            raise UserError(f"{place}: {error}. Take this clip out, or choose another reward.name") from error
         if row == 0:
             require_gradient(reward, options.name, frames, reference)
-        if time.monotonic() - started > budget_s and row + 1 < len(data):
-            tell(f"the reward was tried on {row + 1} of {len(data)} clips in {budget_s:g} s; the others come untried")
+        if time.monotonic() - started > budget_s and row + 1 < count:
+            tell(f"the reward was tried on {row + 1} of {count} clips in {budget_s:g} s; the others come untried")
             return
-
-
-def prepared(reward: VisualReward, clip: Clip, frames: torch.Tensor) -> object:
-    """What the reward knows of a clip. Raises UserError if it finds nothing in it, such as a face."""
-    try:
-        with torch.no_grad():
-            return reward.prepare(frames)
-    except ValueError as error:
-        raise UserError(
-            f"data.train_files: row {clip.row}, {clip.path}: {error}. Take this clip out, or choose another reward.name"
-        ) from error
 
 
 def require_gradient(reward: VisualReward, name: str, frames: torch.Tensor, reference: object) -> None:

@@ -141,7 +141,8 @@ class RewardFlowPolicy(EngineNetwork):
                 self._references[row] = self._frozen.reward.prepare(clip)
             except ValueError as error:
                 raise UserError(
-                    f"data.train_files, row {row}: the reward {self.config.reward.name} cannot use this clip: {error}"
+                    f"data.train_files, data.val_files: row {row} of all: the reward {self.config.reward.name} cannot "
+                    f"use this clip: {error}"
                 ) from error
         return self._references[row]
 

@@ -54,6 +54,17 @@ def test_frames_that_are_taken_with_gaps_and_a_batch_of_repeats(
     assert "an epoch has 2 steps of 8 samples" in printed
 
 
+def test_clips_of_the_validation_are_looked_at_and_count_in_no_epoch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "usable.csv"
+    held = write_table(folder / "held", [["../a", "a cat"], ["../none", "p"]])
+    assert main([str(folder), SMALL, f"data.val_files={held}", f"out={out}"]) == 1
+    printed = capsys.readouterr().out
+    assert "3 of 4 rows can be used: an epoch has 1 step of 2 samples" in printed and f"2 rows in {out}" in printed
+    assert f"data.val_files: row 1 (line 3) of {held}" in printed
+
+
 def test_the_memory_that_is_told_is_that_of_clips_and_batches(folder: Path) -> None:
     data = VideoDataset(options(folder, height=512, width=1024, train_batch_size=2))
     (memory,) = summary(data, data.plans())[1:]

@@ -17,7 +17,7 @@ def test_rows_of_several_files_with_paths_beside_each(tmp_path: Path) -> None:
     rows = read_tables(options(first, second.parent))  # a folder stands for its metadata.csv
     assert [row.path for row in rows] == [tmp_path / "one/a.mp4", tmp_path / "one/sub/b", tmp_path / "c.gif"]
     assert [row.prompt for row in rows] == ["a cat, asleep", "a dog", "a bird"]
-    assert rows[1].place == f"row 1 (line 3) of {first}" and rows[2].place == f"row 0 (line 2) of {second}"
+    assert rows[1].place == f"data.train_files: row 1 (line 3) of {first}" and "row 0 (line 2)" in rows[2].place
     assert [row.prompt for row in read_tables(options(first, second, train_max_samples=1))] == ["a cat, asleep"]
 
 
@@ -32,7 +32,7 @@ def test_a_byte_order_mark_and_prompts_of_several_lines(tmp_path: Path) -> None:
     table.write_bytes('\ufeffvideo,prompt\r\na.mp4,"one\r\ntwo"\r\nb.mp4,é\r\n'.encode())
     rows = read_tables(options(table))
     assert [row.prompt for row in rows] == ["one\r\ntwo", "é"]
-    assert rows[1].place == f"row 1 (line 4) of {table}"  # as an editor counts
+    assert rows[1].place == f"data.train_files: row 1 (line 4) of {table}"  # as an editor counts
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import torch
 from tests.trainer.made_clips import STEP, grey_frames, options, which, write_animation, write_folder, write_table
 from trainer import video_data
 from trainer.clips.reading import read_frames
+from trainer.flow.build import validation_batch
+from trainer.flow.steps import fingerprint
 from trainer.video_data import (
     VideoDataset,
     VideoLoader,
@@ -23,6 +25,7 @@ from trainer.video_data import (
     steps_per_epoch,
 )
 from verl_lite.errors import UserError
+from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.schema import check
 from verl_lite.seqlen_balance import plan_batch
 
@@ -119,6 +122,29 @@ def test_clips_of_several_sizes_are_refused_with_the_setting_to_give(table: Path
     assert {data[row].video.shape for row in range(3)} == {(5, 32, 48, 3)}
 
 
+def test_clips_of_the_validation_are_read_and_checked_and_never_trained_on(table: Path) -> None:
+    write_folder(table.parent / "held" / "d", grey_frames(9)[3:])
+    held = write_table(table.parent / "held", [["d", "a fish"], ["none.mp4", "p"]])
+    config = options(table, val_files=[str(held)], train_max_samples=2, train_batch_size=8)
+    with pytest.raises(UserError, match=r"data.val_files: row 1 \(line 3\) of .*none.mp4: there is no such file"):
+        VideoDataset(config).check()
+    write_table(table.parent / "held", [["d", "a fish"]])
+    data = VideoDataset(config)
+    data.check()
+    assert len(data) == 2 and [data.rows[row].prompt for row in data.validation] == ["a fish"]
+    alone = VideoDataset(options(table, train_max_samples=2))
+    assert [alone.rows[row].prompt for row in alone.validation] == ["a cat", "a dog"]
+    assert fingerprint(data) == fingerprint(alone)  # a run may be resumed with other clips of the validation
+    with VideoLoader(data, seed=1, noise_seed=None, last_step=1) as loader:
+        assert sorted(loader.batch(1).non_tensor_batch["prompt"]) == ["a cat", "a dog"]
+    run = RewardFlowConfig(data=config)
+    run.trainer.val_clips = 1
+    shown = validation_batch(run, data)
+    # a row of its own: workers keep what the reward knows of a clip by its row
+    assert shown.batch["row"].tolist() == [2] and shown.non_tensor_batch["prompt"].tolist() == ["a fish"]
+    torch.testing.assert_close(shown.batch["video"][0, :, 0, 0, 0], torch.arange(3, 8) * STEP / 255)
+
+
 # ------------------------------------------------------------------------------------------------------------ the order
 
 
@@ -168,16 +194,12 @@ def same(first: Any, second: Any) -> None:
 def test_a_run_that_is_resumed_gets_the_same_batches(table: Path) -> None:
     config = options(table, train_batch_size=2)
     with VideoLoader(VideoDataset(config), seed=3, noise_seed=None, last_step=6) as loader:
-        assert loader.steps_per_epoch == 2
-        whole = dict(loader.batches())
+        whole = {step: loader.batch(step) for step in range(1, 7)}
     assert [len(batch) for batch in whole.values()] == [2, 1] * 3
     assert [batch.meta_info["global_step"] for batch in whole.values()] == [1, 2, 3, 4, 5, 6]
     with VideoLoader(VideoDataset(config), seed=3, noise_seed=None, last_step=6) as loader:
-        rest = dict(loader.batches(first_step=4))
-        same(loader.batch(2), whole[2])  # any step, in any order
-    assert list(rest) == [4, 5, 6]
-    for step, batch in rest.items():
-        same(batch, whole[step])
+        for step in (4, 5, 6, 2):  # any step, in any order
+            same(loader.batch(step), whole[step])
 
 
 def test_the_next_step_is_decoded_meanwhile_and_nothing_after_the_last(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.clips.table import VideoRow
 from trainer.flow.trial import require_gradient, try_reward
 from trainer.video_data import Clip
 from verl_lite.errors import UserError
@@ -20,14 +21,12 @@ class Clips:
     """Grey clips of rising brightness; as a `VideoDataset`."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.read = count, 0
-
-    def __len__(self) -> int:
-        return self.count
+        self.read = 0
+        self.rows = [VideoRow(Path(f"clip{row}.mp4"), "a clip", f"data.train_files: row {row}") for row in range(count)]
 
     def __getitem__(self, row: int) -> Clip:
         self.read += 1
-        return Clip(np.full((5, 4, 4, 3), 40 * row + 20, dtype=np.uint8), "a clip", row, Path(f"clip{row}.mp4"))
+        return Clip(np.full((5, 4, 4, 3), 40 * row + 20, dtype=np.uint8), "a clip", row, self.rows[row].path)
 
 
 class Brightness:
