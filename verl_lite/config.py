@@ -16,6 +16,7 @@ from verl_lite.options.agentic import AgenticConfig
 from verl_lite.options.data import DataConfig
 from verl_lite.options.fields import ALL_OR_SOME, MOMENTS, POSITIVE, POSITIVE_SHARE, SHARE, at_least, opt, section
 from verl_lite.options.reward import RewardConfig
+from verl_lite.options.rollout_correction import RolloutCorrectionConfig
 
 
 @dataclass
@@ -249,27 +250,6 @@ class KLControlConfig:
     kl_coef: float = opt(0.001, "coefficient (initial, if adaptive)", at_least(0))
     horizon: int = opt(10000, "adaptive: sequences over which the coefficient reacts", at_least(1))
     target_kl: float = opt(0.1, "adaptive: KL per token aimed at", POSITIVE)
-
-
-@dataclass
-class RolloutCorrectionConfig:
-    """What is done about samples whose rollout log-probs differ from the trainer's: see ROLLOUT_CORRECTION.md."""
-
-    rollout_is: str | None = opt(None, "importance weights: null | token | sequence | segment | geometric")
-    rollout_is_threshold: str = opt(
-        "2.0", "upper bound (truncated), or low_high outside which the weight is 0 (IcePop)"
-    )
-    rollout_is_batch_normalize: bool = opt(False, "divide the weights by their mean over the batch")
-    rollout_rs: str | None = opt(None, "rejection: level_measure, such as token_k1, or a comma list; null = none")
-    rollout_rs_threshold: str | None = opt(
-        None, "its bounds, one for all or a comma list: of k1, ratio, diff low_high or high; of k2, k3 the largest"
-    )
-    bypass_mode: bool = opt(
-        False, "take the rollout's log-probs as old_log_probs and spare the pass that computes them"
-    )
-    loss_type: str = opt(
-        "ppo_clip", "with bypass_mode: ppo_clip (actor.policy_loss.loss_mode) | reinforce", ("ppo_clip", "reinforce")
-    )
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """CPU and CUDA behind one face: the only file that knows which of the two a run uses.
 
-Gives the device, the communication backend, dtypes, memory figures, core counts and seeds. Everything else in the
+Gives the device, the communication backend, dtypes, memory figures and core counts. Everything else in the
 project takes a `torch.device` and works on both.
 """
 
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from verl_lite.errors import UserError
@@ -135,13 +133,6 @@ def keep_freed_memory(device: torch.device, mapped_bytes: int = 256 << 20, kept_
         mmap_threshold, trim_threshold = -3, -1  # glibc's names for the two settings
         mallopt(mmap_threshold, mapped_bytes)
         mallopt(trim_threshold, kept_bytes)
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds python, numpy and torch (all devices)."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
 
 
 METRIC_DOCS = (

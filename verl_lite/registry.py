@@ -67,10 +67,14 @@ def find_entry(entries: dict[str, T], kind: str, name: str | Enum) -> T:
         return entries[key]
     if ":" in key:
         return _import(key, kind)
-    nearest = difflib.get_close_matches(key, entries, n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     known = ", ".join(sorted(entries)) or "none"
-    raise ValueError(f"Unknown {kind}: {key}.{hint} Known: {known}; or a path pkg.module:object.")
+    raise ValueError(f"Unknown {kind}: {key}.{did_you_mean(key, entries)} Known: {known}; or a path pkg.module:object.")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'X'?` if a known name is near, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def foreign_modules(entries: Iterable[object]) -> list[str]:

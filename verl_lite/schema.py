@@ -8,11 +8,11 @@ deeper.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_lite.protocol import DataProto
+from verl_lite.registry import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Column:
 _PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
 _ROLLOUT = "workers/rollout/single_turn.py"
-_REWARD = "trainer/rewards.py"
-_OVERLONG = "trainer/overlong.py"
+_REWARD = "trainer/rewards/scores.py"
+_OVERLONG = "trainer/rewards/overlong.py"
 _ACTOR = "workers/actor_rollout.py"
 _ADVANTAGE = "trainer/advantage.py"
-_BASELINE = "trainer/baselines.py"
+_BASELINE = "trainer/rewards/baselines.py"
 _EPISODES = "workers/rollout/trajectories.py"
 _LOSS = "trainer/loss_columns.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
@@ -124,9 +124,9 @@ def column(name: str) -> Column:
     if name.startswith(_EXTRA_PREFIX):
         meaning = f"{name.removeprefix(_EXTRA_PREFIX)!r} of what the reward function returned"
         return Column(name, ("B",), "object", meaning, _REWARD)
-    nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{name!r} is not a column of a batch.{hint} verl_lite/schema.py lists them.")
+    raise ValueError(
+        f"{name!r} is not a column of a batch.{did_you_mean(name, _BY_NAME)} verl_lite/schema.py lists them."
+    )
 
 
 def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:

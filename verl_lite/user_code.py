@@ -20,7 +20,11 @@ def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
 
     The code runs once, here; what it raises is raised. Raises UserError if there is no such file, module or callable.
     """
-    module = load_module(path, path_key)
+    return object_of(load_module(path, path_key), path, name, name_key)
+
+
+def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
+    """The callable `name` of a module that came from `path`. Raises UserError if there is none, with those found."""
     found = getattr(module, name, None)
     if not callable(found):
         known = sorted(

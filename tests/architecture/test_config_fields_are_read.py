@@ -87,7 +87,7 @@ class _Reader(ast.NodeVisitor):
         self.attributes: list[dict[str, str]] = [{}]
 
     def type_of(self, node: ast.AST) -> str | None:
-        """The class of options that an expression is known to have."""
+        """The class of options that an expression is known to have; of a union, all with ` | ` between."""
         if isinstance(node, ast.Name):
             known = next((scope[node.id] for scope in reversed(self.scopes) if node.id in scope), None)
             # `kl_ctrl` can be nothing else than that section; `data` or `model` can.
@@ -95,7 +95,8 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Attribute):
             owner = self.type_of(node.value)
             if owner is not None:
-                return (FIELDS | SEEN_AS)[owner].get(node.attr)
+                sections = ((FIELDS | SEEN_AS)[one].get(node.attr) for one in owner.split(" | "))
+                return next(filter(None, sections), None)
             if isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in self.attributes[-1]:
                 return self.attributes[-1][node.attr]
             return SECTION_OF.get(node.attr)
@@ -110,8 +111,7 @@ class _Reader(ast.NodeVisitor):
             return None
         words = {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
         words |= {n.value for n in ast.walk(annotation) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        known = words & {*CLASSES, *SEEN_AS}
-        return known.pop() if len(known) == 1 else None
+        return " | ".join(sorted(words & {*CLASSES, *SEEN_AS})) or None
 
     def bind(self, target: ast.expr, value: str | None) -> None:
         if value is None:
@@ -172,8 +172,8 @@ class _Reader(ast.NodeVisitor):
         if owner in SEEN_AS:  # read for every command that has these sections
             self.reads |= {(name, field) for name, fields in FIELDS.items() if fields.keys() >= SEEN_AS[owner].keys()}
             return
-        if owner is not None and field in FIELDS[owner]:
-            self.reads.add((owner, field))
+        if owner is not None and any(field in FIELDS.get(one, {}) for one in owner.split(" | ")):
+            self.reads |= {(one, field) for one in owner.split(" | ") if field in FIELDS.get(one, {})}
         elif field in UNMISTAKABLE:
             self.reads.add((UNMISTAKABLE[field], field))
 

@@ -18,11 +18,11 @@ from tests.trainer.trackers.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
 from trainer import metrics_reference
 from trainer.metrics_reference import DECLARATION, PAGE, ROOT, Reference, declared_in, main, render, sections
-from trainer.validation import share_scored
-from trainer.validation_metrics import validation_metrics
+from trainer.validation.answering import share_scored
+from trainer.validation.metrics import validation_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.metric_docs import Health, MetricDoc
-from verl_lite.options.rollout_correction import REJECTION_OPTIONS, CorrectionOptions
+from verl_lite.options.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig
 from verl_lite.rollout_correction import correct_rollout
 from verl_lite.settings.keys import schema_of
 
@@ -114,12 +114,12 @@ def test_a_run_that_logs_something_else_fails_its_test(tmp_path: Path) -> None:
     ("name", "file"),
     [
         ("critic/score/mean", "trainer/step_metrics.py"),
-        ("val-core/openai/gsm8k/acc/mean@8", "trainer/validation_metrics.py"),
-        ("val-aux/openai/gsm8k/greedy/reward/error_rate", "trainer/validation_metrics.py"),
-        ("val-aux/mean_of_sources/acc/mean@8/ci95", "trainer/validation_metrics.py"),
-        ("reward/error_rate", "trainer/rewards.py"),
-        ("reward/overlong/mean", "trainer/overlong.py"),
-        ("reward/accuracy_of_mine/mean", "trainer/rewards.py"),
+        ("val-core/openai/gsm8k/acc/mean@8", "trainer/validation/metrics.py"),
+        ("val-aux/openai/gsm8k/greedy/reward/error_rate", "trainer/validation/metrics.py"),
+        ("val-aux/mean_of_sources/acc/mean@8/ci95", "trainer/validation/metrics.py"),
+        ("reward/error_rate", "trainer/rewards/scores.py"),
+        ("reward/overlong/mean", "trainer/rewards/overlong.py"),
+        ("reward/accuracy_of_mine/mean", "trainer/rewards/scores.py"),
         ("env/error_rate", "trainer/agentic/agentic_pipeline.py"),
         ("env/FrozenLake/success", "trainer/agentic/metrics.py"),
         ("rollout_corr/rollout_rs_token_k1_seq_max_deviation", "verl_lite/rollout_correction.py"),
@@ -195,7 +195,7 @@ def test_every_number_of_a_validation_is_documented(prefix: str) -> None:
 
 @pytest.mark.parametrize("options", REJECTION_OPTIONS)
 def test_every_number_of_the_rollout_correction_is_documented(options: str) -> None:
-    config = CorrectionOptions("token", "0.5_2.0", rollout_is_batch_normalize=True, rollout_rs=options)
+    config = RolloutCorrectionConfig("token", "0.5_2.0", rollout_is_batch_normalize=True, rollout_rs=options)
     config = replace(config, rollout_rs_threshold="0.5" if options.endswith(("k2", "k3", "diff")) else "0.5_2.0")
     log_probs = -torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
     _, _, metrics = correct_rollout(log_probs, log_probs * 1.1, torch.ones(4, 5), config)

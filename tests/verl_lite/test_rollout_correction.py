@@ -15,10 +15,10 @@ from verl_lite.options.rollout_correction import (
     REJECTION_OPTIONS,
     WEIGHT_LEVELS,
     Correction,
-    CorrectionOptions,
     FilterConfig,
     IsWeightConfig,
     Rejection,
+    RolloutCorrectionConfig,
     TrainInferCorrectionConfig,
     Weighting,
     rejections_of,
@@ -128,7 +128,7 @@ def naive_statistic(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
 @pytest.mark.parametrize("name", sorted(WEIGHT_LEVELS))
 def test_weights_are_those_of_a_plain_loop(name: str, lower: float | None, normalize: bool) -> None:
     old, rollout, mask = batch()
-    options = CorrectionOptions(
+    options = RolloutCorrectionConfig(
         rollout_is=name,
         rollout_is_threshold="1.3" if lower is None else f"{lower}_1.3",
         rollout_is_batch_normalize=normalize,
@@ -147,7 +147,7 @@ def test_weights_by_hand() -> None:
     mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
 
     def weights(name: str, threshold: str, **more: bool) -> list[list[float]]:
-        options = CorrectionOptions(rollout_is=name, rollout_is_threshold=threshold, **more)
+        options = RolloutCorrectionConfig(rollout_is=name, rollout_is_threshold=threshold, **more)
         found = correct_rollout(old, torch.zeros(2, 4), mask, options)[0]
         assert found is not None
         return [[round(w, 6) for w in row] for row in found.tolist()]
@@ -167,7 +167,7 @@ def test_weights_by_hand() -> None:
 def test_weights_carry_no_gradient_and_are_finite_at_any_distance() -> None:
     old = torch.tensor([[-1.0, -500.0, -math.inf, 0.0]], requires_grad=True)
     rollout = torch.tensor([[-1.0, -1.0, -1.0, -math.inf]])
-    options = CorrectionOptions(rollout_is="token", rollout_is_threshold="inf")
+    options = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="inf")
     weights = correct_rollout(old, rollout, torch.ones(1, 4), options)[0]
     assert weights is not None and not weights.requires_grad
     torch.testing.assert_close(weights, torch.tensor([[0.0, -20.0, -20.0, 20.0]]).exp())
@@ -180,7 +180,7 @@ def test_weights_carry_no_gradient_and_are_finite_at_any_distance() -> None:
 def test_each_rejection_is_that_of_a_plain_loop(option: str) -> None:
     old, rollout, mask = batch(seed=1)
     text = {"k1": "0.75_1.4", "ratio": "0.75_1.4", "diff": "-0.1_0.15"}.get(option.rpartition("_")[2], "0.05")
-    options = CorrectionOptions(rollout_rs=option, rollout_rs_threshold=text)
+    options = RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold=text)
     bounds = [float(part) for part in text.split("_")] if "_" in text else [-math.inf, float(text)]
     if option.endswith(("k1", "ratio")):
         bounds = [math.log(bound) for bound in bounds]
@@ -197,7 +197,7 @@ def test_all_criteria_have_to_pass() -> None:
 
     def kept(names: str, thresholds: str) -> torch.Tensor:
         return correct_rollout(
-            old, rollout, mask, CorrectionOptions(rollout_rs=names, rollout_rs_threshold=thresholds)
+            old, rollout, mask, RolloutCorrectionConfig(rollout_rs=names, rollout_rs_threshold=thresholds)
         )[1]
 
     all_three = kept("token_k1, seq_mean_k3,seq_max_k2", "1.6,0.06, 0.3")
@@ -214,7 +214,7 @@ def test_rejection_by_hand() -> None:
     rollout, mask = torch.zeros(2, 3), torch.ones(2, 3)
 
     def kept(name: str, text: str) -> list[list[int]]:
-        options = CorrectionOptions(rollout_rs=name, rollout_rs_threshold=text)
+        options = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=text)
         return correct_rollout(old, rollout, mask, options)[1].int().tolist()
 
     assert kept("token_k1", "2.0") == [[1, 0, 0], [1, 1, 1]], "a single number is (1/2, 2)"
@@ -241,7 +241,7 @@ def test_bounds_are_included() -> None:
 # ---------------------------------------------------------------------------------------------------- never matter
 
 EVERYTHING = [
-    CorrectionOptions(
+    RolloutCorrectionConfig(
         rollout_is=name,
         rollout_is_threshold="0.5_1.5",
         rollout_is_batch_normalize=True,
@@ -257,7 +257,7 @@ def reported(metrics: dict) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("options", EVERYTHING, ids=lambda options: options.rollout_is)
-def test_order_padding_and_empty_rows_do_not_matter(options: CorrectionOptions) -> None:
+def test_order_padding_and_empty_rows_do_not_matter(options: RolloutCorrectionConfig) -> None:
     old, rollout, mask = batch()
     weights, kept, metrics = correct_rollout(old, rollout, mask, options)
     assert weights is not None
@@ -279,7 +279,7 @@ def test_order_padding_and_empty_rows_do_not_matter(options: CorrectionOptions) 
 
 
 @pytest.mark.parametrize("options", EVERYTHING, ids=lambda options: options.rollout_is)
-def test_a_batch_without_a_token_has_no_weight_no_metric_and_no_nan(options: CorrectionOptions) -> None:
+def test_a_batch_without_a_token_has_no_weight_no_metric_and_no_nan(options: RolloutCorrectionConfig) -> None:
     nothing = torch.full((3, 4), math.nan)
     weights, kept, metrics = correct_rollout(nothing, nothing, torch.zeros(3, 4, dtype=torch.long), options)
     assert weights is not None and not weights.any() and not kept.any()
@@ -290,7 +290,7 @@ def test_a_batch_without_a_token_has_no_weight_no_metric_and_no_nan(options: Cor
 def test_equal_log_probs_are_left_alone(name: str) -> None:
     old, _, mask = batch()
     thresholds = {"k1": "0.9999_1.0001", "ratio": "0.9999_1.0001", "diff": "1e-6"}
-    options = CorrectionOptions(
+    options = RolloutCorrectionConfig(
         rollout_is=name,
         rollout_is_threshold="0.9999_1.0001",
         rollout_is_batch_normalize=True,
@@ -328,7 +328,7 @@ def test_a_sum_over_parts_is_the_whole() -> None:
 def test_shapes_that_differ_are_named() -> None:
     old, rollout, mask = batch()
     with pytest.raises(ValueError, match=r"correct_rollout: rollout_log_probs has shape \(8, 8\)"):
-        correct_rollout(old, rollout[:, :-1], mask, CorrectionOptions())
+        correct_rollout(old, rollout[:, :-1], mask, RolloutCorrectionConfig())
 
 
 # ---------------------------------------------------------------------------------------------------- metrics
@@ -401,7 +401,7 @@ def test_weight_metrics_are_those_of_a_plain_loop(name: str, threshold: str) -> 
     }
     if lower is not None:
         expected["oob_ratio"] = fmean(not lower <= w <= 1.3 for w in before)
-    options = CorrectionOptions(rollout_is=name, rollout_is_threshold=threshold)
+    options = RolloutCorrectionConfig(rollout_is=name, rollout_is_threshold=threshold)
     found = reported(correct_rollout(old, rollout, mask, options)[2])
     prefix = "rollout_corr/rollout_is_"
     assert {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)} == pytest.approx(expected)
@@ -414,7 +414,7 @@ def test_rejection_metrics_are_those_of_a_plain_loop(option: str) -> None:
     old, rollout, mask = batch(seed=6)
     level, _, measure = option.rpartition("_")
     text = {"k1": "0.8_1.3", "ratio": "0.8_1.3", "diff": "-0.1_0.1"}.get(measure, "0.05")
-    options = CorrectionOptions(rollout_rs=option, rollout_rs_threshold=text)
+    options = RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold=text)
     low, high = {"0.8_1.3": (math.log(0.8), math.log(1.3)), "-0.1_0.1": (-0.1, 0.1)}.get(text, (-math.inf, 0.05))
     statistic = naive_statistic(old, rollout, mask, option)
     tokens = [s for row in statistic for s in row if s is not None]
@@ -467,7 +467,7 @@ def roll_values(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) ->
 
 def test_rolls_statistics_are_those_of_a_plain_loop() -> None:
     old, rollout, mask = batch(seed=7)
-    found = reported(correct_rollout(old, rollout, mask, CorrectionOptions())[2])
+    found = reported(correct_rollout(old, rollout, mask, RolloutCorrectionConfig())[2])
     for name, pair in roll_values(old, rollout, mask).items():
         for kind, rows in zip(("ratio", "diff"), pair, strict=True):
             by_row = [fmean(v for v in row if v is not None) for row in rows if any(v is not None for v in row)]
@@ -503,12 +503,12 @@ def test_rolls_filters_and_weights_are_those_of_a_plain_loop(agg_type: str) -> N
 def test_roll_and_verl_coincide_on_truncated_token_weights() -> None:
     old, rollout, mask = batch(seed=9)
     cfg = TrainInferCorrectionConfig(is_weight=IsWeightConfig(enabled=True, upper_bound=1.2))
-    verl = CorrectionOptions(rollout_is="token", rollout_is_threshold=1.2)
+    verl = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.2)
     expected = correct_rollout(old, rollout, mask, verl)[0]
     assert torch.equal(compute_train_infer_correction(cfg, mask, old, rollout)[0], expected)  # type: ignore[arg-type]
     # a ratio filter of ROLL is k1 of verl with the bounds turned over
     cfg = TrainInferCorrectionConfig(filters=[FilterConfig(enabled=True, ratio_low=0.8, ratio_high=1.6)])
-    [k1] = rejections_of(CorrectionOptions(rollout_rs="token_k1", rollout_rs_threshold=f"{1 / 1.6}_{1 / 0.8}"))
+    [k1] = rejections_of(RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=f"{1 / 1.6}_{1 / 0.8}"))
     weights, kept, _ = compute_train_infer_correction(cfg, mask, old, rollout)
     assert torch.equal(kept * mask, correct_rollout(old, rollout, mask, Correction(rejections=(k1,)))[1].double())
     assert torch.equal(weights, torch.ones_like(old)), "no weights are asked for"

@@ -66,6 +66,11 @@ class Outcomes:
     stds: torch.Tensor  # (G,), 1 for a group of fewer than two
     counts: torch.Tensor  # (G,) rows that count
 
+    def advantages(self, values: torch.Tensor, like: torch.Tensor) -> Pair:
+        """Numbers (B,) at the valid tokens of their rows, as advantages and returns: one and the same tensor."""
+        spread_out = spread(values, self.is_valid, like)
+        return spread_out, spread_out
+
 
 def outcomes(
     name: str, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None
@@ -161,8 +166,7 @@ def compute_grpo_outcome_advantage(
     advantages = rows.scores - rows.means[rows.groups]
     if norm_adv_by_std_in_grpo:
         advantages = advantages / (rows.stds[rows.groups] + epsilon)
-    advantages = spread(advantages, rows.is_valid, token_level_rewards)
-    return advantages, advantages
+    return rows.advantages(advantages, token_level_rewards)
 
 
 @torch.no_grad()
@@ -189,8 +193,7 @@ def compute_grpo_passk_outcome_advantage(
     lead = torch.where(rows.counts > 1, first - second, 0)
     if option("norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo, config, True):
         lead = lead / (rows.stds + epsilon)
-    advantages = spread(torch.zeros_like(rows.scores).index_copy(0, best, lead), rows.is_valid, token_level_rewards)
-    return advantages, advantages
+    return rows.advantages(torch.zeros_like(rows.scores).index_copy(0, best, lead), token_level_rewards)
 
 
 @torch.no_grad()
@@ -242,8 +245,7 @@ def compute_rloo_outcome_advantage(
     A group of one response has no baseline: A = R.
     """
     rows = outcomes("rloo", token_level_rewards, response_mask, index)
-    advantages = spread(_leave_one_out(rows), rows.is_valid, token_level_rewards)
-    return advantages, advantages
+    return rows.advantages(_leave_one_out(rows), token_level_rewards)
 
 
 @torch.no_grad()
@@ -253,8 +255,7 @@ def compute_rloo_vectorized_outcome_advantage(
     """RLOO as verl's rloo_vectorized has it: a group of one response gets 0 instead of its score."""
     rows = outcomes("rloo_vectorized", token_level_rewards, response_mask, index)
     several = (rows.counts > 1)[rows.groups]
-    advantages = spread(torch.where(several, _leave_one_out(rows), 0), rows.is_valid, token_level_rewards)
-    return advantages, advantages
+    return rows.advantages(torch.where(several, _leave_one_out(rows), 0), token_level_rewards)
 
 
 def _leave_one_out(rows: Outcomes) -> torch.Tensor:
@@ -275,8 +276,7 @@ def compute_opo_outcome_advantage(
     lengths = rows.is_valid.sum(dim=-1).double()
     totals = group_sum(torch.stack([lengths * rows.scores, lengths], dim=-1), rows.groups, rows.num_groups)
     baselines = torch.where(rows.counts > 1, totals[:, 0] / totals[:, 1].clamp(min=1), 0)
-    advantages = spread(rows.scores - baselines[rows.groups], rows.is_valid, token_level_rewards)
-    return advantages, advantages
+    return rows.advantages(rows.scores - baselines[rows.groups], token_level_rewards)
 
 
 @torch.no_grad()
@@ -295,8 +295,7 @@ def compute_gpg_outcome_advantage(
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
     alpha = rows.valid.sum() / ((rows.scores != 0) & rows.valid).sum().clamp(min=1)
     advantages = alpha * (rows.scores - rows.means[rows.groups]) / f_norm
-    advantages = spread(advantages, rows.is_valid, token_level_rewards)
-    return advantages, advantages
+    return rows.advantages(advantages, token_level_rewards)
 
 
 # ---------------------------------------------------------------------------------------------------- REINFORCE and kin

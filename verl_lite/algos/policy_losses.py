@@ -32,7 +32,6 @@ from verl_lite.metrics import Metric
 from verl_lite.registry import accepts, takes
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
-RATIO_TYPES = ("token", "segment")
 SEQUENCE_MEANS = frozenset({"gspo", "sapo", "geo_mean"})
 """Losses whose mode is always seq-mean-token-mean."""
 

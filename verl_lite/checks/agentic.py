@@ -30,33 +30,8 @@ OF_GROUPS = frozenset(
 )
 """Estimators that compare the episodes of a group with each other."""
 
-WITHOUT_DATASET = (
-    "data.train_files",
-    "data.val_files",
-    "data.prompt_key",
-    "data.columns",
-    "data.data_source",
-    "data.system_prompt",
-    "data.prompt_template",
-    "data.ground_truth_regex",
-    "data.tools_path",
-    "data.sources",
-    "data.sampler.class_path",
-    "data.sampler.class_name",
-    "data.custom_cls.path",
-    "data.custom_cls.name",
-    "data.train_batch_size",
-    "data.val_batch_size",
-    "data.truncation",
-    "data.filter_overlong_prompts",
-    "data.filter_overlong_prompts_workers",
-    "data.train_max_samples",
-    "data.val_max_samples",
-    "data.shuffle",
-    "data.seed",
-    "trainer.total_epochs",
-)
-"""Keys of a dataset of prompts."""
+OF_EPISODES = ("data.max_prompt_length", "data.max_response_length", "data.apply_chat_template_kwargs")
+"""What episodes read of `data`; its other keys are of a dataset of prompts."""
 
 INSTEAD = {
     "data.train_files": "agentic.custom_envs and agentic.train_env_manager.tags",
@@ -149,7 +124,8 @@ def _run(config: PPOConfig) -> Problems:
 
 def _without_effect(config: PPOConfig) -> Problems:
     """Options of datasets and rewards."""
-    for name, value in given(config, "", WITHOUT_DATASET):
+    of_a_dataset = [entry for entry in given(config, "data.") if entry[0] not in OF_EPISODES]
+    for name, value in (*of_a_dataset, *given(config, "trainer.total_epochs")):
         instead = f": set {INSTEAD[name]} instead" if name in INSTEAD else ": leave it out"
         yield f"{name}={value} has no effect where agents act in environments, without a dataset{instead}"
     if rewards := [*given(config, "reward."), *given(config, "reward_model.")]:

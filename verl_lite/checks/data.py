@@ -6,7 +6,6 @@ themselves say is checked when they are read (`trainer/data/prompts.py`).
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from verl_lite.checks.values import Problems, python_file
 from verl_lite.config import PPOConfig
 from verl_lite.options.agentic import is_agentic
 from verl_lite.options.data import HUB_NAME, DataConfig, source_problems
+from verl_lite.registry import did_you_mean
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
 OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
@@ -61,9 +61,8 @@ def _columns(data: DataConfig) -> Problems:
         if ours == "ability":
             yield f"{where}: nothing reads it; a reward sees it as one of data.columns.extra_info=[ability]"
         elif ours not in OUR_COLUMNS:
-            near = difflib.get_close_matches(str(ours), OUR_COLUMNS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            yield f"{where}: {hint}our columns are {', '.join(OUR_COLUMNS)}, and the name behind the colon is theirs"
+            columns = f"our columns are {', '.join(OUR_COLUMNS)}, and the name behind the colon is theirs"
+            yield f"{where}: {columns}.{did_you_mean(str(ours), OUR_COLUMNS)}"
         elif theirs is None:
             if ours in ("prompt", "ground_truth"):
                 yield f"{where}: it cannot be left out; name a column of the data"

@@ -6,7 +6,6 @@ in 30 lines, and what the keys of `info` mean: README.md beside this file. Nothi
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import string
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from verl_lite.errors import UserError
-from verl_lite.registry import Registry
+from verl_lite.registry import Registry, did_you_mean, foreign_modules
 
 Info = dict[str, Any]
 """What an environment says beside the observation. Keys that are read, all optional:
@@ -55,8 +54,6 @@ ENVS: Registry[EnvFactory] = Registry("environment")
 register_env = ENVS.register
 """Decorator: `@register_env("my_world")` on a class makes `env_type: my_world` possible."""
 
-OWN_MODULES = "verl_lite.envs"
-
 
 def find_env(env_type: str) -> EnvFactory:
     """The factory of that name or at pkg.module:object. Raises UserError, with the nearest name, if there is none."""
@@ -94,7 +91,7 @@ def env_config_problem(env_type: str, env_config: Mapping[str, Any]) -> str | No
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in env_config:
         if key not in known and not takes_any:
-            return f"env_config.{key}: {env_type} has no such option{_nearest(key, known)}"
+            return f"env_config.{key}: {env_type} has no such option.{did_you_mean(key, known)}"
     missing = [p.name for p in named if p.default is p.empty and p.name not in env_config]
     if missing:
         return f"env_config.{missing[0]} is missing: {env_type} needs it"
@@ -102,9 +99,8 @@ def env_config_problem(env_type: str, env_config: Mapping[str, Any]) -> str | No
 
 
 def env_modules() -> list[str]:
-    """Modules outside this package that registered environments here; an environment process imports them too."""
-    modules = {factory.__module__ for factory in ENVS.values()}
-    return sorted(name for name in modules if not name.startswith(OWN_MODULES + ".") and name != "__main__")
+    """Modules outside this project that registered environments here; an environment process imports them too."""
+    return foreign_modules(ENVS.values())
 
 
 def import_own_environments() -> None:
@@ -198,7 +194,7 @@ class EnvTemplate:
             if name == manager or name.rpartition(".")[2] == class_name:
                 return manager
         expected = " | ".join([*MANAGERS, *MANAGERS.values()])
-        self._refuse("env_manager_cls", name, expected + _nearest(name, [*MANAGERS, *MANAGERS.values()]))
+        self._refuse("env_manager_cls", name, f"{expected}.{did_you_mean(name, [*MANAGERS, *MANAGERS.values()])}")
         raise AssertionError("unreachable")
 
     def _check_count(self, name: str, least: int, *, optional: bool) -> None:
@@ -224,7 +220,7 @@ class EnvTemplate:
                 why = "is for env_manager_cls: step" if found in STEP_FIELDS else "is no field of it"
                 raise UserError(
                     f"agentic.custom_envs.{self.tag}.{name}: {{{found}}} {why}; fields are {', '.join(known)}"
-                    f" (a brace that is meant as such is written twice){_nearest(found, known)}"
+                    f" (a brace that is meant as such is written twice).{did_you_mean(found, known)}"
                 )
 
     def _refuse(self, name: str, value: object, expected: str) -> None:
@@ -251,7 +247,7 @@ def _template(tag: str, entry: Any) -> EnvTemplate:
                 raise UserError(f"agentic.custom_envs.{tag}.{key}: {_NOT_HERE[key]}")
         elif key not in known:
             raise UserError(
-                f"agentic.custom_envs.{tag}.{key}: no such key; keys are {', '.join(known)}{_nearest(key, known)}"
+                f"agentic.custom_envs.{tag}.{key}: no such key; keys are {', '.join(known)}.{did_you_mean(key, known)}"
             )
     if not isinstance(given.get("env_type"), str):
         raise UserError(
@@ -271,11 +267,6 @@ def known_envs() -> list[str]:
 
 def _format_fields(text: str) -> list[str]:
     return [name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 R = TypeVar("R")

@@ -1,8 +1,8 @@
 """What may be asked of the rollout correction: a configuration's text made numbers, verl's presets, ROLL's options.
 
-Everything is said in one vocabulary, the keys of `algorithm.rollout_correction` (`CorrectionOptions` here, any object
-with these attributes elsewhere), and read by `correction_of` into a `Correction`, which `rollout_correction` carries
-out. ROLL's `TrainInferCorrectionConfig` is translated into that vocabulary by `from_roll`.
+Everything is said in one vocabulary, the keys of `algorithm.rollout_correction` (`RolloutCorrectionConfig`, or any
+object with these attributes), and read by `correction_of` into a `Correction`, which `rollout_correction` carries out.
+ROLL's `TrainInferCorrectionConfig` is translated into that vocabulary by `from_roll`.
 
 Throughout, x = log pi_trainer - log pi_rollout of a sampled token.
 """
@@ -12,8 +12,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
+
+from verl_lite.options.fields import opt
 
 WEIGHT_LEVELS = {"token": "token", "segment": "segment", "geometric": "seq_mean", "sequence": "seq_sum"}
 """What an importance weight is taken over, by the name of `rollout_is` (and ROLL's weight_type and agg_type)."""
@@ -29,25 +31,30 @@ is ROLL's, or follows from both."""
 _KEY = "algorithm.rollout_correction"
 
 
-@dataclass(frozen=True)
-class CorrectionOptions:
-    """The options of `algorithm.rollout_correction`, under their names there; `verl_lite.config` documents them."""
+@dataclass
+class RolloutCorrectionConfig:
+    """What is done about samples whose rollout log-probs differ from the trainer's: see ROLLOUT_CORRECTION.md."""
 
-    rollout_is: str | None = None
-    rollout_is_threshold: str | float = "2.0"
-    rollout_is_batch_normalize: bool = False
-    rollout_rs: str | None = None
-    rollout_rs_threshold: str | float | None = None
-    bypass_mode: bool = False
-    loss_type: str = "ppo_clip"
+    rollout_is: str | None = opt(None, "importance weights: null | token | sequence | segment | geometric")
+    rollout_is_threshold: str = opt(
+        "2.0", "upper bound (truncated), or low_high outside which the weight is 0 (IcePop)"
+    )
+    rollout_is_batch_normalize: bool = opt(False, "divide the weights by their mean over the batch")
+    rollout_rs: str | None = opt(None, "rejection: level_measure, such as token_k1, or a comma list; null = none")
+    rollout_rs_threshold: str | None = opt(
+        None, "its bounds, one for all or a comma list: of k1, ratio, diff low_high or high; of k2, k3 the largest"
+    )
+    bypass_mode: bool = opt(
+        False, "take the rollout's log-probs as old_log_probs and spare the pass that computes them"
+    )
+    loss_type: str = opt(
+        "ppo_clip", "with bypass_mode: ppo_clip (actor.policy_loss.loss_mode) | reinforce", ("ppo_clip", "reinforce")
+    )
 
     def overrides(self) -> dict[str, Any]:
         """As settings of a recipe: dotted keys and values, without those that are the default."""
-        given = {entry.name: getattr(self, entry.name) for entry in fields(self) if self._differs(entry.name)}
-        return {f"{_KEY}.{name}": value for name, value in given.items()}
-
-    def _differs(self, name: str) -> bool:
-        return bool(getattr(self, name) != getattr(CorrectionOptions, name))
+        untouched = RolloutCorrectionConfig()
+        return {f"{_KEY}.{name}": value for name, value in vars(self).items() if value != getattr(untouched, name)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class Correction:
 
 
 def correction_of(options: Any) -> Correction:
-    """The numbers of `options`, any object with the attributes of `CorrectionOptions`.
+    """The numbers of `options`, any object with the attributes of `RolloutCorrectionConfig`.
 
     bypass_mode and loss_type are not part of it: they say where and in which loss it is used.
     Raises ValueError naming the key: an unknown name (with the nearest), a threshold that is missing or malformed.
@@ -197,8 +204,8 @@ _K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
 _BYPASS: dict[str, Any] = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _BYPASS_PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
 
-PRESETS: dict[str, CorrectionOptions] = {
-    name: CorrectionOptions(**options)
+PRESETS: dict[str, RolloutCorrectionConfig] = {
+    name: RolloutCorrectionConfig(**options)
     for name, options in {
         "disabled": {},
         "decoupled_token_is": _TOKEN_TIS,
@@ -258,7 +265,7 @@ class TrainInferCorrectionConfig:
     filters: list[FilterConfig] = field(default_factory=list)
 
 
-def from_roll(config: Any) -> CorrectionOptions:
+def from_roll(config: Any) -> RolloutCorrectionConfig:
     """ROLL's options, any object with the attributes of `TrainInferCorrectionConfig`, in the words of this project.
 
     Raises ValueError for weights with a gradient (detach=False): an importance weight changes the measure, not the
@@ -282,7 +289,7 @@ def from_roll(config: Any) -> CorrectionOptions:
             names.append(f"{level}_diff")
             thresholds.append(f"{chosen.diff_low}_{chosen.diff_high}")
     upper = math.inf if weight.upper_bound is None else weight.upper_bound
-    return CorrectionOptions(
+    return RolloutCorrectionConfig(
         rollout_is=weight.weight_type if weight.enabled else None,
         rollout_is_threshold=str(upper) if weight.enabled else "2.0",
         rollout_rs=",".join(names) or None,

@@ -5,7 +5,7 @@ one; `load_scorer` gives the reward of a run as the configuration names it. Noth
 that reward processes start in a fraction of a second. How to write a reward: README.md beside this file.
 """
 
-from verl_lite.rewards import (
+from verl_lite.rewards import (  # noqa: F401  they register themselves
     code,
     exact_answer,
     exact_match,
@@ -19,7 +19,6 @@ from verl_lite.rewards import (
     reasoning_gym,
     regex,
 )
-from verl_lite.rewards.custom import load_reward_function
 from verl_lite.rewards.dispatch import (
     REWARDS,
     RewardFunction,
@@ -46,24 +45,11 @@ __all__ = [
     "Scorer",
     "Style",
     "asks_by_source",
-    "code",
     "default_compute_score",
-    "exact_answer",
-    "exact_match",
     "find_named_reward",
     "find_reward",
-    "format",
-    "gsm8k",
-    "json_schema",
-    "judge",
-    "load_reward_function",
     "load_scorer",
-    "math",
-    "math_dapo",
-    "multiple_choice",
     "read_score",
-    "reasoning_gym",
-    "regex",
     "register_reward",
     "reward_modules",
 ]

@@ -6,7 +6,6 @@ shorter one.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from verl_lite.errors import UserError
-from verl_lite.registry import Registry
+from verl_lite.registry import Registry, did_you_mean, foreign_modules
 
 RewardFunction = Callable[..., Any]
 """Called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **reward_kwargs), and with prompt= (the chat
@@ -50,10 +49,9 @@ def find_reward(data_source: str) -> RewardFunction:
     function = _matching(data_source)
     if function is not None:
         return function
-    nearest = difflib.get_close_matches(data_source, REWARDS, n=1, cutoff=0.6)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise UserError(
-        f"No reward function for data_source={data_source!r}.{hint} Known: {', '.join(sorted(REWARDS))}. "
+        f"No reward function for data_source={data_source!r}.{did_you_mean(data_source, REWARDS)} "
+        f"Known: {', '.join(sorted(REWARDS))}. "
         "Set reward.custom_reward_function.path=FILE.py (and .name=FUNCTION) to use your own, decorate one with "
         '@register_reward("' + data_source + '") from verl_lite.rewards, or correct the data_source column of the data.'
     )
@@ -66,9 +64,8 @@ def find_named_reward(name: str) -> RewardFunction:
     if function is not None:
         return function
     known = sorted(full.removeprefix(NAMED) for full in REWARDS)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise UserError(f"no reward has this name.{hint} Known: {', '.join(dict.fromkeys(known))}")
+    listing = ", ".join(dict.fromkeys(known))
+    raise UserError(f"no reward has this name.{did_you_mean(name, known)} Known: {listing}")
 
 
 def _matching(data_source: str) -> RewardFunction | None:
@@ -117,6 +114,5 @@ def _source_names_prompt(data_source: str) -> bool:
 
 
 def reward_modules() -> list[str]:
-    """Modules outside this package that registered rewards here; a reward process imports them to know them too."""
-    modules = {function.__module__ for function in REWARDS.values()}
-    return sorted(name for name in modules if not name.startswith("verl_lite.rewards.") and name != "__main__")
+    """Modules outside this project that registered rewards here; a reward process imports them to know them too."""
+    return foreign_modules(REWARDS.values())

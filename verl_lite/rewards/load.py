@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 from verl_lite.options.reward import RewardConfig
-from verl_lite.rewards.custom import function_of, load_reward_function
 from verl_lite.rewards.dispatch import (
     NAMED,
     REWARDS,
@@ -33,7 +32,7 @@ from verl_lite.rewards.weighted import (
     WeightedPlain,
     weighted_scorer,
 )
-from verl_lite.user_code import load_module
+from verl_lite.user_code import load_module, load_object, object_of
 
 SampleScorer = PlainScorer | WeightedPlain
 AwaitingScorer = AsyncScorer | WeightedAsync
@@ -57,7 +56,8 @@ def load_scorer(config: RewardConfig) -> Scorer:
         return AsyncScorer(_with_kwargs(RemoteReward(config.remote), kwargs), with_prompt=True)
     if custom.path is None:
         return _scorer(default_compute_score, "sample", kwargs)
-    return _scorer(load_reward_function(custom.path, custom.name), custom.style, kwargs)
+    option = "reward.custom_reward_function"
+    return _scorer(load_object(custom.path, custom.name, f"{option}.path", f"{option}.name"), custom.style, kwargs)
 
 
 def asks_by_source(config: RewardConfig) -> bool:
@@ -85,7 +85,7 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
     else:
         if part.path not in modules:
             modules[part.path] = load_module(part.path, f"{part.option}.path")
-        function = function_of(modules[part.path], part.path, part.name, part.option)
+        function = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
     check_kwargs(function, part.kwargs, part.option)
     return function
 

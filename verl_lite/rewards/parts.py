@@ -7,7 +7,6 @@ own function) and `outcome`.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_lite.errors import UserError
-from verl_lite.registry import accepts
+from verl_lite.registry import accepts, did_you_mean
 from verl_lite.rewards.dispatch import RewardFunction, find_named_reward
 
 OPTION = "reward.functions"
@@ -125,8 +124,7 @@ def kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option:
         return
     for name in kwargs:
         if not accepts(function, name):
-            nearest = difflib.get_close_matches(name, names, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(name, names)
             taken = [known for known in names if known not in ("data_source", "solution_str", "extra_info", "prompt")]
             yield f"{option}.kwargs.{name}: the function has no such argument.{hint} It takes {', '.join(taken)}"
 
@@ -134,9 +132,8 @@ def kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option:
 def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
     for key in entry:
         if key not in ENTRIES:
-            nearest = difflib.get_close_matches(str(key), ENTRIES, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            yield f"{option}.{key}: there is no such entry{hint} Known: {', '.join(ENTRIES)}"
+            hint = did_you_mean(str(key), ENTRIES)
+            yield f"{option}.{key}: there is no such entry.{hint} Known: {', '.join(ENTRIES)}"
     yield from _type_problems(option, entry)
     reward, path, kwargs = (entry.get(key) for key in ("reward", "path", "kwargs"))
     if reward is not None and path is not None:

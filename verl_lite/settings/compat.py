@@ -420,14 +420,11 @@ VALUES: dict[str, dict[Any, Any]] = {
     },
     "algorithm.filter_groups.metric": {"seq_reward": "score"},
     "rollout.dtype": _DTYPES,
-    "actor.fsdp_config.mixed_precision.param_dtype": _DTYPES,
-    "actor.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
-    "ref.fsdp_config.mixed_precision.param_dtype": _DTYPES,
-    "ref.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
-    "critic.fsdp_config.mixed_precision.param_dtype": _DTYPES,
-    "critic.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
-    "reward_model.fsdp_config.mixed_precision.param_dtype": _DTYPES,
-    "reward_model.fsdp_config.mixed_precision.reduce_dtype": _DTYPES,
+    **{
+        f"{role}.fsdp_config.mixed_precision.{dtype}": _DTYPES
+        for role in ("actor", "ref", "critic", "reward_model")
+        for dtype in ("param_dtype", "reduce_dtype")
+    },
 }
 """Values that verl spells differently, for keys that have the same name here."""
 

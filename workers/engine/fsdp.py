@@ -8,7 +8,6 @@ last micro-batch, so that one step costs one reduction.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -302,11 +301,6 @@ def shard_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
         divisors = [size for size in range(1, world + 1) if world % size == 0]
         raise ValueError(f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({world} ranks)")
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
-
-
-def parameter_count(network: nn.Module) -> int:
-    """Parameters, tied ones once."""
-    return sum(math.prod(parameter.shape) for parameter in network.parameters())
 
 
 METRIC_DOCS = (MetricDoc("{actor,critic,train}/lr", "learning rate of the step"),)

@@ -9,16 +9,16 @@ from dataclasses import asdict
 import pytest
 
 from verl_lite.checks.correction import rollout_correction
-from verl_lite.config import PPOConfig, RolloutCorrectionConfig
+from verl_lite.config import PPOConfig
 from verl_lite.config_loader import load_config
 from verl_lite.options.rollout_correction import (
     PRESETS,
     REJECTION_OPTIONS,
     Correction,
-    CorrectionOptions,
     FilterConfig,
     IsWeightConfig,
     Rejection,
+    RolloutCorrectionConfig,
     TrainInferCorrectionConfig,
     Weighting,
     correction_of,
@@ -39,13 +39,9 @@ def problems(**options: object) -> list[str]:
     return list(rollout_correction(config))
 
 
-def test_options_are_those_of_the_configuration() -> None:
-    assert asdict(CorrectionOptions()) == asdict(RolloutCorrectionConfig())
-
-
 def test_what_options_mean() -> None:
-    assert correction_of(CorrectionOptions()) == Correction(None, ())
-    options = CorrectionOptions(
+    assert correction_of(RolloutCorrectionConfig()) == Correction(None, ())
+    options = RolloutCorrectionConfig(
         rollout_is="sequence",
         rollout_is_threshold="0.5_5",
         rollout_is_batch_normalize=True,
@@ -61,7 +57,7 @@ def test_what_options_mean() -> None:
             Rejection("seq_sum", "ratio", -math.inf, math.log(3)),
         ),
     )
-    shared = correction_of(CorrectionOptions(rollout_rs="token_k2,seq_max_k3", rollout_rs_threshold=0.5))
+    shared = correction_of(RolloutCorrectionConfig(rollout_rs="token_k2,seq_max_k3", rollout_rs_threshold=0.5))
     assert [(r.name, r.upper) for r in shared.rejections] == [("token_k2", 0.5), ("seq_max_k3", 0.5)]
     verl = {f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")}
     assert verl | {"seq_max_k2", "seq_max_k3"} < set(REJECTION_OPTIONS)
@@ -121,14 +117,14 @@ def test_rolls_options_in_words_of_this_project() -> None:
         FilterConfig(enabled=True, agg_type="sequence", ratio_high=3.0),
     ]
     config = TrainInferCorrectionConfig(IsWeightConfig(enabled=True, weight_type="segment", upper_bound=None), filters)
-    assert from_roll(config) == CorrectionOptions(
+    assert from_roll(config) == RolloutCorrectionConfig(
         rollout_is="segment",
         rollout_is_threshold="inf",
         rollout_rs="seq_mean_ratio,seq_mean_diff,segment_diff,seq_sum_ratio",
         rollout_rs_threshold="0.8_1.2,-0.2_0.2,-0.5_0.2,0.8_3.0",
     )
     assert correction_of(from_roll(config)).weighting == Weighting("segment")
-    assert from_roll(TrainInferCorrectionConfig()) == CorrectionOptions()
+    assert from_roll(TrainInferCorrectionConfig()) == RolloutCorrectionConfig()
     with pytest.raises(ValueError, match="detach=False"):
         from_roll(TrainInferCorrectionConfig(IsWeightConfig(enabled=True, detach=False)))
     with pytest.raises(ValueError, match="agg_type='tokens'.*geometric"):

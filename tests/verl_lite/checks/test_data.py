@@ -56,7 +56,7 @@ def test_what_fits_is_no_problem(options: dict[str, Any]) -> None:
         ({"train_files": [HERE]}, "a .parquet, .json or .jsonl file is expected"),
         (
             {"columns": {"promt": "question"}},
-            "data.columns.promt=question: did you mean prompt? our columns",
+            "data.columns.promt=question: our columns are prompt, ground_truth",
         ),
         ({"columns": {"ability": "topic"}}, "nothing reads it; a reward sees it as one of data.columns.extra_info="),
         ({"columns": {"prompt": None}}, "data.columns.prompt=None: it cannot be left out"),

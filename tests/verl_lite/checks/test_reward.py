@@ -54,7 +54,7 @@ def test_what_is_fine_is_not_complained_about(functions: dict[str, Any]) -> None
         ({"weight": float("nan")}, "weight=nan: a finite number"),
         ({"weight": "1"}, "weight='1': a finite number"),
         ({"weight": True}, "weight=True: a finite number"),
-        ({"weigth": 1}, "reward.functions.part.weigth: there is no such entry; did you mean weight?"),
+        ({"weigth": 1}, "reward.functions.part.weigth: there is no such entry. Did you mean 'weight'?"),
         ({"outcome": "yes"}, "outcome='yes': true or false"),
         ({"kwargs": [1]}, "kwargs=.1.: a mapping is expected"),
         (

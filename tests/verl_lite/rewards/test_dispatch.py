@@ -18,7 +18,6 @@ from verl_lite.rewards import (
     RewardItem,
     default_compute_score,
     find_reward,
-    load_reward_function,
     load_scorer,
     read_score,
     register_reward,
@@ -97,12 +96,12 @@ def test_custom_function_may_be_async_or_in_a_module(tmp_path: Path) -> None:
 def test_custom_load_errors_name_the_key_and_what_was_found(tmp_path: Path) -> None:
     path = write(tmp_path, "import math\ndef score_a(): ...\ndef score_b(): ...\n")
     with pytest.raises(UserError, match=r"custom_reward_function.name='compute_score'.*score_a, score_b"):
-        load_reward_function(path, "compute_score")
+        load_scorer(custom(path))
     with pytest.raises(UserError, match="custom_reward_function.path"):
-        load_reward_function(str(tmp_path / "none.py"), "f")
+        load_scorer(custom(str(tmp_path / "none.py")))
     with pytest.raises(UserError, match="expected NAME.py"):
         (tmp_path / "text.txt").write_text("")
-        load_reward_function(str(tmp_path / "text.txt"), "f")
+        load_scorer(custom(str(tmp_path / "text.txt")))
 
 
 @pytest.mark.parametrize("returned", [1, 1.5, True, np.float32(0.5), np.bool_(True), np.array(2.0), {"score": 1}])
