@@ -207,7 +207,7 @@ def _no_room(run_dir: Path, needed: int, free: int, what: str, count: int = 1) -
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a small file: readers see the old text or the new one, also after a crash."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w") as file:
+    with draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -10,57 +10,31 @@ are data, and a content policy allows only the page's own script.
 from __future__ import annotations
 
 import argparse
-import base64
-import hashlib
-import html
-import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.ending import run_command
 
 PAGE = Path(__file__).parent / "reports" / "run_page"
-SCRIPTS = ("charts.js", "panels.js", "samples.js", "page.js")
+SCRIPTS = [PAGE / name for name in ("charts.js", "panels.js", "samples.js", "run.js")]
 NAME = "report.html"
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Writes the page about these run folders. Raises UserError for a folder that holds no run."""
+    from trainer.checkpoint import write_atomically
     from trainer.reports.page_data import page_data
+    from trainer.reports.pages.page import element, page, text
     from trainer.reports.run_data import read_run
 
-    text = render(page_data([read_run(folder) for folder in folders]))
+    data = page_data([read_run(folder) for folder in folders])
+    title = " · ".join(run["title"] for run in data["runs"])
+    needs = element("noscript", text("This page draws itself with JavaScript that is inside the file."))
     out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(f".{out.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, out)
+    write_atomically(out, page(title, needs, data=data, scripts=SCRIPTS, styles=[PAGE / "run.css"]))
     return out
-
-
-def render(data: dict[str, Any]) -> str:
-    """The page with this data (`trainer.reports.page_data.page_data`)."""
-    script = "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    parts = {
-        "title": html.escape(", ".join(run["title"] for run in data["runs"])),
-        "script_hash": f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
-        "style": (PAGE / "page.css").read_text(encoding="utf-8"),
-        "data": embedded(data),
-        "script": script,
-    }
-    page = (PAGE / "page.html").read_text(encoding="utf-8")
-    pieces = page.split("{{")
-    return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:]))
-
-
-def embedded(data: Any) -> str:
-    """JSON that is safe between script tags: `<` cannot open or close one. Numbers that are not finite are an error."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return text.encode("utf-8", "replace").decode("utf-8")  # half a character of a model's has no bytes
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -42,7 +42,7 @@ def write_report(folder: Path) -> list[Path]:
 
     Raises UserError if there is no study.
     """
-    from trainer.reports.pages.page import write_page
+    from trainer.checkpoint import write_atomically
     from trainer.sweeps.engine import locked
     from trainer.sweeps.importance import importance_of
     from trainer.sweeps.pictures import pictures
@@ -52,9 +52,9 @@ def write_report(folder: Path) -> list[Path]:
     record = read_study(folder)
     importance = importance_of(record)
     drawn = pictures(record, importance)
-    html, table = report_page(record, importance, drawn), folder / "trials.csv"
+    html, page, table = report_page(record, importance, drawn), folder / PAGE, folder / "trials.csv"
     with locked(folder):  # several sweeps of a study may end at once
-        page = write_page(folder / PAGE, html)
+        write_atomically(page, html)
         write_csv(record, table)
         return [page, table, *(picture.png(folder) for picture in drawn)]
 

@@ -1,7 +1,7 @@
 """The pictures of a study, as SVG for the page and as PNG: learning curves, parallel coordinates, slices, importance.
 
-Takes what `read_study` gives. Every trial has one colour in all of them, by its value, and in an SVG its drawing has an
-id that ends with `trial-7`.
+Takes what `read_study` gives. Every trial has one colour in all of them, by the rank of its value, and in an SVG its
+drawing has an id that ends with `trial-7`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from trainer.sweeps.importance import Importance
 from trainer.sweeps.runner import short_names
 from trainer.sweeps.space import Choices, Parameter
 from trainer.sweeps.study import StudyRecord, TrialRecord
 
-_WORST_TO_BEST = LinearSegmentedColormap.from_list("value", ["#8d99a6", "#3f7cc4", "#d9480f"])
+WORST_TO_BEST = LinearSegmentedColormap.from_list("value", ["#35a3a3", "#4a78d0", "#a24fb5", "#d9480f"])
 _PLAIN = "#9aa3ad"
 _AXIS = "#8a9099"
 _SIZE, _BROAD = (4.7, 3.2), (8.0, 3.5)  # inches, of a page's column and of its whole width
@@ -88,29 +89,34 @@ class Picture:
 
 
 class Colours:
-    """Of trials, by value. The worst tenth shares the last colour: a run that broke would else make all others
-    alike."""
+    """Of trials, by the rank of their value among all trials: a run that broke would else make all others alike. Equal
+    values have one rank. Trials without a value, and failed ones, are grey."""
 
     def __init__(self, record: StudyRecord) -> None:
-        values = [value for trial in record.trials if is_number(value := trial.value)]
-        best = (max if record.question.mode == "max" else min)(values, default=0.0)
-        worst = float(np.percentile(values, 10 if record.question.mode == "max" else 90)) if values else 0.0
-        self.norm = Normalize(min(worst, best), max(worst, best), clip=True)
-        self.map = _WORST_TO_BEST if record.question.mode == "max" else _WORST_TO_BEST.reversed()
-        self.any = len(set(values)) > 1
+        values = {trial.value for trial in record.trials if _has_place(trial) and trial.value is not None}
+        self.worst_to_best = sorted(values, reverse=record.question.mode == "min")
+        self.norm = Normalize(0, max(1, len(values) - 1))
 
     def of(self, trial: TrialRecord) -> str:
-        value = trial.value
-        if not is_number(value) or trial.state not in ("complete", "pruned"):
+        if not _has_place(trial) or trial.value is None:
             return _PLAIN
-        return to_hex(self.map(self.norm(value)))
+        alone = len(self.worst_to_best) == 1
+        return to_hex(WORST_TO_BEST(1.0 if alone else self.norm(self.worst_to_best.index(trial.value))))
 
-    def bar(self, axes: Axes, label: str) -> None:
-        """The legend of the colours."""
-        if self.any:
-            found = axes.get_figure()
-            assert found is not None
-            found.colorbar(ScalarMappable(self.norm, self.map), ax=axes, label=label, pad=0.01, aspect=30)
+    def bar(self, axes: Axes) -> None:
+        """The legend of the colours: values at some of the ranks."""
+        count = len(self.worst_to_best)
+        found = axes.get_figure()
+        if count < 2 or found is None:
+            return
+        colours = ScalarMappable(self.norm, WORST_TO_BEST)
+        ranks = sorted({round(place) for place in np.linspace(0, count - 1, 5)})
+        bar = found.colorbar(colours, ax=axes, label="value, coloured by rank", pad=0.01, aspect=30)
+        bar.set_ticks(ranks, labels=[f"{self.worst_to_best[rank]:.3g}" for rank in ranks])
+
+
+def _has_place(trial: TrialRecord) -> bool:
+    return trial.state in ("complete", "pruned") and is_number(trial.value)
 
 
 def is_number(value: float | None) -> TypeGuard[float]:
@@ -122,10 +128,14 @@ def pictures(record: StudyRecord, importance: Importance) -> list[Picture]:
     colours = Colours(record)
     curves = {trial.number: curve_of(trial, record.question.metric) for trial in record.trials}
     drawn = [trial for trial in record.trials if curves[trial.number]]
-    placed = [trial for trial in record.trials if trial.state in ("complete", "pruned") and is_number(trial.value)]
+    placed = [trial for trial in record.trials if _has_place(trial)]
     found = []
     if drawn:
-        told = "Learning curves, each the mean over the trial's seeds. Crosses end pruned trials, dots failed ones."
+        told = (
+            "Each curve is the mean over the trial's seeds. Its colour, the same in all pictures, is the rank of the "
+            "trial's value among all trials, not how far apart they are; failed ones are grey. Crosses end pruned "
+            "trials, dots failed ones."
+        )
         found.append(Picture("curves", told, _BROAD, lambda axes: _draw_curves(axes, record, drawn, curves, colours)))
     parameters = record.question.space.parameters
     if len(parameters) > 1 and len(placed) > 1:
@@ -183,9 +193,10 @@ def _draw_curves(
         axes.annotate(f"trial {best}", (step, value), (5, 0), textcoords="offset points", va="center", fontsize=9)
         axes.margins(x=0.09)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(record.question.metric, fontsize=10)
     axes.grid(axis="y", color=_AXIS, alpha=0.25)
-    colours.bar(axes, "value of the trial")
+    colours.bar(axes)
 
 
 def _draw_parallel(axes: Axes, record: StudyRecord, trials: Sequence[TrialRecord], colours: Colours) -> None:

@@ -1,5 +1,4 @@
 // A trial under the pointer, in a picture or in the table, is marked everywhere; a click keeps it marked.
-const told = JSON.parse(document.getElementById("data").textContent).trials;
 const note = document.getElementById("note");
 let kept = null;
 
@@ -15,7 +14,7 @@ function mark(key) {
     group.classList.toggle("other", Boolean(key) && !own);
     group.classList.toggle("own", own);
   }
-  note.textContent = key ? told[key] : "";
+  note.textContent = key ? data.trials[key] : "";
   note.hidden = !key;
 }
 

@@ -27,7 +27,7 @@ def report_page(record: StudyRecord, importance: Importance, pictures: list[Pict
     """The document."""
     parts = [
         _question(record),
-        _cards(record),
+        _facts(record),
         _best(record),
         _charts(
             "Learning curves", [picture for picture in pictures if picture.name == "curves"], missing_curves(record)
@@ -41,8 +41,8 @@ def report_page(record: StudyRecord, importance: Importance, pictures: list[Pict
         f"Sweep {record.folder.name}",
         *parts,
         data={"trials": told},
-        script=(_HERE / "report.js").read_text(encoding="utf-8"),
-        style=(_HERE / "report.css").read_text(encoding="utf-8"),
+        scripts=[_HERE / "report.js"],
+        styles=[_HERE / "report.css"],
     )
 
 
@@ -62,7 +62,7 @@ def _question(record: StudyRecord) -> Html:
     lines = [
         element("p", element("code", text(asked.command)), text(f": {how}{seeds}{pruner}. Compared by "),
                 element("code", text(asked.metric)), text(f", {take} of a run, the {wanted} wins.")),
-        element("p", text(str(record.folder)), class_="faint"),
+        element("p", text(str(record.folder)), class_="soft"),
     ]  # fmt: skip
     fixed = [*(f"--config {name}" for name in asked.files), *asked.settings]
     if fixed:
@@ -70,17 +70,15 @@ def _question(record: StudyRecord) -> Html:
     return join(lines)
 
 
-def _cards(record: StudyRecord) -> Html:
-    counts = [
-        (str(sum(trial.state == state for trial in record.trials)), state)
-        for state in ("complete", "pruned", "failed", "running", "waiting")
-    ]
+def _facts(record: StudyRecord) -> Html:
+    states = [trial.state for trial in record.trials]
     runs = [run for trial in record.trials for run in trial.runs]
-    counts = [("0", "trials")] if not record.trials else [entry for entry in counts if entry[0] != "0"]
-    counts += [(str(sum(bool(run.attempts) for run in runs)), "runs")]
-    counts += [(format_seconds(sum(run.seconds for run in runs)), "of runs, together")]
-    cards = [element("div", element("b", text(number)), text(name), class_="card") for number, name in counts]
-    return element("div", *cards, class_="cards")
+    facts: dict[str, object] = {"trials": len(states)}
+    facts |= {state: states.count(state) for state in sorted(set(states))}
+    facts["runs"] = sum(bool(run.attempts) for run in runs)
+    facts["time of runs, together"] = format_seconds(sum(run.seconds for run in runs))
+    shown = [element("div", element("dt", text(name)), element("dd", text(fact))) for name, fact in facts.items()]
+    return element("dl", *shown, class_="facts")
 
 
 def _best(record: StudyRecord) -> Html:
@@ -91,13 +89,13 @@ def _best(record: StudyRecord) -> Html:
     if len(finished) > 1:
         parts.append(element("p", text(compare(*finished[:2]) + ".")))
         parts.append(element("p", text("The best of many is best partly by luck: run it with new seeds before you "
-                                       "believe the number."), class_="faint"))  # fmt: skip
+                                       "believe the number."), class_="soft"))  # fmt: skip
     else:
         parts.append(element("p", text("One trial is complete: there is nothing to compare it with.")))
     for place, trial in enumerate(finished[:_BEST_SHOWN], start=1):
         title = f"{place}. trial {trial.number}: {shown_value(trial)}, {shown_values(trial.parameters)}"
         how = "The command that reproduces it" + (", with each seed:" if len(trial.runs) > 1 else ":")
-        inside = join([element("p", text(how), class_="faint"), *_commands(trial)])
+        inside = join([element("p", text(how), class_="soft"), *_commands(trial)])
         parts.append(join([element("p", element("b", text(title))), inside]) if place == 1 else folded(title, inside))
     return section("Best trials", *parts, key="best")
 
@@ -138,7 +136,7 @@ def _charts(title: str, pictures: list[Picture], otherwise: str) -> Html:
 
 def _drawn(pictures: list[Picture]) -> Html:
     frames = [
-        element("div", Html(picture.svg()), class_="chart broad" if picture.broad else "chart", role="img",
+        element("div", Html(picture.svg()), class_="card chart wide" if picture.broad else "card chart", role="img",
                 aria_label=picture.told)
         for picture in pictures
     ]  # fmt: skip
@@ -173,15 +171,15 @@ def _trials(record: StudyRecord) -> Html:
     hint = "A click on a heading sorts; a click on a row, or on a line of a picture, marks the trial everywhere."
     return section(
         "All trials",
-        element("p", text(hint), class_="faint"),
+        element("p", text(hint), class_="soft"),
         table(columns, rows, [f"trial-{trial.number}" for trial in record.trials]),
-        element("p", text("The same as a file: trials.csv"), class_="faint"),
+        element("p", text("The same as a file: trials.csv"), class_="soft"),
         key="trials",
     )
 
 
 def _row(record: StudyRecord, trial: TrialRecord, names: list[str]) -> list[Cell]:
-    tone = {"complete": "good", "failed": "bad"}.get(trial.state, "faint")
+    tone = {"complete": "ok", "failed": "bad"}.get(trial.state, "soft")
     value = trial.value if trial.value is not None and math.isfinite(trial.value) else ""
     seconds = sum(run.seconds for run in trial.runs)
     steps = max((max(run.metrics(), default=0) for run in trial.runs), default=0)

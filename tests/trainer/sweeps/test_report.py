@@ -10,13 +10,14 @@ from typing import Any
 
 import optuna
 import pytest
+from matplotlib.colors import to_hex
 
 from tests.trainer.reports.pages.test_page import Reader
 from trainer.sweep_report import report, write_report
 from trainer.sweeps.engine import Engine
 from trainer.sweeps.importance import importance_of
 from trainer.sweeps.options import Plan, Question
-from trainer.sweeps.pictures import Colours, curve_of
+from trainer.sweeps.pictures import WORST_TO_BEST, Colours, curve_of
 from trainer.sweeps.space import read_space
 from trainer.sweeps.study import METRICS, Attempt, RunRecord, Study, read_study
 from verl_lite.errors import UserError
@@ -116,7 +117,7 @@ def test_a_study_with_all_kinds_of_trials(tmp_path: Path) -> None:
 def test_a_study_without_anything_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = Made(tmp_path / "s", SPACE)
     told = words(made.page())
-    assert "0 trials" in told and "The study has no trials yet. To begin: python -m trainer.sweep --study" in told
+    assert "trials 0" in told and "The study has no trials yet. To begin: python -m trainer.sweep --study" in told
     made.engine.plan()
     assert "No trial is finished yet. To go on: python -m trainer.sweep" in words(made.page())
     made.add("FAIL", [{}], error="wrong input: no such file", lr=1e-3, kind_of="a")
@@ -152,15 +153,31 @@ def test_curves_are_means_over_seeds_without_what_is_no_number(tmp_path: Path) -
     assert len(thin) == 400 and thin[0] == (0, 0.0) and thin[-1] == (999, 999.0)
 
 
-def test_the_best_has_the_warmest_colour_whichever_way_is_better(tmp_path: Path) -> None:
-    for mode, best in (("max", 2), ("min", 0)):
-        made = Made(tmp_path / mode, {"x": [1, 2, 3]})
-        for value in (1.0, 2.0, 3.0):
-            made.add("COMPLETE", [{1: value}], x=str(int(value)))
+def test_colours_are_by_rank_so_that_one_bad_trial_leaves_the_others_apart(tmp_path: Path) -> None:
+    for mode, values in (("max", (-1000.0, 0.5, 0.51, 0.52)), ("min", (1000.0, 0.52, 0.51, 0.5))):
+        made = Made(tmp_path / mode, {"x": [1, 2, 3, 4]})
+        for place, value in enumerate(values, start=1):
+            made.add("COMPLETE", [{1: value}], x=str(place))
+        made.add("COMPLETE", [{1: values[1]}], x="2")
+        made.add("FAIL", [{1: 0.6}], x="3")
         record = read_study(made.study.folder)
         object.__setattr__(record.question, "mode", mode)
-        colours = [Colours(record).of(trial) for trial in record.trials]
-        assert colours[best] == "#d9480f" and len(set(colours)) == 3
+        colours = Colours(record)
+        found = [colours.of(trial) for trial in record.trials]
+        # at equal distances on the scale, whatever the values are; equal values alike
+        assert found[:4] == [to_hex(WORST_TO_BEST(place)) for place in (0, 1 / 3, 2 / 3, 1.0)]
+        assert found[4] == found[1] and found[5] not in found[:5]
+
+
+def test_a_trial_has_one_colour_in_all_pictures(tmp_path: Path) -> None:
+    made = Made(tmp_path / "s", {"lr": "log(1e-4,1e-2)", "kind": ["a", "b"]})
+    for value, lr in ((0.1, 1e-3), (0.9, 2e-3), (0.4, 5e-3)):
+        made.add("COMPLETE", [{1: 0.0, 2: value}], lr=lr, kind="a")
+    document = made.page()
+    for number in range(3):
+        drawn = re.findall(rf'<g id="[^"]*-trial-{number}">(.*?)</g>', document, re.DOTALL)
+        colours = {colour for one in drawn for colour in re.findall(r"(?:stroke|fill): (#[0-9a-f]{6})", one)}
+        assert len(drawn) == 4 and len(colours) == 1
 
 
 def test_importance_finds_the_parameter_that_counts(tmp_path: Path) -> None:

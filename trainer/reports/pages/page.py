@@ -1,20 +1,20 @@
 """A page of HTML in one file: its parts, as text, with everything that comes from outside escaped.
 
 `Html` is text that is HTML already; `text(value)` makes it of anything else. Only `Html` goes into a page, so that
-nothing gets there unescaped by oversight.
+nothing gets there unescaped by oversight. Scripts find their data as JSON in the element `data`; a content policy with
+the hash of the page's script lets no other run, and nothing be loaded.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from trainer.checkpoint import write_atomically
 
 _HERE = Path(__file__).parent
 _LONG = 40
@@ -66,12 +66,12 @@ def section(title: str, *inside: Html, key: str = "") -> Html:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], keys: Sequence[str] = ()) -> Html:
     """A table that a click on a heading sorts. keys: of each row, for what else on the page belongs to the same."""
-    head = element("tr", *(element("th", text(name), scope="col", tabindex=0) for name in columns))
+    head = element("tr", *(element("th", text(name), scope="col") for name in columns))
     lines = []
     for number, row in enumerate(rows):
         lines.append(element("tr", *map(_cell, row), **({"data_key": keys[number]} if keys else {})))
     inside = element("table", element("thead", head), element("tbody", *lines), class_="sortable")
-    return element("div", inside, class_="wide")
+    return element("div", inside, class_="scroll")
 
 
 def _cell(cell: Cell) -> Html:
@@ -81,44 +81,36 @@ def _cell(cell: Cell) -> Html:
     return element("td", cell.shown, **words)
 
 
-def page(title: str, *parts: Html, data: Mapping[str, Any] | None = None, script: str = "", style: str = "") -> str:
-    """The whole document. data: what scripts find as JSON in the element `data`; script, style: besides page.js and
-    page.css."""
-    inside = [f"<h1>{text(title)}</h1>", *parts]
-    if data is not None:
-        inside.append(f'<script type="application/json" id="data">{_embedded(data)}</script>')
-    scripts = [(_HERE / "page.js").read_text(encoding="utf-8"), script]
-    inside += [f"<script>\n{code}</script>" for code in scripts if code]
-    styles = (_HERE / "page.css").read_text(encoding="utf-8") + style
-    return "\n".join(
-        (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{text(title)}</title>\n<style>\n{styles}</style>\n</head>\n<body>",
-            *inside,
-            "</body>\n</html>\n",
-        )
-    )
+def page(title: str, *parts: Html, data: Any, scripts: Sequence[Path], styles: Sequence[Path]) -> str:
+    """The whole document. data: what JSON can hold; scripts, styles: files, read after page.js and page.css."""
+    script = "".join(file.read_text(encoding="utf-8") for file in (_HERE / "page.js", *scripts))
+    style = "".join(file.read_text(encoding="utf-8") for file in (_HERE / "page.css", *styles))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    theme = element("button", text("light / dark"), id="theme", type="button", class_="quiet")
+    document = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{text(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header><div class="line"><h1>{text(title)}</h1>{theme}</div></header>
+<main>
+{join(parts)}
+</main>
+<script type="application/json" id="data">{embedded(data)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+    return document.encode("utf-8", "replace").decode("utf-8")  # half a character of a model's has no bytes
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the element it stands in; numbers that JSON has no word for are null."""
-    text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(inside) for key, inside in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inside) for inside in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
-
-
-def write_page(path: Path, document: str) -> Path:
-    """Writes it at once or not at all; gives the path."""
-    write_atomically(path, document)
-    return path
+def embedded(data: Any) -> str:
+    """JSON that cannot end the element it stands in. Raises ValueError for a number that is not finite."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

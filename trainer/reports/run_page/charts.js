@@ -9,28 +9,11 @@ const MARGIN = { left: 52, right: 10, top: 8, bottom: 22 };
 const view = { smooth: 0, from: null, to: null, hover: null };
 const charts = new Set();
 
-// An element with attributes, listeners (functions) and children. Text is always set as text, never as HTML.
-function el(name, attributes = {}, ...children) {
-  const node = document.createElement(name);
-  setAll(node, attributes);
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
-  return node;
-}
-
 function svg(name, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, name);
   setAll(node, attributes);
   node.append(...children);
   return node;
-}
-
-function setAll(node, attributes) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") node.addEventListener(name, value);
-    else if (name === "style") Object.assign(node.style, value);
-    else if (value === true) node.setAttribute(name, "");
-    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
-  }
 }
 
 // A number for people: 0.0131, 12.5, 1,250, 3.2e-7.
@@ -58,7 +41,7 @@ function hoverAt(step) {
 
 function zoomTo(from, to) {
   [view.from, view.to] = from === null || from === to ? [null, null] : [Math.min(from, to), Math.max(from, to)];
-  document.dispatchEvent(new CustomEvent("zoom"));
+  document.dispatchEvent(new CustomEvent("view"));
   redraw();
 }
 
@@ -94,16 +77,12 @@ class Chart {
     this.height = height;
     this.wide = wide;
     this.plot = svg("svg", { role: "img", "aria-label": title, height });
-    this.legend = el("div", { class: "legend" });
+    this.legend = el("div.legend");
+    const told = `${title}; left and right move the step`;
     this.node = el(
-      "figure",
-      {
-        class: wide ? "card chart wide" : "card chart",
-        tabindex: 0,
-        "aria-label": `${title}; left and right move the step`,
-        keydown: (event) => this.key(event),
-      },
-      el("div", { class: "line" }, el("h3", { class: "wrap" }, title), el("span", { class: "soft small" }, unit)),
+      wide ? "figure.card.chart.wide" : "figure.card.chart",
+      { tabindex: 0, "aria-label": told, keydown: (event) => this.key(event) },
+      el("div.line", el("h3.wrap", title), el("span.soft.small", unit)),
       this.plot,
       this.legend,
     );
@@ -124,17 +103,16 @@ class Chart {
     if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
     this.steps = steps;
     const first = steps[0] - padding;
-    const last = Math.max(steps[steps.length - 1] + padding, steps[0] + 1);
+    const last = Math.max(steps.at(-1) + padding, steps[0] + 1);
     const right = this.width - MARGIN.right;
     const bottom = this.height - MARGIN.bottom;
     this.x = (step) => MARGIN.left + ((step - first) / (last - first)) * (right - MARGIN.left);
     this.y = (value) => bottom - ((value - low) / (high - low)) * (bottom - MARGIN.top);
     this.stepAt = (x) => first + ((x - MARGIN.left) / (right - MARGIN.left)) * (last - first);
     for (const value of ticks(low, high, 4)) {
-      this.plot.append(
-        svg("line", { class: "grid", x1: MARGIN.left, x2: right, y1: this.y(value), y2: this.y(value) }),
-      );
-      this.plot.append(svg("text", { x: MARGIN.left - 6, y: this.y(value) + 4, "text-anchor": "end" }, format(value)));
+      const y = this.y(value);
+      this.plot.append(svg("line", { class: "grid", x1: MARGIN.left, x2: right, y1: y, y2: y }));
+      this.plot.append(svg("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, format(value)));
     }
     for (const step of ticks(first, last, Math.max(2, this.width / 90))) {
       if (Number.isInteger(step))
@@ -148,10 +126,7 @@ class Chart {
   nearest(event) {
     const box = this.plot.getBoundingClientRect();
     const wanted = this.stepAt(((event.clientX - box.left) / box.width) * this.width);
-    return this.steps.reduce(
-      (best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best),
-      this.steps[0],
-    );
+    return this.steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best));
   }
 
   point(event) {
@@ -187,12 +162,9 @@ class Chart {
   }
 
   moveCursor() {
-    const shows =
-      view.hover !== null &&
-      this.steps &&
-      view.hover >= this.steps[0] &&
-      view.hover <= this.steps[this.steps.length - 1];
-    setAll(this.cursor, { visibility: shows ? "visible" : "hidden", x1: this.x(view.hover), x2: this.x(view.hover) });
+    const isIn = view.hover !== null && view.hover >= this.steps[0] && view.hover <= this.steps.at(-1);
+    const x = this.x(view.hover);
+    setAll(this.cursor, { visibility: isIn ? "visible" : "hidden", x1: x, x2: x });
   }
 }
 
@@ -204,11 +176,8 @@ class LineChart extends Chart {
   }
 
   draw() {
-    const shown = this.lines.map((line) => ({
-      ...line,
-      raw: inView(line.points),
-      soft: inView(smoothed(line.points, view.smooth)),
-    }));
+    const soft = (line) => inView(smoothed(line.points, view.smooth));
+    const shown = this.lines.map((line) => ({ ...line, raw: inView(line.points), soft: soft(line) }));
     const steps = [...new Set(shown.flatMap((line) => line.raw.map(([step]) => step)))].sort((a, b) => a - b);
     if (!steps.length) {
       this.steps = null;
@@ -216,8 +185,9 @@ class LineChart extends Chart {
       this.legend.replaceChildren();
       return;
     }
-    const values = shown.flatMap((line) =>
-      line.raw.flatMap(([step, value]) => [value - (line.band?.get(step) ?? 0), value + (line.band?.get(step) ?? 0)]),
+    const ends = (value, width) => [value - width, value + width];
+    const values = shown.flatMap(({ raw, band }) =>
+      raw.flatMap(([step, value]) => ends(value, band?.get(step) ?? 0)),
     );
     let [low, high] = [Math.min(...values), Math.max(...values)];
     const room = (high - low) * 0.05;
@@ -236,19 +206,11 @@ class LineChart extends Chart {
       const lower = raw.map(([step, value]) => place([step, value - (band.get(step) ?? 0)])).reverse();
       this.plot.append(svg("polygon", { points: [...upper, ...lower].join(" "), fill: color, opacity: 0.12 }));
     }
-    const line = (points, attributes) =>
-      this.plot.append(
-        svg("polyline", {
-          points: points.map(place).join(" "),
-          fill: "none",
-          stroke: color,
-          "stroke-dasharray": dash,
-          "stroke-linejoin": "round",
-          ...attributes,
-        }),
-      );
-    if (view.smooth > 0) line(raw, { opacity: 0.25, "stroke-width": 1 });
-    line(soft, { "stroke-width": 1.8 });
+    const look = { fill: "none", stroke: color, "stroke-dasharray": dash, "stroke-linejoin": "round" };
+    const line = (points, width, opacity) =>
+      svg("polyline", { points: points.map(place).join(" "), ...look, "stroke-width": width, opacity });
+    if (view.smooth > 0) this.plot.append(line(raw, 1, 0.25));
+    this.plot.append(line(soft, 1.8, 1));
     if (raw.length <= 40)
       for (const [step, value] of soft)
         this.plot.append(svg("circle", { cx: this.x(step), cy: this.y(value), r: 2.2, fill: color }));
@@ -260,20 +222,13 @@ class LineChart extends Chart {
     const at = view.hover;
     const entries = this.shown.map(({ label, color, dash, raw, soft, band }) => {
       const place = at === null ? raw.length - 1 : raw.findIndex(([step]) => step === at);
-      const value =
-        place < 0
-          ? "-"
-          : format(raw[place][1]) + (band?.get(raw[place][0]) ? ` ±${format(band.get(raw[place][0]))}` : "");
+      const [step, value] = raw[place] ?? [];
+      const around = band?.get(step) ? ` ±${format(band.get(step))}` : "";
       const mean = place >= 0 && view.smooth > 0 ? ` (${format(soft[place][1])})` : "";
-      return el(
-        "span",
-        {},
-        el("span", { class: "swatch", style: { borderTopColor: color, borderTopStyle: dash ? "dashed" : "solid" } }),
-        label ? `${label} ` : "",
-        el("b", {}, value + mean),
-      );
+      const style = { borderTopColor: color, borderTopStyle: dash ? "dashed" : "solid" };
+      return el("span", el("span.swatch", { style }), label ? `${label} ` : "", el("b", format(value) + around + mean));
     });
-    this.legend.replaceChildren(el("span", {}, at === null ? "last" : `step ${at}`), ...entries);
+    this.legend.replaceChildren(el("span", at === null ? "last" : `step ${at}`), ...entries);
   }
 }
 
@@ -290,38 +245,27 @@ class StackChart extends Chart {
     if (!places.length) return;
     const most = Math.max(20, Math.floor((this.plot.clientWidth || 360) / 5));
     const size = Math.ceil(places.length / most);
+    const mean = (values, own) => own.reduce((sum, place) => sum + (values[place] ?? 0), 0) / own.length;
     this.bars = [];
     for (let start = 0; start < places.length; start += size) {
       const own = places.slice(start, start + size);
-      this.bars.push({
-        step: this.all[own[0]],
-        until: this.all[own[own.length - 1]],
-        values: this.layers.map(
-          (layer) => own.reduce((sum, place) => sum + (layer.values[place] ?? 0), 0) / own.length,
-        ),
-      });
+      const values = this.layers.map((layer) => mean(layer.values, own));
+      this.bars.push({ step: this.all[own[0]], until: this.all[own.at(-1)], values });
     }
-    const totals = this.bars.map((bar) => bar.values.reduce((sum, value) => sum + value, 0)).sort((a, b) => a - b);
+    const totals = this.bars.map((bar) => total(bar.values)).sort((a, b) => a - b);
     const usual = totals[Math.floor(0.95 * (totals.length - 1))];
-    const top = Math.min(totals[totals.length - 1], 2 * usual || 1); // a single slow step does not flatten all others
+    const top = Math.min(totals.at(-1), 2 * usual || 1) * 1.05 || 1; // one slow step does not flatten all others
     const starts = this.bars.map((bar) => bar.step);
-    const apart = starts.length > 1 ? (starts[starts.length - 1] - starts[0]) / (starts.length - 1) : 1;
-    this.frame(starts, 0, top * 1.05 || 1, apart / 2);
+    const apart = starts.length > 1 ? (starts.at(-1) - starts[0]) / (starts.length - 1) : 1;
+    this.frame(starts, 0, top, apart / 2);
     const width = Math.max(1, 0.9 * (this.x(starts[0] + apart) - this.x(starts[0])));
     for (const bar of this.bars) {
       let below = 0;
       bar.values.forEach((value, layer) => {
-        const above = Math.min(below + value, top * 1.05);
+        const above = Math.min(below + value, top);
+        const [y, x] = [this.y(above), this.x(bar.step) - width / 2];
         if (above > below)
-          this.plot.append(
-            svg("rect", {
-              x: this.x(bar.step) - width / 2,
-              width,
-              y: this.y(above),
-              height: Math.max(0, this.y(below) - this.y(above)),
-              fill: this.layers[layer].color,
-            }),
-          );
+          this.plot.append(svg("rect", { x, y, width, height: this.y(below) - y, fill: this.layers[layer].color }));
         below = above;
       });
     }
@@ -332,48 +276,35 @@ class StackChart extends Chart {
   showHover() {
     if (!this.bars) return;
     this.moveCursor();
-    const bar =
-      view.hover === null ? null : this.bars.find(({ step, until }) => step <= view.hover && view.hover <= until);
-    const count = this.bars.length;
-    const values = bar
-      ? bar.values
-      : this.layers.map((_, layer) => this.bars.reduce((sum, { values: own }) => sum + own[layer], 0) / count);
-    const total = values.reduce((sum, value) => sum + value, 0);
-    const entries = this.layers.map((layer, place) =>
-      el(
-        "span",
-        {},
-        el("span", { class: "swatch block", style: { background: layer.color } }),
-        `${layer.label} `,
-        el("b", {}, `${format(values[place])} s`),
-        ` ${total ? Math.round((100 * values[place]) / total) : 0}%`,
-      ),
-    );
-    this.legend.replaceChildren(el("span", {}, bar ? `step ${bar.step}` : "mean"), ...entries);
+    const at = view.hover;
+    const bar = at === null ? null : this.bars.find(({ step, until }) => step <= at && at <= until);
+    const mean = (_, layer) => total(this.bars.map((own) => own.values[layer])) / this.bars.length;
+    const values = bar ? bar.values : this.layers.map(mean);
+    const whole = total(values);
+    const entries = this.layers.map(({ label, color }, place) => {
+      const share = whole ? Math.round((100 * values[place]) / whole) : 0;
+      const swatch = el("span.swatch.block", { style: { background: color } });
+      return el("span", swatch, `${label} `, el("b", `${format(values[place])} s`), ` ${share}%`);
+    });
+    this.legend.replaceChildren(el("span", bar ? `step ${bar.step}` : "mean"), ...entries);
   }
 }
 
+function total(values) {
+  return values.reduce((sum, value) => sum + value, 0);
+}
+
 // A small line without axes.
-function spark(points, color) {
-  const plot = svg("svg", { class: "spark", viewBox: "0 0 120 28", "aria-hidden": "true" });
+function spark(points, stroke) {
   const values = points.map(([, value]) => value);
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  const [first, last] = [points[0][0], points[points.length - 1][0]];
+  const [first, last] = [points[0][0], points.at(-1)[0]];
   const every = Math.ceil(points.length / 120);
   const place = ([step, value]) =>
     [2 + (116 * (step - first)) / (last - first || 1), 25 - (22 * (value - low)) / (high - low || 1)]
       .map((x) => x.toFixed(1))
       .join(",");
-  plot.append(
-    svg("polyline", {
-      points: points
-        .filter((_, at) => at % every === 0)
-        .map(place)
-        .join(" "),
-      fill: "none",
-      stroke: color,
-      "stroke-width": 1.3,
-    }),
-  );
-  return plot;
+  const drawn = points.filter((_, at) => at % every === 0).map(place);
+  const line = svg("polyline", { points: drawn.join(" "), fill: "none", stroke, "stroke-width": 1.3 });
+  return svg("svg", { class: "spark", viewBox: "0 0 120 28", "aria-hidden": "true" }, line);
 }

@@ -1,122 +1,54 @@
-// The data of the page (in the element #data), and the charts that it makes.
+// The charts that the data of the page makes.
 
-const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
 const single = runs.length === 1;
 const runColor = (run) => COLORS[run % COLORS.length];
-const STAGES = [
-  "gen",
-  "reward",
-  "old_log_prob",
-  "ref",
-  "values",
-  "adv",
-  "update_critic",
-  "update_actor",
-  "update_weights",
-  "data",
-  "train",
-  "videos",
-  "testing",
-  "save_checkpoint",
-];
+const STAGES = `gen reward old_log_prob ref values adv update_critic update_actor update_weights data train videos
+  testing save_checkpoint`.split(/\s+/);
 
-// Panels of the overview: title, unit, [metric, label] of each line. Only what a run logged is drawn.
+// Panels of the overview: title, unit, the label of each metric's line. Only what a run logged is drawn.
 const PANELS = [
-  [
-    "Reward in training, mean over the samples of a step",
-    "score",
-    [
-      ["critic/score/mean", ""],
-      ["actor/face_score", ""],
-    ],
-  ],
-  ["Loss", "", [["train/loss", ""]]],
-  ["Success of episodes", "share", [["env/success", ""]]],
+  ["Reward in training, mean over the samples of a step", "score", { "critic/score/mean": "", "actor/face_score": "" }],
+  ["Loss", "", { "train/loss": "" }],
+  ["Success of episodes", "share", { "env/success": "" }],
   [
     "Response length",
     "tokens",
-    [
-      ["response_length/mean", "mean"],
-      ["response_length/max", "max"],
-      ["response_length/min", "min"],
-    ],
+    { "response_length/mean": "mean", "response_length/max": "max", "response_length/min": "min" },
   ],
-  ["Answers cut off", "share", [["response_length/clip_ratio", ""]]],
+  ["Answers cut off", "share", { "response_length/clip_ratio": "" }],
   [
     "Prompts that teach nothing: all answers equally good",
     "share",
-    [
-      ["frac_reward_zero_std", "all equal"],
-      ["groups/all_right", "all right"],
-      ["groups/all_wrong", "all wrong"],
-    ],
+    { frac_reward_zero_std: "all equal", "groups/all_right": "all right", "groups/all_wrong": "all wrong" },
   ],
-  ["Entropy", "nats", [["actor/entropy", ""]]],
-  [
-    "Distance to the reference (KL)",
-    "nats",
-    [
-      ["actor/kl_loss", "in the loss"],
-      ["critic/kl", "in the reward"],
-    ],
-  ],
-  ["Step of the policy (KL to the sampler)", "nats", [["actor/ppo_kl", ""]]],
-  [
-    "Tokens clipped",
-    "share",
-    [
-      ["actor/pg_clipfrac", "policy"],
-      ["critic/vf_clipfrac", "values"],
-    ],
-  ],
-  [
-    "Gradient norm",
-    "",
-    [
-      ["actor/grad_norm", "actor"],
-      ["critic/grad_norm", "critic"],
-      ["train/grad_norm", ""],
-    ],
-  ],
-  [
-    "Learning rate",
-    "",
-    [
-      ["actor/lr", "actor"],
-      ["critic/lr", "critic"],
-      ["train/lr", ""],
-    ],
-  ],
-  ["Sampler against trainer, difference of probabilities", "", [["training/rollout_probs_diff_mean", "mean"]]],
+  ["Entropy", "nats", { "actor/entropy": "" }],
+  ["Distance to the reference (KL)", "nats", { "actor/kl_loss": "in the loss", "critic/kl": "in the reward" }],
+  ["Step of the policy (KL to the sampler)", "nats", { "actor/ppo_kl": "" }],
+  ["Tokens clipped", "share", { "actor/pg_clipfrac": "policy", "critic/vf_clipfrac": "values" }],
+  ["Gradient norm", "", { "actor/grad_norm": "actor", "critic/grad_norm": "critic", "train/grad_norm": "" }],
+  ["Learning rate", "", { "actor/lr": "actor", "critic/lr": "critic", "train/lr": "" }],
+  ["Sampler against trainer, difference of probabilities", "", { "training/rollout_probs_diff_mean": "mean" }],
   [
     "Rewards that failed",
     "share",
-    [
-      ["reward/error_rate", "all"],
-      ["reward/timeout_rate", "late"],
-      ["env/error_rate", "episodes"],
-    ],
+    { "reward/error_rate": "all", "reward/timeout_rate": "late", "env/error_rate": "episodes" },
   ],
   [
     "Throughput",
     "per second and device",
-    [
-      ["perf/throughput", "tokens"],
-      ["system/tps", "tokens"],
-      ["perf/samples_per_second", "samples"],
-    ],
+    { "perf/throughput": "tokens", "system/tps": "tokens", "perf/samples_per_second": "samples" },
   ],
   [
     "Memory of the fullest worker",
     "GiB",
-    [
-      ["actor/perf/host_rss_gb", "host"],
-      ["actor/perf/max_memory_allocated_gb", "device, allocated"],
-      ["actor/perf/max_memory_reserved_gb", "device, reserved"],
-    ],
+    {
+      "actor/perf/host_rss_gb": "host",
+      "actor/perf/max_memory_allocated_gb": "device, allocated",
+      "actor/perf/max_memory_reserved_gb": "device, reserved",
+    },
   ],
-  ["Devices that wait in generation", "share", [["rollout/idle_frac", ""]]],
+  ["Devices that wait in generation", "share", { "rollout/idle_frac": "" }],
 ];
 
 // The points [step, value] of a metric in a run; none if it did not log it.
@@ -129,52 +61,44 @@ function points(run, name) {
 
 // A line for each run that logged the metric. In color differ the lines of one run; of several, the runs.
 function linesOf(name, label, number, band) {
-  return runs.flatMap((run, at) => {
-    const own = points(at, name);
-    if (!own.length) return [];
-    return [
-      {
-        label: [single ? "" : run.title, label].filter(Boolean).join(" "),
-        color: single ? COLORS[number % COLORS.length] : runColor(at),
-        dash: single || !number ? null : number === 1 ? "6 3" : "2 3",
-        points: own,
-        band: band && points(at, band).length ? new Map(points(at, band)) : null,
-      },
-    ];
-  });
+  const lines = runs.map((run, at) => ({
+    label: [single ? "" : run.title, label].filter(Boolean).join(" "),
+    color: single ? COLORS[number % COLORS.length] : runColor(at),
+    dash: single || !number ? null : number === 1 ? "6 3" : "2 3",
+    points: points(at, name),
+    band: band && points(at, band).length ? new Map(points(at, band)) : null,
+  }));
+  return lines.filter((line) => line.points.length);
+}
+
+function isLogged(name) {
+  return runs.some((run) => run.series[name]);
 }
 
 function panel([title, unit, names]) {
-  const logged = names.filter(([name]) => runs.some((run) => run.series[name]));
+  const logged = Object.entries(names).filter(([name]) => isLogged(name));
   const lines = logged.flatMap(([name, label], number) => linesOf(name, label, number));
   const isFlat = lines.every((line) => line.points.every(([, value]) => value === 0));
   return lines.length && !isFlat ? new LineChart(title, unit, lines) : null;
 }
 
+// Of one run a chart for each measure, with a line for each source; of several runs a chart for each of both.
 function validationPanels() {
-  const measures = [...new Set(data.validation.map((line) => line.measure))];
-  const panels = (lines, title) => {
+  const sources = [...new Set(data.validation.map((line) => line.source))];
+  const chart = (title, lines) => {
     const drawn = lines.flatMap((line, number) => {
-      const sources = [...new Set(data.validation.map((other) => other.source))];
-      const label = single ? line.source + (line.greedy ? " (greedy)" : "") : line.greedy ? "greedy" : "";
-      return linesOf(line.name, label, single ? sources.indexOf(line.source) : number, line.interval).map((found) => ({
-        ...found,
-        dash: line.greedy ? "5 3" : null,
-      }));
+      const greedy = line.greedy ? "greedy" : "";
+      const label = single ? line.source + (greedy && ` (${greedy})`) : greedy;
+      const found = linesOf(line.name, label, single ? sources.indexOf(line.source) : number, line.interval);
+      return found.map((own) => ({ ...own, dash: line.greedy ? "5 3" : null }));
     });
     const unit = drawn.some((line) => line.band) ? "band: 95% interval" : "";
-    return new LineChart(title, unit, drawn, single && drawn.length > 2);
+    return new LineChart(`Validation, ${title}`, unit, drawn, single && drawn.length > 2);
   };
-  if (single)
-    return measures.map((own) =>
-      panels(
-        data.validation.filter((line) => line.measure === own),
-        `Validation, ${own}`,
-      ),
-    );
-  return data.validation.map((line) =>
-    panels([line], `Validation, ${line.source}${line.greedy ? " (greedy)" : ""}, ${line.measure}`),
-  );
+  const titleOf = ({ source, greedy, measure }) =>
+    single ? measure : `${source}${greedy ? " (greedy)" : ""}, ${measure}`;
+  const titles = [...new Set(data.validation.map(titleOf))];
+  return titles.map((title) => chart(title, data.validation.filter((line) => titleOf(line) === title)));
 }
 
 function timePanel(run) {
@@ -192,11 +116,9 @@ function timePanel(run) {
   });
   const outside = ["testing", "save_checkpoint"];
   const inside = layers.filter((layer) => !outside.includes(layer.label));
-  const rest = known.map((step, at) =>
-    Math.max(0, trained.get(step) - inside.reduce((sum, layer) => sum + layer.values[at], 0)),
-  );
-  layers.push({ label: "other", color: GREY, values: rest });
-  const whole = layers.flatMap((layer) => layer.values).reduce((sum, value) => sum + value, 0);
-  const seen = layers.filter((layer) => layer.values.reduce((sum, value) => sum + value, 0) > 0.002 * whole);
+  const rest = known.map((step, at) => trained.get(step) - total(inside.map((layer) => layer.values[at])));
+  layers.push({ label: "other", color: GREY, values: rest.map((value) => Math.max(0, value)) });
+  const whole = total(layers.flatMap((layer) => layer.values));
+  const seen = layers.filter((layer) => total(layer.values) > 0.002 * whole);
   return new StackChart(`Time of a step by stage${single ? "" : `, ${title}`}`, "seconds", known, seen);
 }

@@ -1,24 +1,10 @@
 // The browser of what the policy wrote: all, best, worst, changed, failed; searched, filtered and sorted.
 
-const FIELDS = [
-  "run",
-  "kind",
-  "step",
-  "uid",
-  "sample",
-  "source",
-  "prompt",
-  "output",
-  "truth",
-  "score",
-  "length",
-  "finish",
-  "version",
-  "late",
-  "parts",
-];
-const PAGE = 40;
+const FIELDS = `run kind step uid sample source prompt output truth score length finish version late parts`.split(" ");
+const AT_ONCE = 40;
 const MOST_CHANGED = 200;
+const WAYS = ["all", "best", "worst", "changed", "failed"];
+const FILTERS = ["kind", "source", "step", "finish"];
 
 let sampleRows = null;
 
@@ -28,9 +14,9 @@ function allSamples() {
     const sample = Object.fromEntries(FIELDS.map((name, place) => [name, row[place]]));
     const messages = data.prompts[sample.prompt];
     sample.messages = messages;
-    sample.question = messages.length ? messages[messages.length - 1][1] : "";
-    sample.words =
-      `${messages.map(([, text]) => text).join("\n")}\n${sample.output}\n${sample.truth}\n${sample.uid}`.toLowerCase();
+    sample.question = messages.at(-1)?.[1] ?? "";
+    const texts = [...messages.map(([, text]) => text), sample.output, sample.truth, sample.uid];
+    sample.words = texts.join("\n").toLowerCase();
     return sample;
   });
   return sampleRows;
@@ -40,20 +26,17 @@ function allSamples() {
 function marked(text, word) {
   const parts = [];
   const lower = text.toLowerCase();
+  const isSame = word && lower.length === text.length; // else places of the one are not those of the other
   let from = 0;
-  for (
-    let at = word ? lower.indexOf(word) : -1;
-    at >= 0 && lower.length === text.length;
-    at = lower.indexOf(word, from)
-  ) {
-    parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + word.length)));
+  for (let at = isSame ? lower.indexOf(word) : -1; at >= 0; at = lower.indexOf(word, from)) {
+    parts.push(text.slice(from, at), el("mark", text.slice(at, at + word.length)));
     from = at + word.length;
   }
   return [...parts, text.slice(from)];
 }
 
-function box(title, text, word) {
-  return el("div", { class: "box", tabindex: 0 }, el("h3", {}, title), el("pre", {}, marked(text, word)));
+function box(title, text, word = "") {
+  return el("div.box", { tabindex: 0 }, el("h3", title), el("pre", marked(text, word)));
 }
 
 function scoreText(sample) {
@@ -75,103 +58,68 @@ function tellOf(sample) {
   return facts.filter(Boolean).join(" · ");
 }
 
-function partsTable(sample) {
-  const parts = Object.entries(sample.parts);
-  if (!parts.length) return null;
-  const text = parts.map(([name, value]) => `${name}: ${typeof value === "number" ? format(value) : value}`).join("\n");
-  return box("reward, its parts", text, "");
-}
-
 function answerOf(sample, word) {
+  const part = ([name, value]) => `${name}: ${typeof value === "number" ? format(value) : value}`;
+  const parts = Object.entries(sample.parts).map(part).join("\n");
   return el(
-    "div",
-    { class: "answer" },
-    el("div", { class: "soft small wrap" }, tellOf(sample)),
+    "div.answer",
+    el("div.soft.small.wrap", tellOf(sample)),
     sample.messages.map(([role, text]) => box(role, text, word)),
     box("response", sample.output, word),
     sample.truth ? box("ground truth", sample.truth, word) : null,
-    partsTable(sample),
+    parts ? box("reward, its parts", parts) : null,
     siblings(sample),
   );
 }
 
 // The other answers to the same prompt, by step.
 function siblings(sample) {
-  const others = allSamples().filter(
-    (other) => other !== sample && other.uid === sample.uid && other.source === sample.source,
-  );
+  const isSibling = (other) => other !== sample && other.uid === sample.uid && other.source === sample.source;
+  const others = allSamples().filter(isSibling);
   if (!others.length) return null;
-  const list = el("div");
   const shown = others.slice(0, 60).map((other) => {
-    const tell = el(
-      "summary",
-      { class: "wrap" },
-      single ? "" : `${runs[other.run].title} `,
-      `${other.kind}, step ${other.step}, score ${scoreText(other)}: ${other.output.slice(0, 90)}`,
-    );
-    return el("details", {}, tell, box("response", other.output, ""));
+    const run = single ? "" : `${runs[other.run].title} `;
+    const told = `${other.kind}, step ${other.step}, score ${scoreText(other)}: ${other.output.slice(0, 90)}`;
+    return el("details", el("summary", run + told), box("response", other.output));
   });
-  list.append(...shown);
-  return el("details", {}, el("summary", {}, `${others.length} more answers to this prompt`), list);
+  return el("details", el("summary", `${others.length} more answers to this prompt`), shown);
 }
 
 // Pairs [first, last, change of the mean score] of prompts that were answered at several steps.
 function changedPairs(found) {
   const byPrompt = new Map();
-  for (const sample of found) {
+  for (const sample of found.filter(({ score }) => score !== null)) {
     const key = JSON.stringify([sample.run, sample.kind, sample.source, sample.uid]);
-    if (!byPrompt.has(key)) byPrompt.set(key, []);
-    byPrompt.get(key).push(sample);
+    byPrompt.set(key, [...(byPrompt.get(key) ?? []), sample]);
   }
-  const mean = (own) => own.reduce((sum, sample) => sum + sample.score, 0) / own.length;
-  const pairs = [];
-  for (const own of byPrompt.values()) {
-    const scored = own.filter((sample) => sample.score !== null).sort((a, b) => a.step - b.step);
-    if (!scored.length || scored[0].step === scored[scored.length - 1].step) continue;
-    const at = (step) => scored.filter((sample) => sample.step === step);
-    const change = mean(at(scored[scored.length - 1].step)) - mean(at(scored[0].step));
-    if (change !== 0) pairs.push([scored[0], scored[scored.length - 1], change]);
-  }
-  return pairs.sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]) || b[1].step - a[1].step);
+  const pairs = [...byPrompt.values()].map((own) => {
+    const scored = own.sort((a, b) => a.step - b.step);
+    const mean = (step) => {
+      const scores = scored.filter((sample) => sample.step === step).map(({ score }) => score);
+      return total(scores) / scores.length;
+    };
+    return [scored[0], scored.at(-1), mean(scored.at(-1).step) - mean(scored[0].step)];
+  });
+  const changed = pairs.filter(([, , change]) => change !== 0);
+  return changed.sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]) || b[1].step - a[1].step);
 }
 
 function pairOf([first, last, change], word) {
-  const sign = change > 0 ? "up" : "down";
+  const place = [single ? "" : runs[first.run].title, first.kind, first.source, first.uid].filter(Boolean).join(" · ");
+  const told = ({ step, length, finish, score }) =>
+    `step ${step}, score ${format(score)}, ${length} tokens, ${finish}`;
+  const by = change > 0 ? el("b.ok", `+${format(change)}`) : el("b.bad", format(change));
   return el(
-    "div",
-    { class: "card pair" },
-    el(
-      "div",
-      { class: "wrap" },
-      el("b", { class: sign }, `${change > 0 ? "+" : ""}${format(change)}`),
-      el(
-        "span",
-        { class: "soft small" },
-        ` ${single ? "" : `${runs[first.run].title} · `}${first.kind} · ${first.source} · ${first.uid}`,
-      ),
-    ),
-    el(
-      "div",
-      { class: "answer" },
-      box("prompt", first.question, word),
-      first.truth ? box("ground truth", first.truth, word) : null,
-    ),
-    el(
-      "div",
-      { class: "answer two" },
-      [first, last].map((sample) =>
-        box(
-          `step ${sample.step}, score ${scoreText(sample)}, ${sample.length} tokens, ${sample.finish}`,
-          sample.output,
-          word,
-        ),
-      ),
-    ),
+    "div.card.pair",
+    el("div.wrap", by, el("span.soft.small", ` ${place}`)),
+    el("div.answer", box("prompt", first.question, word), first.truth ? box("ground truth", first.truth, word) : null),
+    el("div.answer.two", [first, last].map((sample) => box(told(sample), sample.output, word))),
   );
 }
 
 // ------------------------------------------------------------------------------------------------------ the list
 
+// Field, heading, class of the cells. On a narrow screen those with a name beside them stand in a card.
 const COLUMNS = [
   ["step", "step", "right"],
   ["kind", "kind", ""],
@@ -183,211 +131,101 @@ const COLUMNS = [
   ["finish", "ended by", ""],
 ];
 
-function cellOf(sample, name, style, word) {
-  if (name === "score")
-    return el(
-      "td",
-      { class: `${style} ${sample.score === null ? "down" : ""}`, "data-name": "score" },
-      scoreText(sample),
-    );
-  const text = String(sample[name]);
-  if (style !== "peek") return el("td", { class: style, "data-name": name === "length" ? "tokens" : name }, text);
+function cellOf(sample, [name, heading, style], word) {
+  const text = name === "score" ? scoreText(sample) : String(sample[name]);
+  const isBad = name === "score" && sample.score === null;
+  if (style !== "peek") return el(`td.${style}${isBad ? ".bad" : ""}`, { "data-name": heading }, text);
   const at = word ? text.toLowerCase().indexOf(word) : -1;
   const from = at > 60 ? at - 30 : 0;
-  return el("td", { class: "peek" }, from ? "... " : "", marked(text.slice(from, from + 160), word));
+  return el("td.peek", from ? "... " : "", marked(text.slice(from, from + 160), word));
 }
 
 function rowOf(sample, columns, word) {
-  const row = el(
-    "tr",
-    { class: "pick", tabindex: 0, "aria-expanded": "false" },
-    columns.map(([name, , style]) => cellOf(sample, name, style, word)),
-  );
   const unfold = () => {
     const isOpen = row.getAttribute("aria-expanded") === "true";
     row.setAttribute("aria-expanded", String(!isOpen));
     if (isOpen) row.nextSibling.remove();
-    else row.after(el("tr", { class: "open" }, el("td", { colspan: columns.length }, answerOf(sample, word))));
+    else row.after(el("tr.open", el("td", { colspan: columns.length }, answerOf(sample, word))));
   };
-  row.addEventListener("click", unfold);
-  row.addEventListener("keydown", (event) => {
-    if (event.key === "Enter") unfold();
-  });
+  const keydown = (event) => event.key === "Enter" && unfold();
+  const cells = columns.map((column) => cellOf(sample, column, word));
+  const row = el("tr.pick", { tabindex: 0, "aria-expanded": "false", click: unfold, keydown }, cells);
   return row;
-}
-
-function select(label, values, update) {
-  const options = [
-    el("option", { value: "" }, `${label}: all`),
-    ...values.map((value) => el("option", { value }, label === "step" ? `step ${value}` : String(value))),
-  ];
-  return el("select", { "aria-label": label, change: update }, options);
 }
 
 function samplesTab() {
   if (!data.samples.length) {
-    return el(
-      "p",
-      { class: "soft" },
-      "No samples were kept: this kind of run writes none as text, or trainer.samples_max_mb is 0.",
-    );
+    const why = "this kind of run writes none as text, or trainer.samples_max_mb is 0";
+    return el("p.soft", `No samples were kept: ${why}.`);
   }
   const all = allSamples();
-  const state = { way: "all", sort: "step", isDescending: true, shown: PAGE };
   const distinct = (name) => [...new Set(all.map((sample) => sample[name]))].sort((a, b) => (a > b ? 1 : -1));
+  const columns = COLUMNS.filter(([name]) => name !== "source" || distinct("source").length > 1);
+  const column = (name) => columns.findIndex(([own]) => own === name);
+  const state = { way: "all", sort: "step", descending: true, shown: AT_ONCE };
+
   const update = () => {
-    state.shown = PAGE;
+    state.shown = AT_ONCE;
     show();
   };
-  const search = el("input", {
-    type: "search",
-    placeholder: "search prompts, responses, ground truths, uids",
-    "aria-label": "search samples",
-    input: update,
+  const search = searchField("samples", "prompts, responses, ground truths, uids", update);
+  const labelOf = { run: (at) => runs[at].title, step: (step) => `step ${step}` };
+  const filters = [...(single ? [] : ["run"]), ...FILTERS].map((name) => {
+    const option = (value) => el("option", { value }, (labelOf[name] ?? String)(value));
+    const options = [el("option", { value: "" }, `${name}: all`), ...distinct(name).map(option)];
+    return [name, el("select", { "aria-label": name, change: update }, options)];
   });
-  const filters = ["kind", "source", "step", "finish"].map((name) => [name, select(name, distinct(name), update)]);
-  if (!single)
-    filters.unshift([
-      "run",
-      el(
-        "select",
-        { "aria-label": "run", change: update },
-        el("option", { value: "" }, "run: all"),
-        runs.map((run, at) => el("option", { value: at }, run.title)),
-      ),
-    ]);
-  const ways = ["all", "best", "worst", "changed", "failed"].map((way) =>
-    el(
-      "button",
-      {
-        type: "button",
-        "aria-pressed": String(way === "all"),
-        click: () => {
-          state.way = way;
-          ways.forEach((button) => button.setAttribute("aria-pressed", String(button.textContent === way)));
-          if (way === "best" || way === "worst") [state.sort, state.isDescending] = ["score", way === "best"];
-          update();
-        },
-      },
-      way,
-    ),
-  );
-  const order = el(
-    "select", // where the screen is too narrow for the heads of columns
-    {
-      "aria-label": "sort by",
-      class: "phone",
-      change: () => {
-        [state.sort, state.isDescending] = [order.value, true];
-        update();
-      },
-    },
-    COLUMNS.map(([name, label]) => el("option", { value: name }, `sort: ${label}`)),
-  );
-  const count = el("span", { class: "soft small" });
+  const ways = WAYS.map((way) => el("button", { type: "button", click: () => choose(way) }, way));
+  const headings = columns.map(([, heading]) => el("th", heading));
+  const sort = sortable(headings, (at, descending) => {
+    Object.assign(state, { sort: columns[at][0], descending });
+    update();
+  });
+  // where the screen is too narrow for the headings of columns
+  const options = columns.map(([, heading], at) => el("option", { value: at }, `sort: ${heading}`));
+  const order = el("select.phone", { "aria-label": "sort by", change: () => sort(order.value, true) }, options);
+  const count = el("span.soft.small");
+  const body = el("tbody");
+  const table = tableOf("cards", el("tr", headings), body);
+  const more = el("p", el("button", { type: "button", click: () => show((state.shown += 5 * AT_ONCE)) }, "show more"));
   const content = el("div");
 
-  function found() {
-    const word = search.value.toLowerCase();
-    return all.filter(
-      (sample) =>
-        filters.every(([name, { value }]) => value === "" || String(sample[name]) === value) &&
-        sample.words.includes(word),
-    );
-  }
-
-  function sorted(samples) {
-    const sign = state.isDescending ? -1 : 1;
-    const key = state.sort;
-    return samples.sort((a, b) => {
-      if (a[key] === null || b[key] === null) return (a[key] === null) - (b[key] === null);
-      return (a[key] > b[key] ? sign : a[key] < b[key] ? -sign : 0) || b.step - a.step;
-    });
-  }
-
-  function header(columns) {
-    return el(
-      "thead",
-      {},
-      el(
-        "tr",
-        {},
-        columns.map(([name, label]) => {
-          const arrow = state.sort === name ? (state.isDescending ? " ↓" : " ↑") : "";
-          const order = state.sort === name ? (state.isDescending ? "descending" : "ascending") : "none";
-          return el(
-            "th",
-            { "aria-sort": order },
-            el(
-              "button",
-              {
-                type: "button",
-                "data-name": name,
-                click: () => {
-                  state.isDescending = state.sort === name ? !state.isDescending : true;
-                  state.sort = name;
-                  update();
-                  content.querySelector(`th button[data-name="${name}"]`).focus();
-                },
-              },
-              label + arrow,
-            ),
-          );
-        }),
-      ),
-    );
+  function choose(way) {
+    state.way = way;
+    ways.forEach((button) => button.setAttribute("aria-pressed", String(button.textContent === way)));
+    if (way === "best" || way === "worst") sort(column("score"), way === "best");
+    else update();
   }
 
   function show() {
     const word = search.value.toLowerCase();
-    const own = found();
-    if (state.way === "changed") return showChanged(changedPairs(own), word);
-    const kept = own.filter((sample) =>
-      state.way === "failed" ? sample.score === null : state.way === "all" || sample.score !== null,
-    );
-    const columns = COLUMNS.filter(([name]) => name !== "source" || distinct("source").length > 1);
+    const passes = (sample) => filters.every(([name, { value }]) => value === "" || String(sample[name]) === value);
+    const found = all.filter((sample) => passes(sample) && sample.words.includes(word));
+    if (state.way === "changed") return showChanged(changedPairs(found), word);
+    const isKept = ({ score }) => state.way === "all" || (state.way === "failed") === (score === null);
+    const latest = sorted(found.filter(isKept), ({ step }) => step, true);
+    const kept = sorted(latest, (sample) => sample[state.sort], state.descending);
     count.textContent = `${kept.length.toLocaleString("en-US")} of ${all.length.toLocaleString("en-US")} samples`;
-    const rows = sorted(kept)
-      .slice(0, state.shown)
-      .map((sample) => rowOf(sample, columns, word));
-    const more =
-      kept.length > state.shown
-        ? el(
-            "button",
-            {
-              type: "button",
-              click: () => {
-                state.shown += 5 * PAGE;
-                show();
-              },
-            },
-            "show more",
-          )
-        : null;
-    content.replaceChildren(
-      el("div", { class: "scroll" }, el("table", { class: "cards" }, header(columns), el("tbody", {}, rows))),
-      el("p", {}, more ?? ""),
-    );
+    body.replaceChildren(...kept.slice(0, state.shown).map((sample) => rowOf(sample, columns, word)));
+    more.hidden = kept.length <= state.shown;
+    content.replaceChildren(table, more);
   }
 
   function showChanged(pairs, word) {
     count.textContent = `${pairs.length} prompts whose score changed between their first and last step`;
-    const none = el("p", { class: "soft" }, "No prompt here was answered at several steps with another score.");
-    content.replaceChildren(
-      ...(pairs.length
-        ? pairs.slice(0, Math.min(state.shown, MOST_CHANGED)).map((pair) => pairOf(pair, word))
-        : [none]),
-    );
+    const none = el("p.soft", "No prompt here was answered at several steps with another score.");
+    const drawn = pairs.slice(0, Math.min(state.shown, MOST_CHANGED)).map((pair) => pairOf(pair, word));
+    content.replaceChildren(...(drawn.length ? drawn : [none]));
   }
 
-  show();
+  sort(column("step"), true);
+  choose("all");
   const notes = runs.flatMap((run) => run.notes).filter((note) => note.includes("samples are on this page"));
   return el(
     "section",
-    {},
-    el("div", { class: "tools" }, search, ...filters.map(([, node]) => node)),
-    el("div", { class: "tools" }, ...ways, order, count),
-    notes.map((note) => el("p", { class: "soft small wrap" }, note)),
+    el("div.tools", search, filters.map(([, node]) => node)),
+    el("div.tools", ways, order, count),
+    notes.map((note) => el("p.soft.small", note)),
     content,
   );
 }
