@@ -12,6 +12,7 @@ from pathlib import Path
 from trainer.build import build_trainer, load_data
 from trainer.capsule import capsule_on_failure
 from trainer.console import Console
+from trainer.ending import stopping_on_signal
 from trainer.final_report import final_report
 from trainer.launch import (
     INTERRUPTED,
@@ -24,17 +25,16 @@ from trainer.launch import (
 )
 from trainer.picture import draw_curve
 from trainer.planner.batch import launch_table
-from trainer.planner.report import expected_rows, launch_device, measured_line, memory_lines
+from trainer.planner.report import device_memory_gib, expected_rows, launch_device, measured_line, memory_lines
 from trainer.planner.run_memory import read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import prepare_recipe, recipe_overrides, trainer_of
 from trainer.reports.terminal import closing_findings
 from trainer.resume import refuse_another_run
 from trainer.saving import checkpoint_bytes, require_room_for_checkpoints
+from trainer.starting import claimed_devices, wish_of
 from trainer.steps import count_steps
-from trainer.stopping import stopping_on_signal
 from trainer.tracking import Tracking
-from trainer.wish import claimed_devices, wish_of
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import LoadedConfig, load_config, save_config, validate
 from verl_lite.options.agentic import is_agentic
@@ -126,7 +126,8 @@ def dry_run(loaded: LoadedConfig[PPOConfig], slots: int, trainer_class: type[Ray
     save_config(loaded, run_dir / "dry_run.yaml")
     console.print(launch_table(config, slots, total_steps, expected_rows(config, slots, total_steps)))
     networks, device = read_networks(config), launch_device(config)
-    console.print("\n".join(memory_lines(config, networks, slots, device, device.memory_gib)))
+    memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+    console.print("\n".join(memory_lines(config, networks, slots, device, memory)))
     console.print(f"Nothing was started (trainer.dry_run=true). All options: {run_dir / 'dry_run.yaml'}")
     return 0
 

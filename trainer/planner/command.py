@@ -16,17 +16,18 @@ import tempfile
 from pathlib import Path
 
 from trainer.planner.batch import launch_table
-from trainer.planner.model_shape import config_like
+from trainer.planner.model_shape import LIKE, config_like
 from trainer.planner.remedies import fits
 from trainer.planner.report import memory_lines, time_lines
 from trainer.planner.run_memory import Networks, memory_plan, read_networks
-from trainer.planner.step_time import Accelerator, Efficiency, accelerator
+from trainer.planner.step_time import ACCELERATORS, Accelerator, Efficiency, accelerator
 from trainer.planner.table import GIB
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import load_schema, validate
 from verl_lite.device import visible_devices
 from verl_lite.errors import UserError
 
+ASSUMED_DEVICE = "h100"
 ANY_DATA = ["owner/name"]  # in place of files that need not be here
 
 
@@ -36,22 +37,25 @@ def run(argv: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m trainer.plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--like", help="sizes of a published model, in place of model.path")
-    parser.add_argument("--device", default="h100", help="h100 | h200 | a100 | l40s | cpu")
+    parser.add_argument("--device", help=f"{' | '.join(ACCELERATORS)}; default: {ASSUMED_DEVICE}, and the plan says so")
     parser.add_argument("--memory_gb", type=float, help="GiB of one device; default: the device's")
     parser.add_argument("--mean_response", type=float, help="mean tokens of an answer, for the time; default: the most")
     parser.add_argument("--compute", type=float, default=Efficiency.training, help="share of the peak in training")
     parser.add_argument("--bandwidth", type=float, default=Efficiency.bandwidth, help="share of the peak in decoding")
     given, rest = parser.parse_known_args(argv)
-    device = accelerator(given.device)
+    device = accelerator(given.device or ASSUMED_DEVICE)
     assumed = Efficiency(training=given.compute, bandwidth=given.bandwidth)
     _check_numbers(given.memory_gb, given.mean_response, assumed)
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         if given.like is not None:
             _take_like(config, given.like, Path(folder))
+        _require_made_model(config)
         networks = read_networks(config)
-        slots = _slots(config, device)
-        _check(config, slots, device)
+        slots = slots_of(config, device)
+        check(config, slots, device)
+        if given.device is None:
+            print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB\n")
         return show(config, networks, slots, device, assumed, given.memory_gb, given.mean_response)
 
 
@@ -95,7 +99,18 @@ def _take_like(config: PPOConfig, name: str, folder: Path) -> None:
     config.model.path = str(folder)
 
 
-def _slots(config: PPOConfig, device: Accelerator) -> int:
+def _require_made_model(config: PPOConfig) -> None:
+    """A recipe may name a model that it makes itself when it is run: the message says how to get it."""
+    path = config.model.path
+    if config.recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
+        raise UserError(
+            f"model.path={path!r} is not there: recipe={config.recipe} makes it at its first run. Let it, and see its "
+            f"plan: python -m trainer.main_ppo recipe={config.recipe} trainer.dry_run=true; or plan with other sizes: "
+            f"--like {' | '.join(LIKE)}"
+        )
+
+
+def slots_of(config: PPOConfig, device: Accelerator) -> int:
     """Devices of the run; trainer.n_gpus_per_node=null stands for 8, or on a CPU for 2."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
@@ -105,7 +120,7 @@ def _slots(config: PPOConfig, device: Accelerator) -> int:
     return trainer.n_gpus_per_node * trainer.nnodes
 
 
-def _check(config: PPOConfig, slots: int, device: Accelerator) -> None:
+def check(config: PPOConfig, slots: int, device: Accelerator) -> None:
     """Whether the options fit each other; files and clusters that are elsewhere are not looked for."""
     checked = copy.deepcopy(config)
     checked.trainer.device = "cpu"

@@ -15,6 +15,8 @@ from trainer.needs import needs_critic, needs_reference_model
 from trainer.planner.run_memory import MemoryPlan, Networks, longest_row, memory_plan
 from trainer.planner.step_time import Accelerator
 from verl_lite.config import FSDPConfig, PPOConfig
+from verl_lite.options.agentic import is_agentic
+from workers.rollout.base import resolve_engine_name
 
 LEAST_SAVED = 0.01  # share of the memory below which a change is not worth a line
 
@@ -39,7 +41,7 @@ def remedies(
     """Each change that saves memory, the most effective first."""
     now = memory_plan(config, networks, slots, device)
     found = []
-    for keys in candidates(config, slots, device):
+    for keys in candidates(config, networks, slots, device):
         plan = _planned(config, networks, device, keys)
         saves = plan.device_bytes < (1 - LEAST_SAVED) * now.device_bytes
         if saves or len(plan.notes) < len(now.notes):
@@ -65,7 +67,7 @@ def _adds_devices(remedy: Remedy) -> bool:
     return any(key.startswith("trainer.") for key in remedy.keys)
 
 
-def candidates(config: PPOConfig, slots: int, device: Accelerator) -> Iterator[tuple[str, ...]]:
+def candidates(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> Iterator[tuple[str, ...]]:
     """What could be changed, as a user would type it."""
     model, rollout, actor = config.model, config.rollout, config.actor
     longest = longest_row(config)
@@ -95,9 +97,8 @@ def candidates(config: PPOConfig, slots: int, device: Accelerator) -> Iterator[t
         yield ("rollout.free_cache_engine=true",)
     for share in (0.9, 0.8, 0.7, 0.6, 0.4, 0.3):
         yield (f"rollout.gpu_memory_utilization={share}",)
-    for size in (2, 4, 8):
-        if rollout.tensor_model_parallel_size < size <= slots and slots % size == 0:
-            yield (f"rollout.tensor_model_parallel_size={size}",)
+    for size in _parallel_sizes(config, networks):
+        yield (f"rollout.tensor_model_parallel_size={size}",)
     yield (f"trainer.nnodes={2 * config.trainer.nnodes}",)
 
 
@@ -111,6 +112,16 @@ def _of_the_batch(config: PPOConfig, slots: int) -> Iterator[tuple[str, ...]]:
     present = config.data.train_batch_size if actor.ppo_mini_batch_size == -1 else actor.ppo_mini_batch_size
     if 1 <= prompts < present:
         yield (f"actor.ppo_mini_batch_size={prompts}",)
+
+
+def _parallel_sizes(config: PPOConfig, networks: Networks) -> Iterator[int]:
+    """Into how many devices of a machine an engine could be split further: vLLM wants whole heads on each."""
+    rollout, per_node = config.rollout, config.trainer.n_gpus_per_node or 1
+    if resolve_engine_name(rollout.name) != "vllm" or is_agentic(config):
+        return
+    for size in (2, 4, 8):
+        if rollout.tensor_model_parallel_size < size and not per_node % size and not networks.policy.heads % size:
+            yield size
 
 
 def _sharded_roles(config: PPOConfig) -> Iterator[tuple[str, FSDPConfig]]:

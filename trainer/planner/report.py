@@ -6,9 +6,10 @@ one after its end that says what was measured.
 
 from __future__ import annotations
 
-import json
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.needs import needs_old_log_prob, needs_reference
@@ -20,7 +21,10 @@ from trainer.planner.run_memory import (
     Networks,
     checkpoint_disk,
     compute_size,
+    distinct_prompts,
     memory_plan,
+    mini_batch_prompts,
+    ranks_of_a_copy,
     read_networks,
     rows_per_step,
     trained_parameters,
@@ -29,6 +33,7 @@ from trainer.planner.step_time import (
     Accelerator,
     Efficiency,
     Generation,
+    Spread,
     accelerator,
     generation_seconds,
     pass_seconds,
@@ -37,8 +42,11 @@ from trainer.planner.step_time import (
     update_seconds,
 )
 from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, listed, part_lines, phase_lines
-from verl_lite.config import PPOConfig
+from trainer.reports.run_data import METRICS
+from trainer.tracking import read_metrics
+from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.errors import UserError
+from verl_lite.machine.claim import Host
 from verl_lite.options.agentic import is_agentic
 
 MOST_REMEDIES = 12
@@ -114,7 +122,7 @@ def stage_seconds(
 ) -> dict[str, float]:
     """Seconds of each stage of a step by name. response_length: mean tokens of an answer; None = all as long as
     allowed."""
-    data, rollout, policy, nodes = config.data, config.rollout, networks.policy, config.trainer.nnodes
+    data, rollout, policy = config.data, config.rollout, networks.policy
     answer = float(data.max_response_length if response_length is None else response_length)
     length, rows = data.max_prompt_length + answer, rows_per_step(config)
     engines = max(1, slots // rollout.tensor_model_parallel_size)
@@ -131,7 +139,7 @@ def stage_seconds(
         devices=rollout.tensor_model_parallel_size,
     )
     prefill, decode = generation_seconds(policy, generation, device, assumed)
-    tokens = rows * length / slots
+    tokens = _tokens_of_a_device(config, rows / slots, plan.micro_batches, answer)
 
     def forward(shape: ModelShape) -> float:
         return pass_seconds(shape, tokens, length, device, assumed)
@@ -155,14 +163,26 @@ def stage_seconds(
         checkpointing = config.critic.model.enable_gradient_checkpointing
         stages["critic update"] = update(networks.critic, config.critic.ppo_epochs or epochs, checkpointing, 0)
     own = update(policy, epochs, config.model.enable_gradient_checkpointing, adapter)
-    mini = config.actor.ppo_mini_batch_size
-    steps = epochs * (1 if mini == -1 else max(1, math.ceil(config.data.train_batch_size / mini)))
-    wire = reduction_seconds(
-        policy, trained, slots, size, device, nodes=nodes, micro_batches=steps * plan.micro_batches
-    )
+    mini = mini_batch_prompts(config, config.actor.ppo_mini_batch_size)
+    steps = epochs * math.ceil(mini_batch_prompts(config, -1) / mini)
+    spread = _spread(config.actor.fsdp_config, slots, slots // config.trainer.nnodes)
+    micro_batches = steps * plan.micro_batches
+    wire = reduction_seconds(policy, trained, spread, size, device, micro_batches=micro_batches, reductions=steps)
     stages["update"] = max(own, wire)
-    stages["weight sync"] = sync_seconds(policy, slots, size, device, nodes=nodes)
+    stages["weight sync"] = sync_seconds(policy, spread, size, device)
     return stages
+
+
+def _tokens_of_a_device(config: PPOConfig, rows: float, micro_batches: int, answer: float) -> float:
+    """Tokens that go through the layers in a pass over `rows`; answers to one prompt in a micro-batch share its."""
+    mini = mini_batch_prompts(config, config.actor.ppo_mini_batch_size)
+    together = max(1, round(rows * mini / mini_batch_prompts(config, -1) / micro_batches))
+    return rows * (answer + config.data.max_prompt_length * distinct_prompts(config, together, mini) / together)
+
+
+def _spread(fsdp: FSDPConfig, slots: int, per_node: int) -> Spread:
+    ranks = ranks_of_a_copy(fsdp, slots)
+    return Spread(ranks, slots // ranks, per_node)
 
 
 def time_lines(
@@ -201,17 +221,13 @@ def launch_device(config: PPOConfig) -> Accelerator:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    name = properties.name.lower()
-    known = next((kind for kind in ("h200", "h100", "a100", "l40s") if kind in name), "h100")
-    nearest = accelerator(known)
-    return Accelerator(
-        name=nearest.name,
-        memory_gib=properties.total_memory / GIB,
-        flops=nearest.flops,
-        bandwidth=nearest.bandwidth,
-        link=nearest.link,
-        network=nearest.network,
-    )
+    rates = accelerator("h100")  # of no consequence for memory
+    return replace(rates, name=properties.name, memory_gib=properties.total_memory / GIB)
+
+
+def device_memory_gib(device: Accelerator, slots_here: int) -> float:
+    """GiB of one of this machine's devices; of a CPU worker its part of what is free."""
+    return device.memory_gib or Host.now().available_bytes / GIB / slots_here
 
 
 def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> list[PlanRow]:
@@ -239,17 +255,31 @@ def _worst(plan: MemoryPlan) -> str:
 
 
 def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
-    """After a run: expected and measured memory of the fullest worker. Empty where either is not known."""
+    """After a run: measured memory of the fullest worker, and what the plan expects for prompts and answers as long as
+    those of the step whose mean was longest. Empty where nothing was measured or planned."""
+    file = run_dir / METRICS
+    steps = list(read_metrics(file).values()) if file.is_file() else []
     try:
-        plan = memory_plan(config, read_networks(config), slots, launch_device(config))
+        networks, device = read_networks(config), launch_device(config)
     except UserError:
         return ""
-    name = "host_peak_gb" if plan.on_cpu else "max_memory_reserved_gb"
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    values = [value for line in lines if (value := json.loads(line).get(f"actor/perf/{name}")) is not None]
+    most = memory_plan(config, networks, slots, device)
+    name = f"actor/perf/{'host_peak_gb' if most.on_cpu else 'max_memory_reserved_gb'}"
+    values = [step[name] for step in steps if name in step]
     if not values:
         return ""
-    measured, expected = max(values), (plan.device_bytes if plan.on_cpu else plan.peak) / GIB
-    off = f"{expected / measured - 1:+.0%}"
-    return f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected ({off})"
+    met = memory_plan(_with_lengths_of(config, steps), networks, slots, device)
+    whole, expected = ((plan.device_bytes if plan.on_cpu else plan.peak) / GIB for plan in (most, met))
+    return (
+        f"Memory of the fullest worker: {max(values):.2f} GiB measured, {expected:.2f} expected "
+        f"({expected / max(values) - 1:+.0%}) for rows as long as here, {whole:.2f} for the longest allowed"
+    )
+
+
+def _with_lengths_of(config: PPOConfig, steps: Sequence[Mapping[str, float]]) -> PPOConfig:
+    """The configuration with the greatest mean lengths that a run logged in place of those that it allows."""
+    met = copy.deepcopy(config)
+    for key, name in (("max_prompt_length", "prompt_length/mean"), ("max_response_length", "response_length/mean")):
+        if means := [step[name] for step in steps if name in step]:
+            setattr(met.data, key, max(1, math.ceil(max(means))))
+    return met

@@ -7,15 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from trainer.planner.command import run
+from trainer.console import Console
+from trainer.planner.command import check, run, slots_of
 from trainer.planner.model_shape import ModelShape, config_like, shape_of
-from trainer.planner.remedies import remedies, together
-from trainer.planner.report import expected_rows, measured_line, stage_seconds
-from trainer.planner.run_memory import Networks, checkpoint_disk, memory_plan
+from trainer.planner.remedies import candidates, fits, remedies, together
+from trainer.planner.report import device_memory_gib, expected_rows, measured_line, stage_seconds
+from trainer.planner.run_memory import (
+    MemoryPlan,
+    Networks,
+    checkpoint_disk,
+    distinct_prompts,
+    memory_plan,
+    read_networks,
+)
 from trainer.planner.step_time import Efficiency, accelerator
 from trainer.planner.table import GIB
+from trainer.tracking import TRACKERS, TrackedRun
 from verl_lite.config import PPOConfig
+from verl_lite.config_loader import load_schema
 from verl_lite.errors import UserError
+from verl_lite.machine.claim import Host
 
 SEVEN = shape_of(config_like("qwen2.5-7b"))
 SEVENTY = shape_of(config_like("llama-3.1-70b"))
@@ -148,6 +159,7 @@ def test_the_command_plans_a_cluster_from_a_config_alone(
         (["--like", "qwen2.5-7b", "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
         (["--like", "qwen2.5-7b", "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
         (["--like", "qwen2.5-7b", "trainer.nodes=2"], "nnodes"),
+        (["recipe=quickstart", "model.path=/not/made"], "recipe=quickstart makes it at its first run.*dry_run=true"),
         ([], "model.path=null: expected a folder with config.json, or --like"),
     ],
 )
@@ -170,8 +182,83 @@ def test_a_run_tells_what_it_expects_and_what_was_measured(tmp_path: Path) -> No
     memory, disk = expected_rows(config, 1, 10)
     assert memory.value.endswith(" GiB") and "1 checkpoint of" in disk.options
     assert measured_line(config, 1, tmp_path) == ""
-    (tmp_path / "metrics.jsonl").write_text('{"actor/perf/host_peak_gb": 2.0}\n{"actor/perf/host_peak_gb": 4.0}\n')
-    line = measured_line(config, 1, tmp_path)
-    assert line.startswith("Memory of the fullest worker: 4.00 GiB measured, ")
-    expected = memory_plan(config, Networks(ModelShape(896, 2, 14, 2, 64, 4864, 1000, True, True)), 1, CPU)
-    assert f"{expected.device_bytes / GIB:.2f} expected" in line
+    tracker = TRACKERS["jsonl"](TrackedRun(tmp_path, "project", "run", {}, Console()))
+    for step, (memory_gb, prompt, answer) in enumerate([(2.0, 40.0, 30.0), (4.0, 60.2, 20.0)], start=1):
+        tracker.log(
+            {
+                "actor/perf/host_peak_gb": memory_gb,
+                "prompt_length/mean": prompt,
+                "response_length/mean": answer,
+            },
+            step,
+        )
+    networks = Networks(ModelShape(896, 2, 14, 2, 64, 4864, 1000, True, True))
+    whole = memory_plan(config, networks, 1, CPU).device_bytes / GIB
+    config.data.max_prompt_length, config.data.max_response_length = 61, 30
+    expected = memory_plan(config, networks, 1, CPU).device_bytes / GIB
+    config.data.max_prompt_length, config.data.max_response_length = 512, 1536
+    assert measured_line(config, 1, tmp_path) == (
+        f"Memory of the fullest worker: 4.00 GiB measured, {expected:.2f} expected ({expected / 4 - 1:+.0%}) for rows "
+        f"as long as here, {whole:.2f} for the longest allowed"
+    )
+
+
+def test_answers_to_one_prompt_share_its_tokens_but_not_in_attention() -> None:
+    config = grpo()
+    config.actor.ppo_mini_batch_size, config.actor.ppo_max_token_len_per_gpu = 2, 1 << 20
+    config.model.enable_gradient_checkpointing = False
+    kept = "kept activations"
+
+    def update(config: PPOConfig) -> dict[str, float]:
+        return {phase.name: phase.parts for phase in memory_plan(config, Networks(SEVEN), 1, H100).phases}["update"]
+
+    assert distinct_prompts(config, 16, 2) == 2 and distinct_prompts(config, 1, 2) == 1
+    shared = update(config)
+    config.model.use_remove_padding = False
+    # 16 rows of 512 + 1536 tokens, of 2 prompts. Of each prompt token that is not repeated a layer spares its norms
+    # (2 x 8 bytes), gate, activation, up and product (4 x 2 x 18944); of queries, keys, values and outputs attention
+    # has all, besides the outputs once more without those repeated
+    spared, left = 14 * 512, 2 * 512 + 16 * 1536
+    per_layer = spared * (16 * 3584 + 2 * 4 * 18944 + 2 * 3584) - left * 2 * 3584
+    assert update(config)[kept] - shared[kept] == pytest.approx(28 * per_layer + spared * 8 * 3584)
+
+
+def test_a_free_part_of_this_machine_is_what_a_cpu_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_memory_gib(H100, 2) == H100.memory_gib
+    monkeypatch.setattr(Host, "now", classmethod(lambda cls: cls(8 * GIB, 0.0, 2, 2)))
+    assert device_memory_gib(CPU, 2) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options"),
+    [
+        (8, ["rollout.name=vllm", "algorithm.adv_estimator=gae", "rollout.free_cache_engine=false"]),
+        (6, ["rollout.name=hf", "actor.fsdp_config.fsdp_size=3", "actor.fsdp_config.reshard_after_forward=false"]),
+        (4, ["rollout.name=vllm", "actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=4"]),
+    ],
+)
+def test_each_change_can_be_typed_and_gives_the_number_it_promises(
+    tmp_path: Path, gpus: int, options: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_like("qwen2.5-0.5b")))  # of 14 heads
+    options = [*options, f"model.path={tmp_path}", "rollout.n=8", "data.train_batch_size=264"]
+    options += ["actor.ppo_mini_batch_size=66", "model.enable_gradient_checkpointing=false", "actor.use_kl_loss=true"]
+
+    def planned(*more: str) -> tuple[PPOConfig, int, MemoryPlan]:
+        config = load_schema([*options, f"trainer.n_gpus_per_node={gpus}", *more], PPOConfig).config
+        slots = slots_of(config, H100)
+        check(config, slots, H100)
+        return config, slots, memory_plan(config, read_networks(config), slots, H100)
+
+    config, slots, _ = planned()
+    networks = read_networks(config)
+    typed = list(candidates(config, networks, slots, H100))
+    sizes = {keys[0] for keys in typed if keys[0].startswith("rollout.tensor_model_parallel_size")}
+    assert sizes == ({"rollout.tensor_model_parallel_size=2"} if options[0] == "rollout.name=vllm" else set())
+    promised = {remedy.keys: remedy for remedy in remedies(config, networks, slots, H100, 10 * GIB)}
+    assert len(promised) >= 4 and set(promised) <= set(typed)
+    for keys in typed:
+        changed = planned(*keys)[2]  # nothing that is refused
+        if keys in promised:
+            assert changed.device_bytes == promised[keys].device_bytes
+            assert fits(changed, 10 * GIB) == promised[keys].fits

@@ -10,10 +10,12 @@ from trainer.planner.step_time import (
     Accelerator,
     Efficiency,
     Generation,
+    Spread,
     accelerator,
     forward_flops,
     generation_seconds,
     pass_seconds,
+    reduction_seconds,
     sync_seconds,
     update_seconds,
 )
@@ -49,8 +51,23 @@ def test_decoding_reads_weights_once_and_all_keys_and_values() -> None:
 
 def test_a_weight_update_gathers_and_copies() -> None:
     whole = 2 * 7_615_616_512
-    assert sync_seconds(SEVEN, 8, 2, DEVICE, nodes=1) == pytest.approx(whole * 7 / 8 / 1e11 + 2 * whole / 4e12)
-    assert sync_seconds(SEVEN, 8, 2, DEVICE, nodes=2) == pytest.approx(whole * 7 / 8 / 1e10 + 2 * whole / 4e12)
+    assert sync_seconds(SEVEN, Spread(8), 2, DEVICE) == pytest.approx(whole * 7 / 8 / 1e11 + 2 * whole / 4e12)
+    assert sync_seconds(SEVEN, Spread(16), 2, DEVICE) == pytest.approx(whole * 15 / 16 / 1e10 + 2 * whole / 4e12)
+
+
+def test_gradients_are_summed_within_a_copy_and_then_over_copies() -> None:
+    weights, gradients = 2 * 7_615_616_512, 4 * 7_615_616_512
+
+    def reduction(spread: Spread) -> float:
+        trained = 7_615_616_512
+        return reduction_seconds(SEVEN, trained, spread, 2, DEVICE, micro_batches=3, reductions=2)
+
+    # 16 ranks of two machines: six gathers of the weights, two sums of the gradients, all over the network
+    assert reduction(Spread(16)) == pytest.approx((6 * weights + 2 * gradients) * 15 / 16 / 1e10)
+    # a copy in each machine: the same within it, and an eighth of the gradients to and fro between the two
+    inside, between = (6 * weights + 2 * gradients) * 7 / 8 / 1e11, 2 * (2 * gradients / 8) / 2 / 1e10
+    assert reduction(Spread(8, copies=2)) == pytest.approx(inside + between)
+    assert reduction(Spread(1)) == 0.0
 
 
 def test_an_unknown_device_gets_the_nearest() -> None:
