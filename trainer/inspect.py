@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     from trainer.reports.sample_choice import Choice, changed, chosen
     from trainer.reports.terminal import changed_samples, overview, samples_shown
 
-    given = _parser().parse_args(argv)
+    given = _given(argv)
     folder = given.run.expanduser()
     folder = folder.parent if folder.is_file() else folder
     console = rich.console.Console(highlight=False)
@@ -51,6 +51,20 @@ def main(argv: list[str]) -> int:
     else:
         console.print(overview(read_run(folder), console.width, _SHOWN))
     return 0
+
+
+def _given(argv: list[str]) -> argparse.Namespace:
+    """The command line; what contradicts itself ends the command with a sentence."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.count < 1:
+        parser.error(f"--count {given.count}: expected 1 or more")
+    if given.changed and given.step is not None:
+        parser.error("--changed compares the steps of a run: leave out --step")
+    chooses = given.best or given.worst or given.changed or (given.step, given.grep, given.uid) != (None, None, None)
+    if given.follow and chooses:
+        parser.error("--follow draws the overview, without samples: leave out what chooses samples")
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -103,6 +103,13 @@ def _why_slow(series: Series) -> tuple[str, str, tuple[str, ...]]:
             "choose prompts that the policy can just do, or sample more answers",
             ("data.train_files", "rollout.n", "algorithm.filter_groups.enable"),
         )
+    if clipped is not None and not any(value for _, value in series.get("actor/approxkl", [])):
+        return (
+            "the updates are too small, or they move the model to something else than what is rewarded: with one "
+            "optimizer step to a batch neither clip fraction nor KL can tell, both are always 0",
+            "look at the samples: is any of them right? If so, raise the learning rate, threefold at a time",
+            ("actor.optim.lr", "reward.custom_reward_function.path"),
+        )
     if clipped is not None and clipped < 0.005 and moved < _STILL:
         return (
             "the policy learns too slowly: hardly a token is clipped, and the updates hardly move it",

@@ -159,11 +159,12 @@ def _is_number(value: object) -> bool:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether the process that wrote its name into the folder still is on this machine. The lock is not asked: that
-    would take it for a moment."""
+    """Whether the process that wrote its name into the folder still is on this machine; a later one may have its
+    number. The lock is not asked: that would take it for a moment."""
     try:
-        return psutil.pid_exists(int(json.loads(path.read_text(encoding="utf-8"))["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        process = psutil.Process(int(json.loads(path.read_text(encoding="utf-8"))["pid"]))
+        return process.create_time() <= path.stat().st_mtime + 1.0
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         return False
 
 

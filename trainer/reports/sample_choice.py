@@ -14,12 +14,13 @@ from trainer.reports.run_samples import Answer, Group, groups
 @dataclass(frozen=True)
 class Choice:
     """step: of this step. text: in prompt, answer or ground truth, in any case of letters. uid: to this prompt. order:
-    `best`, `worst`, or the latest first for none."""
+    `best`, `worst`, or the latest first for none. is_mixed: one answer to each prompt, without a text."""
 
     step: int | None = None
     text: str | None = None
     uid: str | None = None
     order: str = ""
+    is_mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ def chosen(folder: Path, choice: Choice, count: int) -> tuple[list[Answer], int]
         kept.append(group)
         ranked += [(_rank(group.scores[row], group.step, choice.order), len(kept) - 1, row) for row in rows]
     ranked.sort()
-    return [answer for _, place, row in ranked[:count] for answer in kept[place].read([row])], len(ranked)
+    total = len(ranked)
+    if choice.is_mixed:
+        first = {kept[place].uids[row]: found for found in reversed(ranked) for _, place, row in [found]}
+        ranked = sorted(first.values())
+    return [answer for _, place, row in ranked[:count] for answer in kept[place].read([row])], total
 
 
 def changed(folder: Path, choice: Choice, count: int) -> list[Changed]:

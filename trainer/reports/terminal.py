@@ -164,10 +164,10 @@ def _validation(run: Run) -> Table | None:
 
 
 def _some_samples(run: Run, count: int) -> list[RenderableType]:
-    best, total = chosen(run.folder, Choice(order="best"), count)
+    best, total = chosen(run.folder, Choice(order="best", is_mixed=True), count)
     if not total:
         return [Text("No samples are kept in this run folder.", style="dim")]
-    worst, _ = chosen(run.folder, Choice(order="worst"), count)
+    worst, _ = chosen(run.folder, Choice(order="worst", is_mixed=True), count)
     table = Table(title=f"Samples, {total:,} in all", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for name in ("", "step", "prompt", "answer", "score"):
         table.add_column(name, overflow="fold")

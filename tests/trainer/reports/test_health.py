@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from trainer.metrics_reference import Reference
+from trainer.reports import health_trends
 from trainer.reports.findings import BAD, LOOK, OK, Finding, Series
 from trainer.reports.health import in_range, judge, worst
 from trainer.reports.health_trends import (
@@ -18,7 +22,9 @@ from trainer.reports.health_trends import (
     score_stays,
     validation_gain,
 )
+from verl_lite.config import PPOConfig
 from verl_lite.metric_docs import Health
+from verl_lite.settings.keys import schema_of
 
 REFERENCE = Reference.read()
 SHARE = Health("too much", "do less", ("actor.optim.lr",), high=0.3, alarm_high=0.6)
@@ -106,6 +112,14 @@ def test_the_worst_comes_first() -> None:
     assert [finding.grade for finding in worst(judge(series, reference=REFERENCE), 5)] == [BAD, LOOK]
 
 
+def test_advice_of_trends_names_options_that_there_are() -> None:
+    """Each dotted word in the code of trends that is no metric is a key."""
+    tree = ast.parse(Path(health_trends.__file__).read_text(encoding="utf-8"))
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    keys = {word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)}
+    assert len(keys) >= 10 and keys <= set(schema_of(PPOConfig).keys)
+
+
 # --------------------------------------------------------------------------------------------------------- trends
 
 
@@ -153,6 +167,7 @@ def test_a_loss_that_rises_again_is_a_fall_and_one_that_sinks_is_not() -> None:
     ("others", "word", "key"),
     [
         ({"actor/pg_clipfrac": 0.0, "actor/approxkl": 1e-7}, "too slowly", "actor.optim.lr"),
+        ({"actor/pg_clipfrac": 0.0, "actor/approxkl": 0.0}, "one optimizer step to a batch", "actor.optim.lr"),
         ({"frac_reward_zero_std": 0.8}, "teach nothing", "rollout.n"),
         ({"actor/pg_clipfrac": 0.1, "actor/approxkl": 0.01}, "not to what is rewarded", "actor.optim.lr"),
     ],

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.trainer.reports.pages.test_page import Reader
 from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run
 from trainer import inspect, report
 from trainer.reports import run_data
 from trainer.reports.page_data import MAX_POINTS, page_data
 from trainer.reports.run_data import read_run
-from trainer.sample_files import SampleFiles
+from trainer.samples.files import SampleFiles
 
 
-class Page(HTMLParser):
-    """The elements of a page, and the text of each script."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self._is_in_script = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._is_in_script = tag == "script"
-        if self._is_in_script:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._is_in_script = False
-
-    def handle_data(self, data: str) -> None:
-        if self._is_in_script:
-            self.scripts[-1] += data
+class Page(Reader):
+    """A page of runs, which is checked to be whole."""
 
     @property
     def data(self) -> dict[str, Any]:
@@ -51,30 +29,16 @@ class Page(HTMLParser):
 
 
 def page_of(*folders: Path) -> Page:
-    out = report.write_report(folders, folders[0] / "out.html")
-    return Page(out.read_text(encoding="utf-8"))
+    page = Page(report.write_report(folders, folders[0] / "out.html").read_text(encoding="utf-8"))
+    assert not page.open
+    return page
 
 
 def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "<b>a</b>"))
-    assert [tag for tag, _ in page.tags].count("script") == 2 and "img" not in [tag for tag, _ in page.tags]
+    assert page.names.count("script") == 2 and "img" not in page.names
     assert HOSTILE in [row[7] for row in page.data["samples"]]
     assert "innerHTML" not in page.scripts[1] and "insertAdjacentHTML" not in page.scripts[1]
-
-
-def test_the_page_allows_its_own_script_and_nothing_from_elsewhere(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "a"))
-    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
-    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
-    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    assert not [attrs for tag, attrs in page.tags if "src" in attrs or "href" in attrs]
-
-
-def test_text_with_halves_of_characters_and_braces_goes_through(tmp_path: Path) -> None:
-    text = report.embedded({"a": "\ud800 {{script}} \u2028"})
-    assert json.loads(text)["a"] == "? {{script}} \u2028" and "\u2028" not in text
-    with pytest.raises(ValueError):
-        report.embedded(float("nan"))
 
 
 def test_curves_configuration_findings_and_docs_are_on_the_page(tmp_path: Path) -> None:
@@ -193,3 +157,20 @@ def test_inspect_shows_the_samples_that_are_asked_for(
     shown = capsys.readouterr().out
     assert all(word in shown for word in words) and "\x1b[2J" not in shown
     assert re.search("Traceback", shown) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--count", "0"], "--count 0: expected 1 or more"),
+        (["--changed", "--step", "2"], "--changed compares the steps of a run: leave out --step"),
+        (["--follow", "--best"], "--follow draws the overview, without samples"),
+        (["--best", "--worst"], "not allowed with"),
+    ],
+)
+def test_inspect_refuses_what_contradicts_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        inspect.main([str(tmp_path), *options])
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err

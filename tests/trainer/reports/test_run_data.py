@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.trainer.run_folder import SAMPLE, make_run
@@ -38,6 +39,9 @@ def test_a_run_is_alive_while_the_process_that_holds_its_folder_is(tmp_path: Pat
     folder = make_run(tmp_path / "a", total=9)
     (folder / "in_use").write_text(json.dumps({"pid": os.getpid()}))
     assert read_run(folder).state == "running"
+    process = psutil.Process().create_time()
+    os.utime(folder / "in_use", (process - 60, process - 60))  # a killed run's, whose number this process got later
+    assert read_run(folder).state == "stopped"
     (folder / "in_use").write_text("{")
     assert read_run(folder).state == "stopped"
 
@@ -91,6 +95,9 @@ def test_samples_of_all_steps_and_the_choices_among_them(tmp_path: Path) -> None
     worst, _ = chosen(folder, Choice(order="worst"), 5)
     assert [answer.score for answer in worst] == [None] * 4 + [0.0] and worst[0].step == 4 and worst[0].timed_out
     assert [answer.step for answer in chosen(folder, Choice(uid="p0"), 9)[0]] == [4, 3, 2, 1]
+    mixed, total = chosen(folder, Choice(order="best", is_mixed=True), 9)
+    uids = [answer.uid for answer in mixed]
+    assert total == 13 and uids[0] == "p0" and len(uids) == len(set(uids)) > 1
     found, count = chosen(folder, Choice(text="ONERROR"), 9)
     assert count == 1 and found[0].step == 1
     assert chosen(folder, Choice(step=3, text="answer"), 9)[1] == 1
