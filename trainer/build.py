@@ -18,20 +18,19 @@ from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import DynamicSampling, PromptStream
 from trainer.environment import worker_environment
-from trainer.group_metrics import check_entries, names_entry
 from trainer.needs import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import worker_modules
-from trainer.reward_failures import FailureLog
-from trainer.reward_inputs import RewardInputs, reward_inputs
-from trainer.rewards import Rewards
+from trainer.rewards.failures import FailureLog
+from trainer.rewards.groups import check_entries, names_entry
+from trainer.rewards.model_inputs import RewardInputs, reward_inputs
+from trainer.rewards.scores import Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
-from trainer.sample_files import SampleFiles
+from trainer.samples.files import SampleFiles
 from trainer.saving import Saver, checkpoint_bytes
-from trainer.starting import join_ray, start_workers
+from trainer.starting import join_ray, start_workers, wish_of
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
-from trainer.wish import wish_of
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules

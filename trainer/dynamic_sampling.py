@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trainer.data.prompts import PromptDataset
-from trainer.group_metrics import Groups, groups_of
+from trainer.rewards.groups import Groups, groups_of
 from trainer.steps import TrainingSteps
 from verl_lite.algos.group_outcomes import KINDS
 from verl_lite.config import PPOConfig

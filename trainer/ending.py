@@ -11,19 +11,21 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import stat
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import Any
 
 from trainer.environment import prepare_driver
-from trainer.stopping import leave_terminal
 from verl_lite.errors import ClusterLostError, UserError, circumstances
 
 WRONG_INPUT = 2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C; what schedulers send before they take a machine back; what comes when the terminal is closed."""
 
 
 def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
@@ -63,33 +65,65 @@ def run_command(command: Callable[[], int]) -> int:
 @contextmanager
 def signals_interrupt() -> Iterator[list[signal.Signals]]:
     """Inside, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the run ends in good order; another one
-    during that ends the process at once, and the run's guard cleans up. Gives the list of those received.
-
-    A signal that was ignored before (nohup) stays ignored. Outside the main thread nothing changes.
-    """
+    during that ends the process at once, and the run's guard cleans up. Gives the list of those received."""
     received: list[signal.Signals] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if received:
             os._exit(128 + number)
         received.append(signal.Signals(number))
-        if number == signal.SIGHUP:
-            leave_terminal()
         raise KeyboardInterrupt  # the one exception that Ray lets through while the driver waits
 
+    with _handled_by(interrupt):
+        yield received
+
+
+@contextmanager
+def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
+    """Ctrl-C without a loss. Inside, the first of these signals calls `stop`, which ends the run after the step at hand
+    with a checkpoint; after it a second one raises KeyboardInterrupt. tell: shows a sentence to the user."""
+
+    def first(number: int, frame: FrameType | None) -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler if callable(handler) else signal.default_int_handler)
+        tell(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint; once more to stop at once")
+        stop()
+
+    with _handled_by(first) as before:
+        yield
+
+
+@contextmanager
+def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dict[signal.Signals, Any]]:
+    """Inside, `handle` is called at these signals, after SIGHUP without a terminal. Gives the handlers that it stands
+    in for. A signal that was ignored before (nohup) stays ignored; outside the main thread, where Python takes no
+    signals, nothing changes."""
+
+    def called(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        handle(number, frame)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, interrupt)
+        before = {}
+    for number in before:
+        signal.signal(number, called)
     try:
-        yield received
+        yield before
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: set by a library, and out of Python's reach
-                signal.signal(number, handler)
+            signal.signal(number, handler)
+
+
+def leave_terminal() -> None:
+    """Sends what would go to a terminal nowhere: the terminal is gone, and writing to it would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainer.ending import command
 
 if TYPE_CHECKING:
-    from trainer.targets import Target
+    from trainer.validation.targets import Target
 
 USAGE = "usage: python -m trainer.main_eval RUN_OR_CHECKPOINT_OR_MODEL ... [--all-checkpoints] [key=value ...]"
 ALL_CHECKPOINTS = "--all-checkpoints"
@@ -40,9 +40,9 @@ class Evaluated:
 def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     """Validates one target, or shows what an earlier call found. Raises UserError if there is nothing to validate."""
     from trainer.console import Console
-    from trainer.evaluation import Evaluation, answer_settings, finished_metrics, read_results
     from trainer.final_report import validation_table
     from trainer.run import prepare_recipe, recipe_overrides, run_ppo
+    from trainer.validation.evaluation import Evaluation, answer_settings, finished_metrics, read_results
     from verl_lite.config_loader import load_config
     from verl_lite.options.agentic import is_agentic
 
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     from trainer.console import Console
     from trainer.final_report import steps_table
-    from trainer.targets import find_targets, split_arguments
+    from trainer.validation.targets import find_targets, split_arguments
     from verl_lite.errors import UserError
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])

@@ -3,8 +3,8 @@ answers to each prompt, without rewards.
 
 TARGET is a run folder (its newest checkpoint), a global_step_N folder, a model folder or a hub name. The sampling is
 rollout.val_kwargs.*, for example rollout.val_kwargs.n=8 with do_sample=true and a temperature. The file has a row for
-each answer (`trainer.generation`); a name that ends in .jsonl gives json lines. Beside it the folder FILE.parquet.run
-has what is answered so far: the same command goes on where a killed one was.
+each answer (`trainer.validation.generation`); a name that ends in .jsonl gives json lines. Beside it the folder
+FILE.parquet.run has what is answered so far: the same command goes on where a killed one was.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ UNSCORED = ("~reward", "~reward_model", "rollout.val_kwargs.greedy_too=false")
 
 def generate(name: str, options: list[str]) -> int:
     """Answers and writes the file; returns the exit status. Raises UserError for what cannot be done."""
-    from trainer.generation import Generation, folder_of, is_complete
     from trainer.run import prepare_recipe, recipe_overrides, run_ppo
-    from trainer.targets import find_targets
+    from trainer.validation.generation import Generation, folder_of, is_complete
+    from trainer.validation.targets import find_targets
     from verl_lite.config_loader import load_config
     from verl_lite.errors import UserError
 
@@ -55,7 +55,7 @@ def generate(name: str, options: list[str]) -> int:
 
 def output_file(options: list[str]) -> tuple[Path, list[str]]:
     """The file to write, and the other options. Raises UserError if it is missing or of another kind."""
-    from trainer.generation import FORMATS
+    from trainer.validation.generation import FORMATS
     from verl_lite.errors import UserError
 
     given = [item.removeprefix(OUTPUT) for item in options if item.startswith(OUTPUT)]
@@ -95,7 +95,7 @@ def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.targets import split_arguments
+    from trainer.validation.targets import split_arguments
 
     options = [item for item in argv if item.startswith(OUTPUT)]
     names, others = split_arguments([item for item in argv if not item.startswith(OUTPUT)])

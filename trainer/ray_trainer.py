@@ -17,26 +17,26 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import compute_advantage, compute_token_reward
 from trainer.agentic.advantage import shape_scores, token_estimator
-from trainer.baselines import take_greedy_baselines
 from trainer.checkpoint import find_checkpoint, read_state, saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import ANSWERS, DynamicSampling, NothingToLearn
-from trainer.group_metrics import group_shares
-from trainer.kept_answers import KeptAnswers
 from trainer.needs import needs_greedy_baseline
-from trainer.overlong import punish_overlong
 from trainer.resume import flat_config
-from trainer.rewards import Scorer, mask_failed
+from trainer.rewards.baselines import take_greedy_baselines
+from trainer.rewards.groups import group_shares
+from trainer.rewards.overlong import punish_overlong
+from trainer.rewards.scores import Scorer, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
-from trainer.sample_files import SampleFiles
-from trainer.samples import Sample, samples_of
+from trainer.samples.files import SampleFiles
+from trainer.samples.sample import Sample, samples_of
 from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
 from trainer.timing import timed
 from trainer.tracking import Tracking
-from trainer.validation import TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
-from trainer.validation_metrics import validation_metrics
+from trainer.validation.answering import TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
+from trainer.validation.kept_answers import KeptAnswers
+from trainer.validation.metrics import validation_metrics
 from verl_lite.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.algos.rollout_diff import rollout_probs_diff
 from verl_lite.config import PPOConfig

@@ -14,7 +14,7 @@ from trainer import micro_batching
 from trainer.loss_columns import loss_columns
 from trainer.micro_batching import MicroBatching
 from trainer.needs import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
-from trainer.reward_inputs import RewardInputs
+from trainer.rewards.model_inputs import RewardInputs
 from trainer.saving import Savable, SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from trainer.ending import command
 
 if TYPE_CHECKING:
-    from trainer.saved_answers import SavedAnswers
+    from trainer.samples.saved_answers import SavedAnswers
     from verl_lite.config import PPOConfig
     from verl_lite.options.score import ScoreConfig
     from verl_lite.rewards import RewardResult
@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int:
 def score(target: Path, overrides: list[str]) -> int:
     """The whole command; returns the exit status. Raises UserError for what cannot be read or scored."""
     from trainer.console import Console
-    from trainer.saved_answers import read_saved
-    from trainer.score_report import changed_table, comparison_table, extras_line, write_scores
+    from trainer.samples.saved_answers import read_saved
+    from trainer.samples.score_report import changed_table, comparison_table, extras_line, write_scores
 
     run = run_config(target)
     config = score_config(run, overrides)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from trainer.ending import command
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
     from trainer.trackers.base import TrackedRun
     from trainer.trackers.spool import Message
 
@@ -116,7 +116,7 @@ def whole_run(run_dir: Path) -> Iterator[Message]:
 
 def _samples_by_step(path: Path) -> dict[int, list[Sample]]:
     """Samples of each step; of a step that was done again, those of the last time."""
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
     found: dict[int, list[Sample]] = {}
     before: int | None = None

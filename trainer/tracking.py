@@ -29,7 +29,7 @@ from trainer.trackers.spool import finite
 from verl_lite.config import RunOptions
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 __all__ = [
     "TRACKERS",

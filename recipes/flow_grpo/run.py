@@ -14,6 +14,7 @@ from recipes.flow_grpo.picture import draw_before_after
 from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.trainer import FitResult, FlowActor, FlowGRPOTrainer, PromptSteps
 from trainer.console import Console
+from trainer.ending import stopping_on_signal
 from trainer.final_report import final_report
 from trainer.launch import (
     INTERRUPTED,
@@ -29,10 +30,8 @@ from trainer.recipe import prepare_recipe, recipe_modules, recipe_overrides
 from trainer.reports.terminal import closing_findings
 from trainer.resume import refuse_another_run
 from trainer.saving import BYTES_PER_PARAMETER, Saver, require_room_for_checkpoints
-from trainer.starting import join_ray, start_workers
-from trainer.stopping import stopping_on_signal
+from trainer.starting import claimed_devices, join_ray, start_workers
 from trainer.tracking import Tracking
-from trainer.wish import claimed_devices
 from verl_lite.config_loader import LoadedConfig, load_schema, save_config
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Wish
@@ -102,7 +101,7 @@ def train(loaded: LoadedConfig[FlowGRPOConfig], slots: int, argv: list[str], sta
 
 
 def wish_of(config: FlowGRPOConfig, slots: int) -> Wish:
-    """What the run takes of one machine; see `trainer.wish`."""
+    """What the run takes of one machine; see `trainer.starting`."""
     trainer = config.trainer
     return Wish(slots // trainer.nnodes, str(run_folder(config)), shared=trainer.share_devices)
 

@@ -20,13 +20,13 @@ from trainer.advantage import compute_advantage, compute_token_reward, reward_po
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.loss_columns import loss_columns
 from trainer.resume import flat_config
-from trainer.samples import Sample
+from trainer.samples.sample import Sample
 from trainer.saving import SavedByWorkers, Saver
 from trainer.step_counter import StepCounter
 from trainer.step_metrics import frac_reward_zero_std
 from trainer.timing import timed
 from trainer.tracking import Tracking
-from trainer.validation_metrics import name_metrics, process_validation_metrics
+from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.options.flow_grpo import FlowGRPOConfig

@@ -15,7 +15,7 @@ import numpy as np
 
 from recipes.reasoning_gym.tasks import WEIGHTS, source
 from trainer.data.prompts import PromptDataset
-from trainer.group_metrics import outcomes_of
+from trainer.rewards.groups import outcomes_of
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

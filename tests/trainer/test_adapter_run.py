@@ -17,8 +17,8 @@ from trainer.export import main as export
 from trainer.planner.batch import launch_table
 from trainer.run import run_ppo
 from trainer.saving import checkpoint_bytes
+from trainer.starting import host_bytes
 from trainer.tracking import read_metrics
-from trainer.wish import host_bytes
 from verl_lite.checks.config import ConfigError
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError

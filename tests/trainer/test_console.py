@@ -14,7 +14,7 @@ import rich.console
 from trainer.console import Console, final_report, format_seconds
 from trainer.final_report import printable, steps_table, validation_line, validation_means
 from trainer.log_follower import following
-from trainer.samples import Sample
+from trainer.samples.sample import Sample
 from verl_lite.config import SFTConfig
 from verl_lite.config_loader import ConfigError, load_config, load_schema
 from verl_lite.settings.sources import Verbosity

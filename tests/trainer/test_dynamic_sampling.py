@@ -16,8 +16,8 @@ from tests.trainer.test_fit import RESPONSE, Parts, make
 from trainer.build import try_rewards
 from trainer.data.order import MixtureBatches, build_train_loader
 from trainer.dynamic_sampling import DynamicSampling, NothingToLearn, PromptStream, joined, refill_size
-from trainer.group_metrics import check_entries, group_shares, groups_of
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.rewards.groups import check_entries, group_shares, groups_of
 from trainer.roles import rows_of_prompts
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny_model import tiny_qwen2
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.reward_failures import RewardFailure
+from trainer.rewards.failures import RewardFailure
 from trainer.run import run_ppo
 from verl_lite.protocol import DataProto
 

@@ -18,8 +18,8 @@ import torch
 from trainer.checkpoint import DiskFull
 from trainer.data.order import EpochBatches
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.reward_failures import RewardFailure
-from trainer.rewards import Rewards
+from trainer.rewards.failures import RewardFailure
+from trainer.rewards.scores import Rewards
 from trainer.saving import Saver
 from trainer.steps import TrainingSteps
 from verl_lite.config import PPOConfig

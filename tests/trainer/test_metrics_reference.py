@@ -50,6 +50,7 @@ def test_what_is_declared_is_computed_there(file: str) -> None:
     """Each part of a declared name can be put together from the words in the module's code: strings, arguments and
     variables."""
     words = words_of(ROOT / file)
+    words |= {"mean", "max", "min"} if "summary" in words else set()  # which `trainer.step_metrics.summary` adds
     missing = [
         name
         for doc in declared_in(ROOT / file)

@@ -12,11 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from trainer.sample_files import SampleFiles
-from trainer.samples import Sample, plain_value
-from trainer.saved_answers import SavedAnswer, read_saved
+from trainer.samples.files import SampleFiles
+from trainer.samples.sample import Sample, plain_value
+from trainer.samples.saved_answers import SavedAnswer, read_saved
+from trainer.samples.score_report import Comparison, compare, truth_text
 from trainer.score import main, run_config, score
-from trainer.score_report import Comparison, compare, truth_text
 from verl_lite.config_loader import ConfigError, load_config, save_config
 from verl_lite.errors import UserError
 from verl_lite.options.score import ScoreConfig

@@ -15,10 +15,10 @@ from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_o
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
 from trainer.agentic.renders import save_renders
 from trainer.ray_trainer import FitResult, RayPPOTrainer
-from trainer.reward_failures import Failures
+from trainer.rewards.failures import Failures
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
-from trainer.validation import ways_of
+from trainer.validation.answering import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import Health, MetricDoc

@@ -14,7 +14,7 @@ from trainer.ray_trainer import RayPPOTrainer, training_sampling
 from trainer.roles import AgentRole
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.steps import EpisodeSteps
-from trainer.validation import ways_of
+from trainer.validation.answering import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.options.agentic import is_agentic, validates

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trainer.final_report import printable
-from trainer.samples import Sample
+from trainer.samples.sample import Sample
 from verl_lite.protocol import DataProto
 
 Message = Mapping[str, Any]

@@ -14,6 +14,7 @@ from pathlib import Path
 from trainer.clips.picture import BeforeAfter, before_after, before_after_gif
 from trainer.console import Console
 from trainer.diffusion_plan import launch_plan
+from trainer.ending import stopping_on_signal
 from trainer.final_report import final_report
 from trainer.flow.actor import LORA
 from trainer.flow.reward_flow import FlowResult, RewardFlowTrainer
@@ -33,10 +34,9 @@ from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.reports.terminal import closing_findings
 from trainer.resume import refuse_another_run
 from trainer.saving import require_room_for_checkpoints
-from trainer.stopping import stopping_on_signal
+from trainer.starting import claimed_devices
 from trainer.tracking import TRACKERS, Tracking
 from trainer.video_data import VideoDataset, steps_per_epoch
-from trainer.wish import claimed_devices
 from verl_lite.checks.diffusion import validate
 from verl_lite.config_loader import LoadedConfig, load_schema, save_config
 from verl_lite.device import device_type
@@ -66,8 +66,10 @@ def train(loaded: LoadedConfig[RewardFlowConfig], slots: int, argv: list[str], s
     config, console = loaded.config, Console(verbosity=loaded.verbosity)
     for note in loaded.notes:
         console.note(note)
+    available = available_devices(config)
+    validate(config, count=slots, available=available, trackers=TRACKERS, files=config.recipe is None)
     prepare_recipe(config)
-    validate(config, count=slots, available=available_devices(config), trackers=TRACKERS)
+    validate(config, count=slots, available=available, trackers=TRACKERS)
     stack.enter_context(claimed_devices(config, wish_of(config, slots, run_folder(config)), console.note))
     data = VideoDataset(config.data)
     data.check()

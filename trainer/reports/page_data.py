@@ -21,7 +21,7 @@ from trainer.reports.findings import Points
 from trainer.reports.health import judge
 from trainer.reports.run_data import Run, run_titles
 from trainer.reports.run_samples import Answer, Group, groups
-from trainer.validation_metrics import INTERVAL
+from trainer.validation.metrics import INTERVAL
 
 MAX_POINTS = 1500
 MAX_PICTURE_BYTES = 1_500_000

@@ -1,6 +1,6 @@
 """What the policy wrote in a run, read from its folder: file by file, and only the rows that are asked for.
 
-samples/{train,val}/*.parquet (`trainer.sample_files`); where there are none, samples.jsonl, which has what validations
+samples/{train,val}/*.parquet (`trainer.samples.files`); where there are none, samples.jsonl, which has what validations
 showed. A run whose samples are no text (reward flow) has neither.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from trainer.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
+from trainer.samples.files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
 
 SHOWN = "samples.jsonl"
 

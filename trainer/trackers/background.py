@@ -17,7 +17,7 @@ from trainer.trackers.base import TrackedRun, Tracker, TrackerFactory
 from trainer.trackers.spool import LastStep, Message, Spool
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 QUEUE_LENGTH = 200
 FINISH_TIMEOUT_S = 15.0

@@ -23,7 +23,7 @@ from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 IMMEDIATE = ("console", "jsonl")
 """Trackers that work in the driver's thread: they need nothing but this machine."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.trackers.base import TrackedRun
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 _REFUSED = re.compile(r"[^\w\-. :/]")  # in names; what it takes beside letters, digits and _
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # of one call

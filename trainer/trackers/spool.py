@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.trackers.base import Tracker
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 FOLDER = "spool"
 _FAILURES_IN_A_ROW = 3
@@ -62,7 +62,7 @@ class Message:
         if metrics is not None:
             metrics = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
         if samples is not None:
-            from trainer.samples import Sample
+            from trainer.samples.sample import Sample
 
             samples = [Sample(**sample) for sample in samples]
         return cls(int(row["step"]), metrics, samples)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.trackers.base import TrackedRun
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 _COLUMNS = "| source | prompt | answer | expected | score |\n|---|---|---|---|---|\n"
 

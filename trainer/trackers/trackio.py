@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.trackers.base import TrackedRun
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 
 class Adapter:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trainer.trackers.base import TrackedRun
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 _INIT_TIMEOUT_S = 30.0
 _STEP = "training/global_step"

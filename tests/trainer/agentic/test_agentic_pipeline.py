@@ -29,7 +29,7 @@ from trainer.picture import draw_curve
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import EpisodeSteps
-from trainer.targets import find_targets
+from trainer.validation.targets import find_targets
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

@@ -58,6 +58,12 @@ def test_phases_of_seven_billion_parameters_on_eight_devices() -> None:
     assert phases["update"].parts["gradients before their reduction"] == 4 * PARAMETERS
     assert "engine: weights" not in phases["update"].parts, "the engine sleeps"
     assert plan.worst.name == "update"
+    config = grpo()
+    config.actor.fsdp_config.reduce_every_micro_batch = True
+    [update] = [phase for phase in memory_plan(config, Networks(SEVEN), 8, H100).phases if phase.name == "update"]
+    root, layer = 2 * 152_064 * 3584 + 3584, SEVEN.layer_parameters
+    assert update.parts["gradients before their reduction"] == 6 * (root + 2 * layer), "bf16, and its fp32 copy"
+    assert update.parts["gradients, this rank's shard"] == PARAMETERS / 2
 
 
 def test_what_is_offloaded_comes_for_its_phase_and_is_on_the_host_else() -> None:

@@ -1,21 +1,24 @@
-"""Runs of a sweep on the machines of a Ray cluster: what is said of an address where there is none, and a whole sweep
-that is killed, goes on, and loses a machine."""
+"""Runs of a sweep on the machines of a Ray cluster: what is said of an address where there is none, a training that is
+stopped and goes on, and a sweep that is killed, loses a machine, and then the head."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.ray_machines import AUTH, RayMachines
+from tests.tiny_run import TinyTask
 from trainer.sweep import sweep
 from trainer.sweeps.study import DESCRIPTION, read_study
 from verl_lite.errors import NoRoomError, UserError
@@ -28,8 +31,8 @@ PATIENCE_S = 240.0
 
 
 def words(study: Path, address: str, *more: str) -> list[str]:
-    usual = ["--command", str(FAKE), "--options", "none", "--metric", METRIC, "--study", str(study)]
-    return [*usual, "--ray", address, *more]
+    usual = ["--command", str(FAKE), "--options", "none", "--metric", METRIC]
+    return [*usual, "--study", str(study), "--ray", address, *more]
 
 
 def test_an_address_without_a_cluster_ends_the_sweep_before_it_begins(
@@ -50,16 +53,17 @@ def test_an_address_without_a_cluster_ends_the_sweep_before_it_begins(
 class Sweeping:
     """The command in a process of its own."""
 
-    def __init__(self, study: Path, address: str, *more: str) -> None:
-        self.log = study.parent / f"log-{time.monotonic()}"
+    def __init__(self, folder: Path, *argv: str) -> None:
+        self.log = folder / f"log-{time.monotonic()}"
         environment = {**os.environ, **AUTH, "PYTHONPATH": str(ROOT), "TMPDIR": "/tmp"}
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.sweep", *words(study, address, *more)],
+                [sys.executable, "-m", "trainer.sweep", *argv],
                 cwd=ROOT,
                 env=environment,
                 stdout=file,
                 stderr=file,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's tests ignore it
             )
 
     def wait_for(self, is_true: Callable[[], bool]) -> None:
@@ -75,40 +79,104 @@ def pids(study: Path) -> list[int]:
     return [json.loads(line)["pid"] for file in files for line in file.read_text().splitlines()]
 
 
+def wait_until_gone(study: Path) -> None:
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in pids(study)):
+        assert time.monotonic() < deadline, "runs outlive their sweep"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[RayMachines]:
+    """Two with a core each."""
+    cluster = RayMachines([FIRST, SECOND], slots=1, env={})
+    yield cluster
+    cluster.close()
+
+
+REWARD = """
+import time
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    Path("FOLDER/begun").touch()
+    while Path("FOLDER/hold").exists():
+        time.sleep(0.05)
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
+
 @pytest.mark.slow
-def test_a_sweep_over_two_machines_is_killed_and_then_loses_one(tmp_path: Path) -> None:
+def test_a_training_on_another_machine_is_stopped_and_goes_on(tmp_path: Path, machines: RayMachines) -> None:
+    """With the usual private Ray of a run, on a machine that is one of a cluster."""
+    task, study = TinyTask(tmp_path, REWARD.replace("FOLDER", str(tmp_path))), tmp_path / "study"
+    usual = [*task.options, "trainer.total_training_steps=2", "trainer.save_freq=1", "seeds=[3]"]
+    argv = [*usual, "--metric", "critic/score/mean", "--study", str(study), "--ray", machines.address]
+    (tmp_path / "hold").touch()
+    sweeping = Sweeping(tmp_path, *argv)
+    sweeping.wait_for((tmp_path / "begun").exists)
+    sweeping.process.send_signal(signal.SIGINT)
+    sweeping.wait_for(lambda: "stopping 1 runs" in sweeping.log.read_text())
+    (tmp_path / "hold").unlink()
+    assert sweeping.process.wait(PATIENCE_S) == 130, sweeping.log.read_text()
+    again = f"to go on: python -m trainer.sweep --study {study} --ray {machines.address}"
+    assert again in sweeping.log.read_text()
+
+    sweeping = Sweeping(tmp_path, *shlex.split(again.partition("trainer.sweep")[2]))
+    assert sweeping.process.wait(PATIENCE_S) == 0, sweeping.log.read_text()
+    run = read_study(study).trials[0].runs[0]
+    assert [(attempt.cause, attempt.status) for attempt in run.attempts] == [("stopped", 130), ("done", 0)]
+    assert "stopping after this step" in run.log.read_text() and run.folder == study / "trials" / "0000" / "seed-3"
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2], "the second start went on from the first one's end"
+    assert not [pid for pid in machines.processes() if b"VERL_LITE_SWEEP_ATTEMPT" in _environment(pid)]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path("/proc", str(pid), "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.slow
+def test_a_sweep_is_killed_then_loses_a_machine_then_the_head(tmp_path: Path, machines: RayMachines) -> None:
     study, hold = tmp_path / "s", tmp_path / "hold"
-    more = ["x=1,2,3", "steps=2", f"hold={hold}"]
+    argv = words(study, machines.address, "x=1,2,3", "steps=2", f"hold={hold}")
     hold.touch()
-    machines = RayMachines([FIRST, SECOND], slots=1, env={})
     sweeping: list[Sweeping] = []
     try:
         with pytest.raises(AssertionError, match="each run asks for 4 CPU on one machine, and none has that"):
-            Sweeping(study, machines.address, *more, "--threads", "4").wait_for(lambda: False)
+            Sweeping(tmp_path, *argv, "--threads", "4").wait_for(lambda: False)
 
-        sweeping.append(Sweeping(study, machines.address, *more))
+        sweeping.append(Sweeping(tmp_path, *argv))
         sweeping[0].wait_for(lambda: len(pids(study)) == 2)
         sweeping[0].process.kill()
         sweeping[0].process.wait()
-        deadline = time.monotonic() + 60
-        while any(psutil.pid_exists(pid) for pid in pids(study)):
-            assert time.monotonic() < deadline, "runs outlive their sweep"
-            time.sleep(0.1)
+        wait_until_gone(study)
 
-        sweeping.append(Sweeping(study, machines.address, *more))
+        sweeping.append(Sweeping(tmp_path, *argv))
         sweeping[1].wait_for(lambda: len(pids(study)) == 4)
         machines.kill(SECOND)
         sweeping[1].wait_for(lambda: "lost device" in sweeping[1].log.read_text())
+        machines.kill_head()
+        assert sweeping[1].process.wait(PATIENCE_S) == 1
+        told = sweeping[1].log.read_text()
+        assert told.endswith(f"start a cluster: python -m trainer.sweep --study {study} --ray {machines.address}\n"), (
+            told
+        )
+        wait_until_gone(study)
+
         hold.unlink()
-        assert sweeping[1].process.wait(PATIENCE_S) == 0, sweeping[1].log.read_text()
+        assert sweep(["--study", str(study)]) == 0, "here it goes on as anywhere"
         trials = read_study(study).trials
         assert [trial.state for trial in trials] == ["complete"] * 3 and trials[2].value == pytest.approx(6)
-        causes = {tuple(attempt.cause for attempt in trial.runs[0].attempts) for trial in trials}
-        assert ("sweep died", "lost device", "done") in causes, causes
-        lost = next(trial.runs[0] for trial in trials if len(trial.runs[0].attempts) == 3)
-        assert SECOND in lost.attempts[1].slot and FIRST in lost.attempts[2].slot
+        causes = sorted([attempt.cause or "" for attempt in trial.runs[0].attempts] for trial in trials)
+        assert causes == [["done"], ["sweep died", "lost device", "done"], ["sweep died", "sweep died", "done"]]
+        runs = [trial.runs[0] for trial in trials]
+        lost = next(run for run in runs if any(attempt.cause == "lost device" for attempt in run.attempts))
+        assert SECOND in lost.attempts[1].slot
         assert SECOND in lost.attempts[1].lines[0] and "is lost" in lost.attempts[1].lines[0]
     finally:
         for one in sweeping:
             one.process.kill()
-        machines.close()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import validation
-from trainer.kept_answers import KeptAnswers
-from trainer.samples import Sample
-from trainer.validation import Chunks, TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
+from trainer.samples.sample import Sample
+from trainer.validation import answering
+from trainer.validation.answering import Chunks, TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
+from trainer.validation.kept_answers import KeptAnswers
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
@@ -46,7 +46,7 @@ class Policy:
         self.calls: list[str] = []
         self.now = 0.0
         if monkeypatch:
-            monkeypatch.setattr(validation.time, "monotonic", lambda: self.now)
+            monkeypatch.setattr(answering.time, "monotonic", lambda: self.now)
 
     def answer(self, prompts: DataProto, way: Way) -> DataProto:
         self.now += len(prompts)
@@ -149,7 +149,7 @@ def test_shares_count_prompts_not_answers() -> None:
 
 def test_time_share(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(validation.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(answering.time, "monotonic", lambda: now[0])
     share = TimeShare()
     assert share.metrics() == {}
     now[0] = 30.0

@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 
 if TYPE_CHECKING:
-    from trainer.samples import Sample
+    from trainer.samples.sample import Sample
 
 FOLDER, TRAIN, VAL = "samples", "train", "val"
 JSON = "_json"

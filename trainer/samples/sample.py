@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.validation_metrics import PREDICTION
+from trainer.validation.metrics import PREDICTION
 from verl_lite.protocol import DataProto
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
-from trainer.reward_inputs import Retokenizer, reward_inputs
+from trainer.rewards.model_inputs import Retokenizer, reward_inputs
 from trainer.roles import RewardModelRole
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.overlong import check_no_such_entry
+from trainer.rewards.overlong import check_no_such_entry
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.algos.group_outcomes import KINDS, GroupKinds, group_kinds
 from verl_lite.algos.masked import group_ids

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from trainer.sample_files import SampleFiles, step_of
-from trainer.samples import Sample
-from trainer.saved_answers import read_saved
+from trainer.samples.files import SampleFiles, step_of
+from trainer.samples.sample import Sample
+from trainer.samples.saved_answers import read_saved
 from verl_lite.options.score import ScoreConfig
 
 PROMPT = [{"role": "user", "content": "What is 70 + 2?"}]

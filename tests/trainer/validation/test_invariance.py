@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.answering import answering, sampled, task, validated
-from trainer.evaluation import Evaluation
 from trainer.ray_trainer import FitResult
+from trainer.validation.evaluation import Evaluation
 from verl_lite.config import PPOConfig
 
 PROMPTS, ANSWERS = 11, 3

@@ -18,10 +18,10 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.data.prompts import PromptDataset
-from trainer.evaluation import CHUNKS, answer_settings, load_weights, stop_if_asked
-from trainer.kept_answers import KeptAnswers, claim_folder, plain, read_settings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
-from trainer.validation import Prompts, Way, answer_in_chunks, chunks_of, ways_of
+from trainer.validation.answering import Prompts, Way, answer_in_chunks, chunks_of, ways_of
+from trainer.validation.evaluation import CHUNKS, answer_settings, load_weights, stop_if_asked
+from trainer.validation.kept_answers import KeptAnswers, claim_folder, plain, read_settings
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

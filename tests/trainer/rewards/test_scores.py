@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.reward_failures import FailureLog, RewardFailure
-from trainer.rewards import Rewards, mask_failed
+from trainer.rewards.failures import FailureLog, RewardFailure
+from trainer.rewards.scores import Rewards, mask_failed
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values

@@ -1,7 +1,7 @@
 """A run that only answers: the trainer's own generation and scoring, with answers that outlive the process.
 
-`Evaluation` validates and writes results.json; `trainer.generation` writes a file of answers. Both keep each chunk of
-answers in the run folder, and what is there already is not asked again.
+`Evaluation` validates and writes results.json; `generation` writes a file of answers. Both keep each chunk of answers
+in the run folder, and what is there already is not asked again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state, write_atomically
 from trainer.data.prompts import PromptDataset
-from trainer.kept_answers import KeptAnswers, claim_folder, content_of, plain, read_settings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.resume import flat_config, is_bound
-from trainer.samples import Sample
-from trainer.validation import Way
+from trainer.samples.sample import Sample
+from trainer.validation.answering import Way
+from trainer.validation.kept_answers import KeptAnswers, claim_folder, content_of, plain, read_settings
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 

@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from trainer.samples import Sample
-from trainer.validation_metrics import best_of, majority_of, process_validation_metrics, validation_metrics
+from trainer.samples.sample import Sample
+from trainer.validation.metrics import best_of, majority_of, process_validation_metrics, validation_metrics
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

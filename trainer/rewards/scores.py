@@ -2,7 +2,7 @@
 
 Workers send finished samples to the pool of reward functions while others still generate; here the driver lets the
 reward model score, and then waits for the rest of the pool. A reward that failed is a third outcome: its sample is
-masked, so that it has no weight in any loss, metric or group statistic, and `trainer.reward_failures` counts it.
+masked, so that it has no weight in any loss, metric or group statistic, and `trainer.rewards.failures` counts it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from trainer.reward_failures import FailureLog
-from trainer.samples import is_prediction
+from trainer.rewards.failures import FailureLog
+from trainer.samples.sample import is_prediction
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import Health, MetricDoc

@@ -13,7 +13,7 @@ import pytest
 
 from tests.trainer.answering import answering, task
 from trainer.data.prompts import PromptDataset
-from trainer.generation import Generation, folder_of, table_of
+from trainer.validation.generation import Generation, folder_of, table_of
 from verl_lite.errors import UserError
 from workers.policy.tokenizer import load_tokenizer
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.kept_answers import Kept, KeptAnswers, R
-from trainer.samples import Sample
+from trainer.samples.sample import Sample
+from trainer.validation.kept_answers import Kept, KeptAnswers, R
 from verl_lite.config import PPOConfig
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.protocol import DataProto

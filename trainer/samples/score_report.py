@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.final_report import printable
-from trainer.samples import is_prediction
-from trainer.saved_answers import SavedAnswer
+from trainer.samples.sample import is_prediction
+from trainer.samples.saved_answers import SavedAnswer
 from verl_lite.rewards import RewardResult
 
 _EQUAL = 1e-6
