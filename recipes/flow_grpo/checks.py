@@ -50,7 +50,6 @@ def validate(config: FlowGRPOConfig, *, count: int | None = None, available: int
         *ranges(config),
         *losses(cast("Any", config)),  # which reads the sections that both kinds of run have
         *_data(config),
-        *_sampler(config),
         *_algorithm(config.algorithm, config.rollout.n),
         *_actor(config.actor, config.sampler.num_train_steps),
         *checkpoints(config.trainer, validates=True),
@@ -80,27 +79,6 @@ def _data(config: FlowGRPOConfig) -> Problems:
     for file in (*config.data.train_files, *config.data.val_files):
         if not Path(file).is_file() and config.recipe is None:
             yield f"data.train_files, data.val_files: there is no {file}; a text file with one prompt in each line"
-
-
-def _sampler(config: FlowGRPOConfig) -> Problems:
-    sampler = config.sampler
-    for name, steps in (
-        ("sampler.num_train_steps", sampler.num_train_steps),
-        ("sampler.num_inference_steps", sampler.num_inference_steps),
-    ):
-        if steps < 1:
-            yield f"{name}={steps}: at least 1 is expected"
-    if sampler.num_train_steps == 1:
-        yield "sampler.num_train_steps=1: from pure noise in one step the noise of the step has no bound; at least 2"
-    if not sampler.shift > 0:
-        yield f"sampler.shift={sampler.shift}: a number above 0 is expected, 1 = evenly spaced"
-    if not sampler.noise_level > 0:
-        yield (
-            f"sampler.noise_level={sampler.noise_level}: without noise on the way there is nothing to choose and "
-            "nothing to learn from; 0.7 is usual"
-        )
-    if config.model.lora_rank < 0:
-        yield f"model.lora_rank={config.model.lora_rank}: at least 0 is expected; 0 = all parameters learn"
 
 
 def _algorithm(algorithm: AlgorithmConfig, n: int) -> Problems:

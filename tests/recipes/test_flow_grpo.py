@@ -87,7 +87,7 @@ def config_of(**options: Any) -> FlowGRPOConfig:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"sampler__noise_level": 0.0}, "sampler.noise_level=0.0: without noise"),
+        ({"sampler__noise_level": 0.0}, "sampler.noise_level=0.0: a number above 0"),
         ({"sampler__num_train_steps": 1}, "sampler.num_train_steps=1"),
         ({"sampler__num_inference_steps": 0}, "sampler.num_inference_steps=0: at least 1"),
         ({"sampler__shift": 0.0}, "sampler.shift=0.0"),

@@ -12,6 +12,7 @@ from trainer.tracking import read_metrics
 from verl_lite.checks.diffusion import validate
 from verl_lite.config_loader import load_schema
 from verl_lite.options.diffusion import RewardFlowConfig
+from verl_lite.settings.keys import ConfigError
 
 CORE = "val-core/cosine_identity/reward/mean@1"
 
@@ -40,6 +41,16 @@ def test_only_what_the_cache_is_asked_for_is_made(tmp_path: Path, monkeypatch: p
     config.data.train_files = [str(tmp_path / "data" / "metadata.csv")]
     recipe.prepare(config)
     assert made == [tmp_path]
+
+
+def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.flow.run import run_reward_flow
+
+    monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path / "world")
+    monkeypatch.setattr(recipe, "prepare", lambda config: pytest.fail("made"))
+    folder = f"trainer.default_local_dir={tmp_path}"
+    with pytest.raises(ConfigError, match=r"sampler.final_timestep=9: sampler.num_inference_steps=8 has the steps 0"):
+        run_reward_flow([folder, "trainer.backend=inline", "trainer.device=cpu", "sampler.final_timestep=9"])
 
 
 @pytest.mark.slow

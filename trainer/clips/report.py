@@ -18,10 +18,12 @@ from rich.text import Text
 from trainer.clips.reading import ClipError, read_frames
 from trainer.console import Console
 from trainer.video_data import Plan, VideoDataset, steps_per_epoch
+from verl_lite.checks.config import ranges
 from verl_lite.config_loader import help_config, load_schema
 from verl_lite.errors import UserError
 from verl_lite.options.diffusion import VideoDataConfig
-from verl_lite.options.fields import opt, section
+from verl_lite.options.fields import at_least, opt, section
+from verl_lite.settings.keys import ConfigError
 
 USAGE = "usage: python -m trainer.video_data FILE.csv [data.KEY=VALUE ...] [decode=true] [out=USABLE.csv]"
 
@@ -32,7 +34,7 @@ class VideoReportConfig:
 
     data: VideoDataConfig = section(VideoDataConfig, "clips and prompts, as for training")
     decode: bool = opt(False, "decode all frames that training would take, not only each clip's first")
-    shown: int = opt(20, "clips to list; those that cannot be used are listed all")
+    shown: int = opt(20, "clips to list; those that cannot be used are listed all", at_least(0))
     out: str | None = opt(None, "csv file to write, of the rows of train_files that can be used, with absolute paths")
 
 
@@ -45,6 +47,8 @@ def show(argv: Sequence[str]) -> int:
     places = [item for item in argv if "=" not in item]
     config = load_schema([item for item in argv if "=" in item], VideoReportConfig).config
     config.data.train_files = [*places, *config.data.train_files]
+    if problems := list(ranges(config)):
+        raise ConfigError(problems)
     if config.out is not None and Path(config.out).expanduser().exists():
         raise UserError(f"out={config.out}: the name of a new file is expected")
     data, console = VideoDataset(config.data), Console()

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from verl_lite.checks.config import ranges
 from verl_lite.checks.video import fits_pipeline, pipeline_multiple, video_data
-from verl_lite.options.diffusion import VideoDataConfig
+from verl_lite.options.diffusion import RewardFlowConfig, VideoDataConfig
 
 
 def problems(**values: Any) -> list[str]:
-    return list(video_data(VideoDataConfig(**({"train_files": ["a.csv"]} | values))))
+    config = RewardFlowConfig(data=VideoDataConfig(**({"train_files": ["a.csv"]} | values)))
+    return [*ranges(config), *video_data(config.data)]
 
 
 @pytest.mark.parametrize(
@@ -42,9 +44,9 @@ def test_options_that_fit(values: dict[str, Any]) -> None:
         ({"num_frames": -3}, ["data.num_frames=-3"]),
         ({"train_batch_size": 0}, ["data.train_batch_size=0", "at least 1"]),
         ({"repeat": 0}, ["data.repeat=0"]),
-        ({"train_max_samples": 0}, ["data.train_max_samples=0", "-1 (all rows)"]),
+        ({"train_max_samples": 0}, ["data.train_max_samples=0", "-1 (all)"]),
         ({"cache_gb": -1.0}, ["data.cache_gb=-1.0"]),
-        ({"fps": 0.0}, ["data.fps=0.0", "null"]),
+        ({"fps": 0.0}, ["data.fps=0.0", "above 0"]),
         ({"video_key": "prompt"}, ["data.video_key and data.prompt_key are both prompt"]),
         ({"height": 480}, ["data.height=480 needs data.width"]),
         ({"width": 480}, ["data.width=480 needs data.height"]),
