@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from verl_lite.config import PPOConfig
-from verl_lite.device import compute_dtype, device_memory, dist_backend, get_device
+from verl_lite.device import compute_dtype, device_memory
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss, outputs_of_logits
-from workers.phase import Phase, process_phases
+from workers.phase import Phase
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
@@ -35,17 +34,15 @@ from workers.weight_sync import sync_weights
 class ActorRolloutWorker(TrainingWorker):
     """Generates with the policy and trains it.
 
-    config: the whole configuration. total_training_steps: for the learning-rate schedule.
     rewards: handle of the reward pool; finished samples are sent to it while others still generate. None = no reward
-        function is called.
+        function is called. Other arguments: as of `EngineWorker`.
     """
 
+    config: PPOConfig
+
     def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.total_training_steps = total_training_steps
+        super().__init__(config, total_training_steps)
         self.rewards = rewards
-        self.phases = process_phases()
         self.version = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -53,19 +50,9 @@ class ActorRolloutWorker(TrainingWorker):
         """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left."""
         config, model = self.config, self.config.model
         assert model.path is not None
-        self.device = get_device(config.trainer.device)
-        self.init_process_group(dist_backend(self.device))
         self.tokenizer = load_tokenizer(model)
-        self.engine = FSDPEngine(
-            token_network(model, causal_lm(config.actor.log_prob_chunk_tokens)),
-            config.actor.fsdp_config,
-            config.actor.optim,
-            device=self.device,
-            total_training_steps=self.total_training_steps,
-            seed=config.trainer.seed,
-        )
-        self.phases.add(self.engine)
-        self.engine.move_out()
+        network = token_network(model, causal_lm(config.actor.log_prob_chunk_tokens))
+        self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         self.max_model_len = (
             config.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
         )

@@ -14,35 +14,22 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.losses import critic_loss
-from workers.phase import Phase, process_phases
+from workers.phase import Phase
 from workers.policy.loading import token_network
 from workers.policy.value_head import value_head
 from workers.training_worker import TrainingWorker
 
 
 class CriticWorker(TrainingWorker):
-    """Estimates returns and learns from those that came.
+    """Estimates returns and learns from those that came."""
 
-    config: the whole configuration. total_training_steps: for the learning-rate schedule.
-    """
-
-    def __init__(self, config: PPOConfig, total_training_steps: int) -> None:
-        super().__init__()
-        self.config = config
-        self.total_training_steps = total_training_steps
-        self.phases = process_phases()
+    config: PPOConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        self.build_engine(
-            token_network(critic_network(self.config), value_head),
-            self.config.critic.fsdp_config,
-            self.config.critic.optim,
-            device=self.config.trainer.device,
-            total_training_steps=self.total_training_steps,
-            seed=self.config.trainer.seed,
-        )
+        critic = self.config.critic
+        self.build_engine(token_network(critic_network(self.config), value_head), critic.fsdp_config, critic.optim)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -6,40 +6,25 @@ A policy that is trained as an adapter needs no such worker: with the adapter sw
 from __future__ import annotations
 
 from verl_lite.config import PPOConfig
-from verl_lite.device import dist_backend, get_device
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
-from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
-from workers.phase import Phase, process_phases
+from workers.phase import Phase
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
+from workers.training_worker import EngineWorker
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(EngineWorker):
     """Holds the initial policy and never changes it."""
 
-    def __init__(self, config: PPOConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.phases = process_phases()
+    config: PPOConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the forward-only engine."""
-        device = get_device(self.config.trainer.device)
-        self.init_process_group(dist_backend(device))
-        self.engine = FSDPEngine(
-            token_network(self.config.model, causal_lm(self.config.actor.log_prob_chunk_tokens)),
-            self.config.ref.fsdp_config,
-            None,
-            device=device,
-            total_training_steps=0,
-            seed=self.config.trainer.seed,
-            forward_only=True,
-        )
-        self.phases.add(self.engine)
-        self.engine.move_out()
+        network = token_network(self.config.model, causal_lm(self.config.actor.log_prob_chunk_tokens))
+        self.build_engine(network, self.config.ref.fsdp_config)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 from verl_lite.config import PPOConfig
-from verl_lite.device import dist_backend, get_device
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
-from verl_lite.single_controller.worker import Worker
-from workers.engine.fsdp import FSDPEngine
-from workers.phase import Phase, process_phases
+from workers.phase import Phase
 from workers.policy.loading import load_model_config, token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
+from workers.training_worker import EngineWorker
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(EngineWorker):
     """Holds the reward model and never changes it."""
 
-    def __init__(self, config: PPOConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.phases = process_phases()
+    config: PPOConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the forward-only engine."""
-        device = get_device(self.config.trainer.device)
-        self.init_process_group(dist_backend(device))
-        self.engine = FSDPEngine(
-            token_network(self.config.reward_model.model, sequence_score),
-            self.config.reward_model.fsdp_config,
-            None,
-            device=device,
-            total_training_steps=0,
-            seed=self.config.trainer.seed,
-            forward_only=True,
-        )
-        self.text_config = load_model_config(self.config.reward_model.model).get_text_config()
-        self.phases.add(self.engine)
-        self.engine.move_out()
+        options = self.config.reward_model
+        self.build_engine(token_network(options.model, sequence_score), options.fsdp_config)
+        self.text_config = load_model_config(options.model).get_text_config()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:

@@ -1,51 +1,57 @@
-"""What every worker that trains a model has in common: its engine goes into checkpoints and comes out of them."""
+"""What every worker with a training engine has in common: how it is built; and, where it trains, its checkpoints."""
 
 from __future__ import annotations
 
 import torch
 
-from verl_lite.config import FSDPConfig, OptimConfig
+from verl_lite.config import FSDPConfig, OptimConfig, RunOptions
 from verl_lite.device import dist_backend, get_device
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.network import NetworkBuilder
-from workers.phase import Phase, PhaseManager
+from workers.phase import Phase, process_phases
 
 
-class TrainingWorker(Worker):
-    """A worker with a training engine. `init_model` of the subclass builds it."""
+class EngineWorker(Worker):
+    """A worker with a training engine. `init_model` of the subclass builds it.
 
+    config: the whole configuration. total_training_steps: for the learning-rate schedule.
+    """
+
+    config: RunOptions
     engine: FSDPEngine
-    phases: PhaseManager
     device: torch.device
 
+    def __init__(self, config: RunOptions, total_training_steps: int = 0) -> None:
+        super().__init__()
+        self.config, self.total_training_steps = config, total_training_steps
+        self.phases = process_phases()
+
     def build_engine(
-        self,
-        network: NetworkBuilder,
-        fsdp_config: FSDPConfig,
-        optim_config: OptimConfig,
-        *,
-        device: str,
-        total_training_steps: int,
-        seed: int,
+        self, network: NetworkBuilder, fsdp_config: FSDPConfig, optim_config: OptimConfig | None = None
     ) -> None:
         """Makes `engine`, in the process group of this worker's kind, and moves it out until its phase comes.
 
-        device: auto | cpu | cuda. Other arguments as of `FSDPEngine`.
+        optim_config: None for a network that is never trained.
         """
-        self.device = get_device(device)
+        self.device = get_device(self.config.trainer.device)
         self.init_process_group(dist_backend(self.device))
         self.engine = FSDPEngine(
             network,
             fsdp_config,
             optim_config,
             device=self.device,
-            total_training_steps=total_training_steps,
-            seed=seed,
+            total_training_steps=self.total_training_steps,
+            seed=self.config.trainer.seed,
+            forward_only=optim_config is None,
         )
         self.phases.add(self.engine)
         self.engine.move_out()
+
+
+class TrainingWorker(EngineWorker):
+    """A worker whose engine trains."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, background: bool) -> None:

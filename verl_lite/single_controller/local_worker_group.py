@@ -43,10 +43,9 @@ class LocalTransport:
 
     def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
         self.world_size = pool.world_size
-        counts = pool.process_on_nodes
         self._slots = [
-            Slot(rank, pool.world_size, place, counts[node], backend="inline")
-            for rank, (node, place) in enumerate(pool.seats)
+            Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="inline")
+            for rank, node in enumerate(pool.nodes)
         ]
         for slot in self._slots:
             for role, recipe in roles.items():

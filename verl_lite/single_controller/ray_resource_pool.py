@@ -51,7 +51,7 @@ class RayResourcePool(ResourcePool):
         group = placement_group(self.bundles, strategy="STRICT_SPREAD" if len(self.bundles) > 1 else "STRICT_PACK")
         self._group = group
         self._wait(group, joined)
-        return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node) for node, _ in self.seats]
+        return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node) for node in self.nodes]
 
     def _wait(self, group: PlacementGroup, joined: JoinedCluster | None) -> None:
         patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s

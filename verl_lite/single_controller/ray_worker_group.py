@@ -148,8 +148,8 @@ class RayTransport:
         self._locate([node_id for _, node_id in processes])
         shared = ray.put(roles)
         handles = []
-        for rank, (node, place) in enumerate(pool.seats):
-            slot = Slot(rank, pool.world_size, place, pool.process_on_nodes[node], backend="ray", store=store)
+        for rank, node in enumerate(pool.nodes):
+            slot = Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="ray", store=store)
             handles.append(
                 _Handle(self._actors[rank].construct.remote(slot, shared, tuple(modules)), rank, name, where)
             )

@@ -27,6 +27,6 @@ class ResourcePool:
         return sum(self.process_on_nodes)
 
     @property
-    def seats(self) -> list[tuple[int, int]]:
-        """(machine, place on that machine) of each rank."""
-        return [(node, place) for node, count in enumerate(self.process_on_nodes) for place in range(count)]
+    def nodes(self) -> list[int]:
+        """The machine of each rank."""
+        return [node for node, count in enumerate(self.process_on_nodes) for _ in range(count)]

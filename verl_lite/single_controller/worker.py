@@ -32,7 +32,6 @@ class Slot:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     local_world_size: int = 1
     backend: str = "inline"
     store: tuple[str, int] | None = None

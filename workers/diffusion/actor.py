@@ -17,36 +17,26 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import write_lora
 from workers.diffusion.reward_policy import reward_flow_network
 from workers.engine.parameters import gather_full
-from workers.phase import Phase, process_phases
+from workers.phase import Phase
 from workers.training_worker import TrainingWorker
 
 EXPORT_BUCKET_BYTES = 256 << 20
 
 
 class ActorWorker(TrainingWorker):
-    """Samples and learns.
+    """Samples and learns."""
 
-    config: the whole configuration. total_training_steps: for the learning-rate schedule.
-    """
+    config: RewardFlowConfig
 
     def __init__(self, config: RewardFlowConfig, total_training_steps: int) -> None:
-        super().__init__()
-        self.config = config
-        self.total_training_steps = total_training_steps
-        self.phases = process_phases()
+        super().__init__(config, total_training_steps)
         self._frames: list[DataProto] = []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine and the frozen parts of the pipeline."""
-        self.build_engine(
-            reward_flow_network(self.config),
-            self.config.actor.fsdp_config,
-            self.config.actor.optim,
-            device=self.config.trainer.device,
-            total_training_steps=self.total_training_steps,
-            seed=self.config.trainer.seed,
-        )
+        actor = self.config.actor
+        self.build_engine(reward_flow_network(self.config), actor.fsdp_config, actor.optim)
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def train_step(self, data: DataProto) -> DataProto:

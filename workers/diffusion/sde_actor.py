@@ -15,29 +15,19 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.sde_policy import load_network, network_weights, sde_policy
 from workers.losses import actor_loss
-from workers.phase import Phase, process_phases
+from workers.phase import Phase
 from workers.training_worker import TrainingWorker
 
 
 class FlowActorWorker(TrainingWorker):
     """One rank of the policy. The engine that learns is the one that samples, so nothing is ever out of date."""
 
-    def __init__(self, config: FlowGRPOConfig, total_training_steps: int) -> None:
-        super().__init__()
-        self.config, self.total_training_steps = config, total_training_steps
-        self.phases = process_phases()
+    config: FlowGRPOConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        self.build_engine(
-            sde_policy(self.config),
-            self.config.actor.fsdp_config,
-            self.config.actor.optim,
-            device=self.config.trainer.device,
-            total_training_steps=self.total_training_steps,
-            seed=self.config.trainer.seed,
-        )
+        self.build_engine(sde_policy(self.config), self.config.actor.fsdp_config, self.config.actor.optim)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, data: DataProto) -> DataProto:

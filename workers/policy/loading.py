@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -78,6 +79,14 @@ class Policy(EngineNetwork):
             use_cache=False,
             **packed,
         ).last_hidden_state
+
+    def label_of(self, head: nn.Linear, inputs: ModelInputs) -> torch.Tensor:
+        """The one label's logit at each position that predicts a response token, at that token's column (b, R); fp32, 0
+        elsewhere."""
+        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)  # one label: exactness costs nothing
+        bias = None if head.bias is None else head.bias.to(dtype)
+        return inputs.scatter(F.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1))
 
 
 PolicyBuilder = Callable[[NetworkSpec], Policy]
@@ -175,6 +184,20 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
             module.p = 0.0
         if getattr(module, "attention_dropout", 0.0):
             vars(module)["attention_dropout"] = 0.0
+    return network
+
+
+def build_with_label(auto_class: Any, kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
+    """A network with one label, from a causal language model, whose head then starts as zeros, or from a saved one.
+
+    kind: what the names of such networks contain. Raises UserError, `refusal`, for a saved one with several labels.
+    """
+    has_head = any(kind in name for name in spec.config.architectures or ())
+    if has_head and spec.config.num_labels != 1:
+        raise UserError(refusal.format(path=spec.model.path, labels=spec.config.num_labels))
+    spec.config.num_labels = 1
+    network = build_network(auto_class, spec, new_head=not has_head)
+    spec.config.architectures = [type(network).__name__]  # what a checkpoint of it has to be loaded as
     return network
 
 

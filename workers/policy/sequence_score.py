@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from verl_lite.errors import UserError
 from workers.engine.packing import ModelInputs
-from workers.policy.loading import NetworkSpec, Policy, build_network
+from workers.policy.loading import NetworkSpec, Policy, build_network, build_with_label
 
 HEAD = "score"  # the linear layer on the last token, in every decoder of transformers
 _REMEDY = "give a model that was trained to score and saved as ...ForSequenceClassification with one label"
@@ -41,12 +41,7 @@ class SequenceScorePolicy(Policy):
     def forward(self, inputs: ModelInputs) -> dict[str, torch.Tensor]:
         """scores (b, R): the label's logit at each position that predicts, at the column it predicts; fp32, 0
         elsewhere."""
-        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
-        head = getattr(self.model, HEAD)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)  # one label: exactness costs nothing
-        bias = None if head.bias is None else head.bias.to(dtype)
-        scores = F.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1)
-        return {"scores": inputs.scatter(scores)}
+        return {"scores": self.label_of(getattr(self.model, HEAD), inputs)}
 
 
 def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
@@ -65,15 +60,11 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
     A head that the checkpoint lacks starts as zeros (the reason is that of `workers.policy.value_head`). Raises
     UserError for a sequence-classification model of several labels.
     """
-    has_head = any("SequenceClassification" in name for name in spec.config.architectures or ())
-    if has_head and spec.config.num_labels != 1:
-        raise UserError(
-            f"model.path={spec.model.path!r}: a sequence-classification model with {spec.config.num_labels} labels; a "
-            "reward model has one, the score. Give a causal language model, or a saved reward model"
-        )
-    spec.config.num_labels = 1
-    network = build_network(AutoModelForSequenceClassification, spec, new_head=not has_head)
-    spec.config.architectures = [type(network).__name__]  # what a checkpoint of it has to be loaded as
+    refusal = (
+        "model.path={path!r}: a sequence-classification model with {labels} labels; a reward model has one, the score. "
+        "Give a causal language model, or a saved reward model"
+    )
+    network = build_with_label(AutoModelForSequenceClassification, "SequenceClassification", spec, refusal)
     return SequenceScorePolicy(network, "model.path")
 
 

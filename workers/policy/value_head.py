@@ -10,13 +10,11 @@ backbone follows with the second.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from verl_lite.errors import UserError
 from workers.engine.packing import ModelInputs
-from workers.policy.loading import NetworkSpec, Policy, build_network
+from workers.policy.loading import NetworkSpec, Policy, build_with_label
 
 
 class ValuePolicy(Policy):
@@ -32,13 +30,9 @@ class ValuePolicy(Policy):
 
     def forward(self, inputs: ModelInputs) -> dict[str, torch.Tensor]:
         """values (b, R): of the state before each response token, so of the token before it; fp32, 0 elsewhere."""
-        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
         head = self.model.get_submodule(self.head_name)
         assert isinstance(head, nn.Linear)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)  # one label: exactness costs nothing
-        bias = None if head.bias is None else head.bias.to(dtype)
-        values = F.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1)
-        return {"values": inputs.scatter(values)}
+        return {"values": self.label_of(head, inputs)}
 
 
 def value_head(spec: NetworkSpec) -> ValuePolicy:
@@ -46,13 +40,8 @@ def value_head(spec: NetworkSpec) -> ValuePolicy:
 
     Raises UserError if the checkpoint is a token-classification model with more than one label.
     """
-    has_head = any("TokenClassification" in name for name in spec.config.architectures or ())
-    if has_head and spec.config.num_labels != 1:
-        raise UserError(
-            f"critic.model.path={spec.model.path!r}: a token-classification model with {spec.config.num_labels} "
-            "labels; a critic has one label, the value. Give a causal language model, or a saved critic"
-        )
-    spec.config.num_labels = 1
-    network = build_network(AutoModelForTokenClassification, spec, new_head=not has_head)
-    spec.config.architectures = [type(network).__name__]  # what a checkpoint of it has to be loaded as
-    return ValuePolicy(network)
+    refusal = (
+        "critic.model.path={path!r}: a token-classification model with {labels} labels; a critic has one label, the "
+        "value. Give a causal language model, or a saved critic"
+    )
+    return ValuePolicy(build_with_label(AutoModelForTokenClassification, "TokenClassification", spec, refusal))
