@@ -61,4 +61,4 @@ def test_failures_are_known_by_error_and_place() -> None:
 
 @pytest.mark.slow
 def test_a_fixed_share_runs_or_stops_with_our_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--configs", "60", "--datasets", "40", "--keep", str(tmp_path)]) == 0, capfd.readouterr().out
+    assert main(["--configs", "30", "--datasets", "20", "--keep", str(tmp_path)]) == 0, capfd.readouterr().out

@@ -94,14 +94,9 @@ def test_the_whole_table_in_fp64(path: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_table_in_fp32_on_two_ranks(path: str, ranks: Ranks, tmp_path: Path) -> None:
-    assert_within(fp32_table(path, str(tmp_path), all_cases(), ranks, worlds=(2,)), FP32)
-
-
-@pytest.mark.slow
-def test_fp32_on_one_rank_and_four(path: str, ranks: Ranks, tmp_path: Path) -> None:
-    """One mode of each loss; `python -m tests.bench invariance` measures all of them on each number of ranks."""
-    assert_within(fp32_table(path, str(tmp_path), one_mode_each(), ranks, worlds=(1, 4)), FP32)
+def test_fp32_by_every_cut_and_number_of_ranks(path: str, ranks: Ranks, tmp_path: Path) -> None:
+    """One mode of each loss; `python -m tests.bench invariance` measures all of them."""
+    assert_within(fp32_table(path, str(tmp_path), one_mode_each(), ranks, worlds=(1, 2, 4)), FP32)
 
 
 BOUNDS = st.one_of(
