@@ -68,6 +68,7 @@ FREE_LEAVES = (
     "param_offload",
     "optimizer_offload",
     "reshard_after_forward",
+    "reduce_every_micro_batch",
     "fsdp_size",
     "min_num_params",
     "calculate_entropy",

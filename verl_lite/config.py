@@ -75,6 +75,9 @@ class FSDPConfig:
     param_offload: bool = opt(False, "keep parameters in host memory outside their phase")
     optimizer_offload: bool = opt(False, "keep optimizer state in host memory outside the update")
     reshard_after_forward: bool = opt(True, "free gathered parameters after the forward (ZeRO-3); false = ZeRO-2")
+    reduce_every_micro_batch: bool = opt(
+        False, "sum gradients over the ranks after each micro-batch, not once per mini-batch: less memory, more traffic"
+    )
     fsdp_size: int = opt(-1, "ranks that share one copy of the weights; -1 = all, 1 = replicate", ALL_OR_SOME)
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes of computation")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what becomes an FSDP group of its own")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -41,6 +41,7 @@ class Case:
     balance: bool = True
     epochs: int = 1
     shuffle_seed: int | None = None
+    reduce_every_micro_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def build_engine(
         FSDPConfig(
             fsdp_size=case.fsdp_size,
             reshard_after_forward=case.reshard_after_forward,
+            reduce_every_micro_batch=case.reduce_every_micro_batch,
             wrap_policy=WrapPolicyConfig(min_num_params=case.min_num_params),
             **fsdp,
         ),
@@ -153,13 +155,15 @@ def build_engine(
 
 @cache
 def _engine_of(path: str, packed: bool, checkpointing: bool, groups: tuple[Any, ...], ranks: Any) -> FSDPEngine:
-    min_num_params, fsdp_size, reshard, chunk_tokens = groups
-    return build_engine(path, Case(packed, checkpointing, None, None, min_num_params, fsdp_size, reshard, chunk_tokens))
+    min_num_params, fsdp_size, reshard, chunk_tokens, reduce = groups
+    case = Case(packed, checkpointing, None, None, min_num_params, fsdp_size, reshard, chunk_tokens)
+    return build_engine(path, replace(case, reduce_every_micro_batch=reduce))
 
 
 def gradient(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
     """The whole gradient of one optimizer step on `ragged_batch` with `loss_fn`."""
-    groups = (case.min_num_params, case.fsdp_size, case.reshard_after_forward, case.chunk_tokens)
+    sharding = (case.min_num_params, case.fsdp_size, case.reshard_after_forward)
+    groups = (*sharding, case.chunk_tokens, case.reduce_every_micro_batch)
     engine = _engine_of(path, case.packed, case.checkpointing, groups, dist.group.WORLD)
     return gradient_of(engine, ragged_batch(batch), case, loss_fn, temperature=TEMPERATURE, calculate_entropy=True)
 
@@ -187,7 +191,7 @@ def gradient_of(
 
 def log_probs(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
     """This rank's log_probs and entropys in planned order."""
-    groups = (0, -1, True, case.chunk_tokens)
+    groups = (0, -1, True, case.chunk_tokens, False)
     engine = _engine_of(path, case.packed, case.checkpointing, groups, dist.group.WORLD)
     data, _ = planned(ragged_batch(batch), case)
     outputs = engine.infer(data, temperature=TEMPERATURE, calculate_entropy=True)

@@ -30,6 +30,9 @@ CASES = [
     Case(min_num_params=10**9, max_token_len=40),
     Case(reshard_after_forward=False, max_token_len=20),
     Case(fsdp_size=1, max_token_len=20),
+    Case(max_token_len=20, reduce_every_micro_batch=True),
+    Case(max_token_len=20, reduce_every_micro_batch=True, reshard_after_forward=False, checkpointing=True),
+    Case(fsdp_size=1, max_token_len=20, reduce_every_micro_batch=True),
     Case(balance=False, micro_batch_size=3, row_order_seed=3),
 ]
 

@@ -25,7 +25,8 @@ class HeldNetwork:
 
     ranks: over which one copy is spread. compute, reduce: bytes of a number in forward and backward, and in the
     reduction of gradients. trained: numbers that learn: all, an adapter's, or 0 of a frozen one. adapter: those of an
-    adapter. reshard: gathered weights are freed after the forward.
+    adapter. reshard: gathered weights are freed after the forward. reduces_each: gradients are reduced after each
+    micro-batch.
     """
 
     shape: ModelShape
@@ -35,6 +36,7 @@ class HeldNetwork:
     trained: int = 0
     adapter: int = 0
     reshard: bool = True
+    reduces_each: bool = False
 
     @property
     def weights(self) -> float:
@@ -61,11 +63,12 @@ class HeldNetwork:
 
     def whole_gradients(self, micro_batches: int) -> float:
         """Gradients before they are reduced. With several micro-batches they add up whole on every rank, in the dtype
-        of the reduction; with one only those of the root and of two layers exist together, on their way."""
+        of the reduction; with one, or where each reduces its own, only those of the root and of two layers exist
+        together, on their way."""
         if not self.trained:
             return 0.0
         shape = self.shape
-        if micro_batches > 1:
+        if micro_batches > 1 and not self.reduces_each:
             return float(self.reduce * self.trained)
         if self.adapter:
             return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers

@@ -87,6 +87,8 @@ def candidates(config: PPOConfig, networks: Networks, slots: int, device: Accele
             yield (f"{name}.fsdp_config.fsdp_size=-1",)
         if not fsdp.reshard_after_forward:
             yield (f"{name}.fsdp_config.reshard_after_forward=true",)
+        if name in ("actor", "critic") and not fsdp.reduce_every_micro_batch:
+            yield (f"{name}.fsdp_config.reduce_every_micro_batch=true",)
         if device.name != "cpu":
             yield from _offloads(name, fsdp.param_offload, fsdp.optimizer_offload, name in ("actor", "critic"))
     if device.name == "cpu":

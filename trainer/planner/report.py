@@ -149,7 +149,7 @@ def stage_seconds(
             shape, tokens, length, device, assumed, checkpointing=checkpointing, has_adapter=adapter > 0
         )
 
-    trained, adapter = trained_parameters(config, policy)
+    _, adapter = trained_parameters(config, policy)
     stages = {"generation: prompts": prefill, "generation: answers": decode}
     if networks.reward_model is not None:
         stages["reward model"] = forward(networks.reward_model)
@@ -163,12 +163,8 @@ def stage_seconds(
         checkpointing = config.critic.model.enable_gradient_checkpointing
         stages["critic update"] = update(networks.critic, config.critic.ppo_epochs or epochs, checkpointing, 0)
     own = update(policy, epochs, config.model.enable_gradient_checkpointing, adapter)
-    mini = mini_batch_prompts(config, config.actor.ppo_mini_batch_size)
-    steps = epochs * math.ceil(mini_batch_prompts(config, -1) / mini)
     spread = _spread(config.actor.fsdp_config, slots, slots // config.trainer.nnodes)
-    micro_batches = steps * plan.micro_batches
-    wire = reduction_seconds(policy, trained, spread, size, device, micro_batches=micro_batches, reductions=steps)
-    stages["update"] = max(own, wire)
+    stages["update"] = max(own, _on_the_wire(config, policy, spread, device, plan.micro_batches))
     stages["weight sync"] = sync_seconds(policy, spread, size, device)
     return stages
 
@@ -178,6 +174,23 @@ def _tokens_of_a_device(config: PPOConfig, rows: float, micro_batches: int, answ
     mini = mini_batch_prompts(config, config.actor.ppo_mini_batch_size)
     together = max(1, round(rows * mini / mini_batch_prompts(config, -1) / micro_batches))
     return rows * (answer + config.data.max_prompt_length * distinct_prompts(config, together, mini) / together)
+
+
+def _on_the_wire(
+    config: PPOConfig, policy: ModelShape, spread: Spread, device: Accelerator, micro_batches: int
+) -> float:
+    """Seconds of a step's update in which the policy's weights and gradients travel. micro_batches: of a mini-batch."""
+    mini, fsdp = mini_batch_prompts(config, config.actor.ppo_mini_batch_size), config.actor.fsdp_config
+    steps = config.actor.ppo_epochs * math.ceil(mini_batch_prompts(config, -1) / mini)
+    return reduction_seconds(
+        policy,
+        trained_parameters(config, policy)[0],
+        spread,
+        compute_size(fsdp.mixed_precision.param_dtype, device),
+        device,
+        micro_batches=steps * micro_batches,
+        reductions=steps * (micro_batches if fsdp.reduce_every_micro_batch else 1),
+    )
 
 
 def _spread(fsdp: FSDPConfig, slots: int, per_node: int) -> Spread:

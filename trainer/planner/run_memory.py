@@ -169,7 +169,16 @@ def _engines(config: PPOConfig, networks: Networks, slots: int, device: Accelera
         ranks = ranks_of_a_copy(fsdp, slots)
         precision = fsdp.mixed_precision
         compute, reduce = (compute_size(name, device) for name in (precision.param_dtype, precision.reduce_dtype))
-        network = HeldNetwork(shape, ranks, compute, reduce, trained, adapter, fsdp.reshard_after_forward)
+        network = HeldNetwork(
+            shape,
+            ranks,
+            compute,
+            reduce,
+            trained,
+            adapter,
+            fsdp.reshard_after_forward,
+            fsdp.reduce_every_micro_batch,
+        )
         return _Engine(role, network, fsdp)
 
     trained, adapter = trained_parameters(config, networks.policy)

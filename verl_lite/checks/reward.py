@@ -73,11 +73,10 @@ def _reward_model(config: PPOConfig) -> Problems:
             "reward_model.model.enable_gradient_checkpointing=false has no effect: the reward model is never trained, "
             "so leave it out"
         )
-    if model.fsdp_config.optimizer_offload:
-        yield (
-            "reward_model.fsdp_config.optimizer_offload=true has no effect: the reward model has no optimizer, so "
-            "leave it out"
-        )
+    for name in ("optimizer_offload", "reduce_every_micro_batch"):
+        if getattr(model.fsdp_config, name):
+            key = f"reward_model.fsdp_config.{name}=true"
+            yield f"{key} has no effect: the reward model learns nothing, so leave it out"
     if reward.function_weight == 0:
         for name, value in given(config, "reward.", FUNCTION_KEYS):
             yield (

@@ -3,7 +3,7 @@
 
 The same code runs on one process or many, over gloo on CPUs and NCCL on GPUs. Gradients are summed over ranks, never
 averaged: losses come already divided by the global denominators. Within a mini-batch gradients stay local until the
-last micro-batch, so that one step costs one reduction.
+last micro-batch, so that one step costs one reduction, unless `reduce_every_micro_batch` asks for less memory.
 """
 
 from __future__ import annotations
@@ -188,10 +188,11 @@ class FSDPEngine:
         return self.policy(inputs, **self._forward_arguments), is_counting
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Adds the gradients of `loss`. On the last micro-batch of a mini-batch they are summed over the ranks."""
+        """Adds the gradients of `loss`. They are summed over the ranks on the last micro-batch of a mini-batch, or on
+        each."""
         root = self.policy
         assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(is_last)
+        root.set_requires_gradient_sync(is_last or self.fsdp_config.reduce_every_micro_batch)
         root.set_is_last_backward(is_last)
         if not self.fsdp_config.reshard_after_forward:
             root.set_reshard_after_backward(is_last)

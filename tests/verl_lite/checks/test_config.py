@@ -224,6 +224,10 @@ def test_a_good_configuration_passes(good: PPOConfig) -> None:
             "reward_model.fsdp_config.optimizer_offload=true has no effect",
         ),
         (
+            {**SCORER, "reward_model.fsdp_config.reduce_every_micro_batch": True},
+            "reward_model.fsdp_config.reduce_every_micro_batch=true has no effect",
+        ),
+        (
             {**SCORER, "reward.function_weight": 0.0, "reward.custom_reward_function.path": "pkg://mine"},
             "reward.custom_reward_function.path=pkg://mine has no effect with reward.function_weight=0",
         ),
