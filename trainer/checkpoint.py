@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,6 @@ class CheckpointNotFound(UserError):
 
 class DiskFull(UserError):
     """A checkpoint does not fit on the disk. Nothing was changed."""
-
-
-def write_checkpoint(
-    run_dir: Path, step: int, save_models: Callable[[Path], None], state: Mapping[str, Any], expected_bytes: int = 0
-) -> Path:
-    """Writes global_step_<step>; the checkpoints that are there stay until it is complete.
-
-    save_models: fills the folder it is given. state: goes into data.pt. expected_bytes: a guess of the size, for the
-    first checkpoint of a run; later the size of the newest one counts.
-
-    Raises DiskFull before anything is written if there is no room, or after the draft is removed if the room ran out.
-    """
-    draft = open_draft(run_dir, step, expected_bytes)
-    with removed_on_failure(draft, expected_bytes):
-        save_models(draft)
-        torch.save(dict(state), draft / "data.pt")
-        return publish(run_dir, step)
 
 
 def open_draft(run_dir: Path, step: int, expected_bytes: int = 0) -> Path:
@@ -167,7 +150,7 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `write_checkpoint` put into data.pt."""
+    """What the driver put into data.pt."""
     return torch.load(folder / "data.pt", weights_only=False)
 
 

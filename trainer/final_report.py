@@ -105,9 +105,7 @@ def validation_table(before: Mapping[str, float], after: Mapping[str, float]) ->
     ways = [greedy for greedy in (False, True) if any(mean.greedy == greedy for mean in means)]
     named = [sorted({mean.name for mean in means if mean.greedy == greedy}) for greedy in ways]
     titles = [", ".join(names) + " (greedy)" * greedy for greedy, names in zip(ways, named, strict=True)]
-    table = Table(
-        title="Validation: " + "; ".join(titles), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
-    )
+    table = titled_table("Validation: " + "; ".join(titles))
     table.add_column("data source", no_wrap=True)
     for greedy in ways:
         for moment, _ in moments:
@@ -127,9 +125,7 @@ def steps_table(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> Table
     means = [(name, validation_means(metrics)) for name, metrics in evaluations]
     columns = sorted({(mean.greedy, mean.source) for _, found in means for mean in found})
     named = sorted({mean.name for _, found in means for mean in found})
-    table = Table(
-        title=f"Evaluations: {', '.join(named)}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
-    )
+    table = titled_table(f"Evaluations: {', '.join(named)}")
     table.add_column("checkpoint", no_wrap=True)
     for greedy, source in columns:
         table.add_column(f"{'greedy ' * greedy}{source}", justify="right")
@@ -149,7 +145,7 @@ def _cell(means: Sequence[ValidationMean]) -> str:
 
 def samples_table(samples: Sequence[Sample]) -> Table:
     """Prompts, the policy's answers and their scores."""
-    table = Table(title="Samples of the last validation", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table = titled_table("Samples of the last validation")
     table.add_column("data source", no_wrap=True)
     for name in ("prompt", "answer", "expected"):
         table.add_column(name, overflow="fold")
@@ -160,6 +156,11 @@ def samples_table(samples: Sequence[Sample]) -> Table:
             *(printable(text) for text in (sample.data_source, sample.input, sample.output, sample.gts)), score
         )
     return table
+
+
+def titled_table(title: str) -> Table:
+    """An empty table as the reports of a run have it."""
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
 
 
 def printable(text: str, limit: int | None = _TEXT_SHOWN) -> Text:

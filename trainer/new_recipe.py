@@ -15,131 +15,9 @@ from pathlib import Path
 
 from trainer.ending import command
 
-RECIPE = '''"""NAME: what is tried here, in a sentence."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from recipes.quickstart import recipe as quickstart
-
-from . import estimator  # noqa: F401  registers the estimator, here and in worker processes
-
-# To replace a stage, subclass the trainer in a file of this folder and name it here:
-#     from .stages import MyTrainer as trainer_class
-
-
-def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
-    return quickstart.overrides() | {  # its small model, data and sizes; replace them by your own:
-        # "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
-        # "data.train_files": ["train.parquet"],
-        # "data.val_files": ["test.parquet"],
-        "reward.custom_reward_function.path": str(Path(__file__).with_name("reward.py")),
-        "reward.custom_reward_function.name": "compute_score",
-        "algorithm.adv_estimator": "NAME",
-        "trainer.total_training_steps": 40,
-    }
-
-
-prepare = quickstart.prepare  # makes the small model where the run wants it; a function of yours may make data
-'''
-
-REWARD = '''"""The reward of NAME. It runs in processes of its own, which start faster without torch."""
-
-from __future__ import annotations
-
-from typing import Any
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
-    """The share of characters that are right, so that a nearly right answer is worth something.
-
-    `score` is what is learnt from, `acc` what validation calls accuracy; any other number becomes a metric.
-    An exception is no 0: the answer is left out and counted in reward/error_rate.
-    """
-    answer = solution_str.strip()
-    right = sum(given == wanted for given, wanted in zip(answer, ground_truth, strict=False))
-    return {
-        "score": right / max(len(answer), len(ground_truth), 1),
-        "acc": float(answer == ground_truth),
-        "has_right_length": float(len(answer) == len(ground_truth)),
-    }
-'''
-
-ESTIMATOR = '''"""The advantage estimator of NAME; `verl_lite.contracts.check_adv_estimator` tests its promises."""
-
-from __future__ import annotations
-
-from typing import Any
-
-import torch
-
-from verl_lite.core_algos import group_ids, group_mean_std, outcome_scores, register_adv_est
-
-
-@register_adv_est("NAME")
-def NAME(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The score less the mean score of the answers to the same question.
-
-    token_level_rewards, response_mask: (B, T). index: (B,), equal for answers to one question. Returns advantages and
-    returns, (B, T), 0 where the mask is 0. Any other column is an argument of its name: see verl_lite/README.md.
-    """
-    scores = outcome_scores(token_level_rewards, response_mask)  # (B,)
-    groups, number = group_ids(index, scores.device)
-    means, _stds, _counts = group_mean_std(scores, groups, number, response_mask.bool().any(dim=-1))
-    advantages = (scores - means[groups].to(scores.dtype)).unsqueeze(-1)
-    advantages = torch.where(response_mask.bool(), advantages, 0)
-    return advantages, advantages
-'''
-
-RUN = """#!/usr/bin/env bash
-# The recipe; further key=value arguments win over its settings.
-set -euo pipefail
-exec "${PYTHON:-python}" -m trainer.main_ppo recipe="$(cd "$(dirname "$0")" && pwd)" "$@"
-"""
-
-README = """# NAME
-
-What is tried, and why it should work. Source: paper, thread, idea.
-
-    python -m trainer.main_ppo recipe=PLACE          # or run.sh, with further key=value arguments
-
-| setting | why |
-|---|---|
-| `algorithm.adv_estimator=NAME` | `estimator.py`: score less the mean of the group |
-| reward | `reward.py`: share of right characters |
-
-## Result
-
-Command, date, hardware, wall time, seeds. `curve.png` of the run folder belongs here.
-
-| accuracy | sampled before | sampled after | greedy before | greedy after |
-|---|---|---|---|---|
-| mean | | | | |
-
-## A real model on GPUs
-
-    python -m trainer.main_ppo recipe=PLACE model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=train.parquet \\
-        data.val_files=test.parquet data.max_prompt_length=512 data.max_response_length=1024 actor.optim.lr=1e-6
-
-## What failed
-
-What was tried and did not work, with its numbers.
-"""
-
-FILES = {
-    "__init__.py": '"""The recipe NAME."""\n',
-    "recipe.py": RECIPE,
-    "reward.py": REWARD,
-    "estimator.py": ESTIMATOR,
-    "run.sh": RUN,
-    "README.md": README,
-}
+TEMPLATE = Path(__file__).with_name("recipe_template")
+FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "README.md")
+"""Each is written from TEMPLATE/FILE.txt, in which NAME and PLACE stand for the recipe's."""
 
 
 def write_recipe(name: str, to: Path) -> Path:
@@ -155,7 +33,8 @@ def write_recipe(name: str, to: Path) -> Path:
     if not folder.parent.is_dir():
         raise UserError(f"--to {to}: there is no folder {folder.parent}; make it first")
     folder.mkdir()
-    for file, text in FILES.items():
+    for file in FILES:
+        text = (TEMPLATE / f"{file}.txt").read_text(encoding="utf-8")
         (folder / file).write_text(text.replace("NAME", name).replace("PLACE", place_of(folder)), encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
     return folder

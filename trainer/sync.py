@@ -8,7 +8,6 @@ taken. Exit status: 0 all was taken, 1 not all, 2 wrong input.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 from trainer.ending import command
 
 if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
     from trainer.trackers.base import TrackedRun
     from trainer.trackers.spool import Message
 
@@ -101,36 +99,18 @@ def _sync_one(run: TrackedRun, name: str, whole: bool) -> int:
 
 def whole_run(run_dir: Path) -> Iterator[Message]:
     """All that was logged in a run, by step; where a resumed run went back, what it did the second time."""
+    from trainer.samples.sample import Sample
     from trainer.trackers.spool import Message
-    from trainer.tracking import read_metrics
+    from trainer.tracking import read_metrics, read_samples
 
     path = run_dir / "metrics.jsonl"
     metrics = read_metrics(path) if path.is_file() else {}
-    samples = _samples_by_step(run_dir / "samples.jsonl")
+    samples = read_samples(run_dir / "samples.jsonl")
     for step in sorted({*metrics, *samples}):
         if step in metrics:
             yield Message(step, metrics=metrics[step])
         if step in samples:
-            yield Message(step, samples=samples[step])
-
-
-def _samples_by_step(path: Path) -> dict[int, list[Sample]]:
-    """Samples of each step; of a step that was done again, those of the last time."""
-    from trainer.samples.sample import Sample
-
-    found: dict[int, list[Sample]] = {}
-    before: int | None = None
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut off when the machine went down
-        step = int(row["step"])
-        if step != before:  # a new batch: it and what comes after it are told anew
-            found = {known: rows for known, rows in found.items() if known < step}
-        found.setdefault(step, []).append(Sample(**row))
-        before = step
-    return found
+            yield Message(step, samples=[Sample(**row) for row in samples[step]])
 
 
 @command

@@ -9,38 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.console import Console
 from trainer.log_follower import following
 from trainer.trackers.background import BackgroundTracker
-from trainer.trackers.base import (
-    IMMEDIATE,
-    TRACKERS,
-    TrackedRun,
-    Tracker,
-    TrackerFactory,
-    check_trackers,
-    register_tracker,
-)
+from trainer.trackers.base import IMMEDIATE, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
 from trainer.trackers.spool import finite
 from verl_lite.config import RunOptions
 
 if TYPE_CHECKING:
     from trainer.samples.sample import Sample
 
-__all__ = [
-    "TRACKERS",
-    "TrackedRun",
-    "Tracker",
-    "TrackerFactory",
-    "Tracking",
-    "check_trackers",
-    "read_metrics",
-    "register_tracker",
-]
+__all__ = ["TRACKERS", "TrackedRun", "Tracking", "read_metrics", "read_samples", "register_tracker"]
 
 
 class Tracking:
@@ -151,13 +134,31 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     joined. A last line that was cut off by a crash is ignored.
     """
     steps: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in _lines(path):
         step = int(row["step"])
         for later in [known for known in steps if known > step]:
             del steps[later]
         steps.setdefault(step, {}).update({name: value for name, value in row["data"].items() if value is not None})
     return steps
+
+
+def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """The rows of samples.jsonl by step; of a step that was done again, those of the last time. Nothing without the
+    file; a line that was cut off is ignored."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    before: int | None = None
+    for row in _lines(path) if path.is_file() else ():
+        step = int(row["step"])
+        if step != before:  # a new batch: it and what comes after it are told anew
+            steps = {known: rows for known, rows in steps.items() if known < step}
+        steps.setdefault(step, []).append(row)
+        before = step
+    return steps
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off when the machine went down

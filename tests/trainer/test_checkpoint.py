@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.checkpoint import (
     MARKER,
     CheckpointNotFound,
@@ -25,7 +26,6 @@ from trainer.checkpoint import (
     read_scores,
     read_state,
     saved_steps,
-    write_checkpoint,
 )
 
 Usage = namedtuple("Usage", "total used free")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import write_checkpoint
+from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.resume import config_hash, differing_keys, flat_config, refuse_another_run
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +12,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 from trainer.samples.files import SampleFiles
 from trainer.samples.sample import Sample, plain_value
 from trainer.samples.saved_answers import SavedAnswer, read_saved
-from trainer.samples.score_report import Comparison, compare, truth_text
+from trainer.samples.score_report import comparison_table, truth_text
 from trainer.score import main, run_config, score
 from verl_lite.config_loader import ConfigError, load_config, save_config
 from verl_lite.errors import UserError
@@ -92,10 +94,10 @@ def test_numbers_of_the_comparison() -> None:
     answers = [answer(1.0), answer(0.1), answer(0.5), answer(0.5), answer(None), answer(None, False)]
     results = [RewardResult(1.0), RewardResult(np.float32(0.1).item()), RewardResult(0.75), RewardResult.failure("x"),
                RewardResult(0.0), RewardResult(1.0)]  # fmt: skip
-    assert compare(answers, results) == Comparison(
-        answers=6, before=2.1 / 4, now=pytest.approx((1 + 0.1 + 0.75 + 0 + 1) / 5), same=2, higher=1, lower=0,
-        failed_before=1, failed=1, unscored=1,
-    )  # fmt: skip
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(comparison_table(answers, results))
+    # the means of four saved scores and of five new ones; two of the three that have both are the same
+    assert shown.getvalue().split()[-10:] == "s 6 0.5250 0.5700 2 (66.7%) 1 0 1 1".split()
 
 
 def test_a_function_of_ones_own_gets_what_it_got_in_training_and_failures_are_counted(

@@ -68,8 +68,15 @@ class BatchOrder(ABC):
         """Batches per epoch."""
         return -(-self.rows // self.batch_size)
 
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._rest_of_epoch():
+            self.served += len(batch)
+            yield batch
+        self.epoch, self.served = self.epoch + 1, 0
+
     @abstractmethod
-    def __iter__(self) -> Iterator[list[int]]: ...
+    def _rest_of_epoch(self) -> Iterator[list[int]]:
+        """The batches after the rows that are served, which are counted between them."""
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Hears what became of a batch; gives numbers to log."""
@@ -95,15 +102,12 @@ class EpochBatches(BatchOrder):
         super().__init__(rows, batch_size, seed=seed, fingerprint=fingerprint)
         self.shuffle = shuffle
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def _rest_of_epoch(self) -> Iterator[list[int]]:
         order = np.arange(self.rows)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
-        while self.served < self.rows:
-            batch = order[self.served : self.served + self.batch_size].tolist()
-            self.served += len(batch)
-            yield batch
-        self.epoch, self.served = self.epoch + 1, 0
+        for start in range(self.served, self.rows, self.batch_size):
+            yield order[start : start + self.batch_size].tolist()
 
 
 class _Source:
@@ -161,12 +165,9 @@ class MixtureBatches(BatchOrder):
         self.behind = dict.fromkeys(self.shares, Fraction(0))
         self.sources = {name: _Source(name, sources[name], seed, shuffle) for name in self.shares}
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def _rest_of_epoch(self) -> Iterator[list[int]]:
         while self.served < self.rows:
-            batch = self._next()
-            self.served += len(batch)
-            yield batch
-        self.epoch, self.served = self.epoch + 1, 0
+            yield self._next()
 
     def _next(self) -> list[int]:
         seats = self._seats()
@@ -223,13 +224,10 @@ class SamplerBatches(BatchOrder):
             )
         self._rest: Iterator[Any] | None = None  # of the epoch at hand, after a replay
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def _rest_of_epoch(self) -> Iterator[list[int]]:
         positions, self._rest = self._fresh() if self._rest is None else self._rest, None
         while self.served < self.rows:
-            batch = self._draw(positions)
-            self.served += len(batch)
-            yield batch
-        self.epoch, self.served = self.epoch + 1, 0
+            yield self._draw(positions)
 
     def _fresh(self) -> Iterator[Any]:
         """The sampler's next epoch, or what is left of it. Not asked for where the epoch at hand is already done."""

@@ -6,7 +6,6 @@ showed. A run whose samples are no text (reward flow) has neither.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.samples.files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
+from trainer.tracking import read_samples
 
 SHOWN = "samples.jsonl"
 
@@ -96,17 +96,7 @@ def _of_table(judged: pyarrow.Table, kind: str, step: int, file: Path) -> Group:
 
 
 def _of_lines(path: Path) -> Iterator[Group]:
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut off when the run was killed
-        step = int(row["step"])
-        for later in [known for known in by_step if known > step]:  # the run was resumed before it
-            del by_step[later]
-        by_step.setdefault(step, []).append(row)
-    for step, rows in by_step.items():
+    for step, rows in read_samples(path).items():
         answers = [_answer(row, VAL, step) for row in rows]
 
         def read(chosen: Sequence[int], answers: list[Answer] = answers) -> list[Answer]:

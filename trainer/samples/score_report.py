@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from trainer.final_report import printable
+from trainer.final_report import printable, titled_table
 from trainer.samples.sample import is_prediction
 from trainer.samples.saved_answers import SavedAnswer
 from verl_lite.rewards import RewardResult
@@ -25,65 +23,39 @@ _EQUAL = 1e-6
 """Scores are saved in single precision, so two of them that differ by less are the same."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Of the answers of one data source. before, now: mean score of those that have one. same, higher, lower: answers
-    with both. failed_before, failed: answers whose reward failed. unscored: answers without a saved score."""
-
-    answers: int
-    before: float | None
-    now: float | None
-    same: int
-    higher: int
-    lower: int
-    failed_before: int
-    failed: int
-    unscored: int
-
-
-def compare(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Comparison:
-    """One new result for each saved answer."""
-    both = [
-        result.score - answer.score
-        for answer, result in zip(answers, results, strict=True)
-        if answer.score is not None and not result.failed
-    ]
-    same = sum(_is_same(difference) for difference in both)
-    higher = sum(difference > 0 and not _is_same(difference) for difference in both)
-    return Comparison(
-        answers=len(answers),
-        before=_mean([answer.score for answer in answers if answer.score is not None]),
-        now=_mean([result.score for result in results if not result.failed]),
-        same=same,
-        higher=higher,
-        lower=len(both) - same - higher,
-        failed_before=sum(answer.is_scored and answer.score is None for answer in answers),
-        failed=sum(result.failed for result in results),
-        unscored=sum(not answer.is_scored for answer in answers),
-    )
-
-
 def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:
-    """A line for each data source, and one for all of them."""
-    table = Table(title="Saved scores and new ones", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    """A line for each data source, and one for all of them. Of the answers with both scores: how many are the same,
+    higher or lower; failed: answers whose reward failed."""
+    table = titled_table("Saved scores and new ones")
     table.add_column("data source", no_wrap=True)
     for name in ("answers", "mean before", "mean now", "same", "higher", "lower", "failed before", "failed now"):
         table.add_column(name, justify="right")
+    pairs = list(zip(answers, results, strict=True))
     sources = sorted({answer.item.data_source for answer in answers})
-    for source in [*sources, *([None] if len(sources) > 1 else [])]:
-        pairs = [
-            (answer, result)
-            for answer, result in zip(answers, results, strict=True)
-            if source in (None, answer.item.data_source)
-        ]
-        found = compare([answer for answer, _ in pairs], [result for _, result in pairs])
-        compared = found.same + found.higher + found.lower
-        same = f"{found.same} ({found.same / compared:.1%})" if compared else "-"
-        shares = [same, str(found.higher), str(found.lower)]
-        means = ["-" if mean is None else f"{mean:.4f}" for mean in (found.before, found.now)]
-        failed = [str(number) for number in (found.failed_before, found.failed)]
-        table.add_row(source or "all", str(found.answers), *means, *shares, *failed)
+    for source in sources:
+        table.add_row(source, *_compared([pair for pair in pairs if pair[0].item.data_source == source]))
+    if len(sources) > 1:
+        table.add_row("all", *_compared(pairs))
     return table
+
+
+def _compared(pairs: Sequence[tuple[SavedAnswer, RewardResult]]) -> Iterator[str]:
+    """The cells of a line."""
+    before = [answer.score for answer, _ in pairs if answer.score is not None]
+    now = [result.score for _, result in pairs if not result.failed]
+    changes = [
+        result.score - answer.score for answer, result in pairs if answer.score is not None and not result.failed
+    ]
+    same = sum(map(_is_same, changes))
+    higher = sum(change > 0 and not _is_same(change) for change in changes)
+    yield str(len(pairs))
+    for scores in (before, now):
+        yield f"{_mean(scores):.4f}" if scores else "-"
+    yield f"{same} ({same / len(changes):.1%})" if changes else "-"
+    yield str(higher)
+    yield str(len(changes) - same - higher)
+    yield str(sum(answer.is_scored and answer.score is None for answer, _ in pairs))
+    yield str(sum(result.failed for _, result in pairs))
 
 
 def extras_line(results: Sequence[RewardResult]) -> str:
@@ -108,7 +80,7 @@ def changed_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult
         return None
     changes.sort(key=lambda change: -change[0])
     title = f"Changed: {len(changes)} answers" + (f", {shown} of them" if len(changes) > shown else "")
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table = titled_table(title)
     for name in ("data source", "uid", "answer", "expected", "before", "now"):
         table.add_column(name, overflow="fold")
     for _, answer, result in changes[:shown]:
@@ -157,8 +129,8 @@ def _encodable(value: Any) -> Any:
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _is_same(difference: float) -> bool:

@@ -52,7 +52,7 @@ class Generation(RayPPOTrainer):
     @classmethod
     def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """Raises UserError if the folder has answers under other settings, or the prompts cannot be written."""
-        claim_folder(run_dir / CHUNKS, generation_settings(config), _REMEDY)
+        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=False), _REMEDY)
         if data is not None and output_of(run_dir).suffix == ".parquet":
             table_of(data)
 
@@ -105,11 +105,6 @@ def folder_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.run")
 
 
-def generation_settings(config: PPOConfig) -> dict[str, Any]:
-    """All that the answers depend on."""
-    return answer_settings(config, are_scored=False)
-
-
 def is_complete(output: Path, config: PPOConfig) -> bool:
     """Whether the file has the answers under these settings. Raises UserError if it was not written by a run of this
     kind."""
@@ -120,7 +115,7 @@ def is_complete(output: Path, config: PPOConfig) -> bool:
         raise UserError(
             f"output={output} exists, and {folder_of(output)} does not say whose it is: choose another file"
         )
-    return settings == plain(generation_settings(config))
+    return settings == plain(answer_settings(config, are_scored=False))
 
 
 def table_of(prompts: Prompts, answers: Sequence[GeneratedAnswer] | None = None, n: int = 1) -> pyarrow.Table:

@@ -115,6 +115,6 @@ def test_an_older_run_shows_what_its_validations_showed(tmp_path: Path) -> None:
     lines = [json.dumps(row | {"step": step}) for step in (0, 5, 10, 5)]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines) + '\n{"st')
     found = list(groups(tmp_path))
-    assert [(group.step, len(group.uids)) for group in found] == [(0, 1), (5, 2)]
+    assert [(group.step, len(group.uids)) for group in found] == [(0, 1), (5, 1)]
     assert found[0].read()[0].prompt == (("user", "q"),) and found[0].read()[0].parts == {"acc": 1.0}
     assert SAMPLE.score == 1.0
