@@ -164,7 +164,7 @@ def draw_pictures(trainer: RewardFlowTrainer, result: FlowResult) -> Mapping[str
         )
         for row in range(len(shown))
     ]
-    pictures["frames"] = before_after(run_dir / "before_after.png", clips, title=run_dir.name)
+    pictures["frames"] = before_after(run_dir / "before_after.png", clips, run_dir.name)
     pictures["moving"] = before_after_gif(run_dir / "before_after.gif", clips)
     return pictures
 

@@ -22,21 +22,12 @@ _WAN_CLASS, _WAN_FACTOR = "AutoencoderKLWan", 8  # diffusers' default, which fil
 
 
 def video_data(data: VideoDataConfig) -> Problems:
-    """Files, batches, frames and sizes."""
+    """Files, frames and sizes, as far as no range says it (`verl_lite.options.diffusion`)."""
     if not data.train_files:
         yield (
             "data.train_files is empty: give a csv file with the columns video and prompt, "
             "data.train_files=clips/metadata.csv"
         )
-    for name in ("train_batch_size", "repeat", "side_multiple"):
-        if getattr(data, name) < 1:
-            yield f"data.{name}={getattr(data, name)}: at least 1 is expected"
-    if data.train_max_samples == 0 or data.train_max_samples < -1:
-        yield f"data.train_max_samples={data.train_max_samples}: -1 (all rows) or at least 1 is expected"
-    if not data.cache_gb >= 0:
-        yield f"data.cache_gb={data.cache_gb}: 0 (keep no decoded clip) or more is expected"
-    if data.fps is not None and not data.fps > 0:
-        yield f"data.fps={data.fps}: null (every frame) or a number of frames a second above 0 is expected"
     if data.video_key == data.prompt_key:
         yield f"data.video_key and data.prompt_key are both {data.video_key}: two columns are expected"
     yield from _frames(data.num_frames)
@@ -60,7 +51,7 @@ def fits_pipeline(data: VideoDataConfig, folder: Path) -> Problems:
 def pipeline_multiple(folder: Path) -> int | None:
     """Of which the sides of a pipeline's frames are multiples: its autoencoder's factor times its transformer's patch;
     None where its files do not say."""
-    vae, transformer = (_options(folder / part / "config.json") for part in ("vae", "transformer"))
+    vae, transformer = (read_json(folder / part / "config.json") or {} for part in ("vae", "transformer"))
     factor = vae.get("scale_factor_spatial", _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None)
     patch = transformer.get("patch_size")
     if not isinstance(factor, int) or not isinstance(patch, list) or not patch or not isinstance(patch[-1], int):
@@ -68,13 +59,13 @@ def pipeline_multiple(folder: Path) -> int | None:
     return factor * patch[-1] or None
 
 
-def _options(file: Path) -> dict[str, Any]:
-    """Of one part of a pipeline; empty where they cannot be read."""
+def read_json(file: Path) -> dict[str, Any] | None:
+    """None where there is no such file, or it is no json object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _frames(number: int) -> Problems:

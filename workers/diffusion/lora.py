@@ -5,6 +5,7 @@ The layers are peft's, as in `workers.policy.adapter`; B starts as zeros, so the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from torch import nn
 
 from verl_lite.errors import UserError
 from verl_lite.options.diffusion import DiffusionModelConfig
+from verl_lite.options.flow_grpo import FlowModelConfig
+from workers.policy.adapter import ALL_LINEAR
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -22,33 +25,38 @@ if TYPE_CHECKING:
 _IN_NETWORK = ".default."  # peft's name of the one adapter, in the parameters' names but not in files
 
 
+def adapter_config(network: nn.Module, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
+    """peft's config of the adapter that `model` asks for. Raises UserError for a name that fits no linear layer."""
+    from peft import LoraConfig
+
+    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    targets = layers if list(model.target_modules) == [ALL_LINEAR] else list(model.target_modules)
+    unmatched = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
+    if unmatched or not targets:
+        known = sorted({re.sub(r".*\.\d+\.", "", name) for name in layers})
+        raise UserError(
+            f"model.target_modules={targets}: {', '.join(unmatched) or 'an empty list'} fits no linear layer of "
+            f"{type(network).__name__}; there are {', '.join(known)}. A name, or its end after a dot, is expected"
+        )
+    return LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        base_model_name_or_path=str(model.path),
+    )
+
+
 def add_adapter(expert: Any, model: DiffusionModelConfig) -> LoraConfig:
     """Puts an adapter beside the layers that `model.target_modules` names; gives peft's config of it.
 
     expert: a frozen model of diffusers. The adapter's parameters are fp32 and all that learns; they compute in the
-    dtype of their inputs. Raises UserError for a name that fits no linear layer, and for a rank below 1.
+    dtype of their inputs. Raises UserError as `adapter_config` does.
     """
-    from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
-    if model.lora_rank < 1:
-        raise UserError(f"model.lora_rank={model.lora_rank}: an adapter is all that learns; expected at least 1")
-    layers = [name for name, module in expert.named_modules() if isinstance(module, nn.Linear)]
-    unmatched = [target for target in model.target_modules if not any(_fits(name, target) for name in layers)]
-    if unmatched or not model.target_modules:
-        known = sorted({name.split(".", 2)[-1] for name in layers if name.startswith("blocks.")} or set(layers))
-        raise UserError(
-            f"model.target_modules={list(model.target_modules)}: {', '.join(unmatched) or 'an empty list'} fits no "
-            f"linear layer of {type(expert).__name__}; there are {', '.join(known)}. A name, or its end after a dot, "
-            "is expected"
-        )
-    config = LoraConfig(
-        r=model.lora_rank,
-        lora_alpha=model.lora_alpha,
-        target_modules=list(model.target_modules),
-        lora_dropout=0.0,
-        bias="none",
-    )
+    config = adapter_config(expert, model)
     expert.requires_grad_(False)
     expert.add_adapter(config)
     for layer in expert.modules():
@@ -68,10 +76,6 @@ class _InputDtypeLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
         return F.linear(input, self.weight.to(input.dtype))
-
-
-def _fits(name: str, target: str) -> bool:
-    return f".{name}".endswith(f".{target}")
 
 
 def write_lora(path: str, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> None:

@@ -140,7 +140,6 @@ class Placement:
     def __init__(self, device: torch.device, offload: bool) -> None:
         self.device, self.offload = device, offload
         self._homes: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._at_work: dict[nn.Module, int] = {}
 
     def add(self, module: nn.Module) -> None:
         """Takes charge of `module`, which goes to the device, or to the host until it works.
@@ -157,8 +156,10 @@ class Placement:
         module.to("cpu")
         tensors = [*module.parameters(), *module.buffers()]
         pinned = self.device.type == "cuda"
-        self._homes[module] = [(tensor, tensor.data.pin_memory() if pinned else tensor.data) for tensor in tensors]
-        self._go_home(module)
+        homes = [(tensor, tensor.data.pin_memory() if pinned else tensor.data) for tensor in tensors]
+        for tensor, home in homes:
+            tensor.data = home
+        self._homes[module] = homes
 
     @contextmanager
     def at_work(self, module: nn.Module) -> Iterator[None]:
@@ -166,28 +167,15 @@ class Placement:
 
         Raises KeyError for a module that was not added where `offload` is set.
         """
-        with torch.no_grad():
-            if not self.offload:
-                yield
-                return
-            depth = self._at_work.get(module, 0)
-            if depth == 0:
-                self._bring(module)
-            self._at_work[module] = depth + 1
-            try:
-                yield
-            finally:
-                self._at_work[module] = depth
-                if depth == 0:
-                    self._go_home(module)
-
-    def _bring(self, module: nn.Module) -> None:
-        for tensor, home in self._homes[module]:
+        homes = self._homes[module] if self.offload else []
+        for tensor, home in homes:
             tensor.data = _copied(home, self.device)
-
-    def _go_home(self, module: nn.Module) -> None:
-        for tensor, home in self._homes[module]:
-            tensor.data = home
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for tensor, home in homes:
+                tensor.data = home
 
 
 def _copied(home: torch.Tensor, device: torch.device) -> torch.Tensor:

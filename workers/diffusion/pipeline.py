@@ -23,7 +23,6 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from verl_lite.errors import UserError
-from verl_lite.flow_match import predicts_velocity
 from verl_lite.options.diffusion import DiffusionModelConfig
 from workers.diffusion.codec import LatentCodec
 from workers.policy.guarded import told_as
@@ -43,12 +42,12 @@ class DiffusionParts:
     """
 
     transformer: nn.Module
-    transformer_2: nn.Module | None
     codec: LatentCodec
     text_encoder: nn.Module
     tokenizer: Any
     boundary_ratio: float | None
     expand_timesteps: bool
+    transformer_2: nn.Module | None = None
 
     @property
     def low_noise(self) -> nn.Module:
@@ -67,27 +66,22 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype, *, with_weigh
     dtype: of all weights but those that a model's class keeps in fp32. with_weights: False leaves the low-noise expert
     uninitialised, for a rank that gets its shards from another. Raises UserError for a folder that is no such pipeline.
     """
-    require_diffusers()
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
     index = read_index(model)
     second = _is_there(index, "transformer_2")
     learning = EXPERTS[1] if second else EXPERTS[0]
-    _check_scheduler(folder)
     experts = {}
     for name in EXPERTS[: 1 + second]:
-        is_empty = name == learning and not with_weights
-        experts[name] = (
-            _empty(folder, name, index[name], dtype) if is_empty else _load(folder, name, index[name], dtype)
-        )
+        make = _empty if name == learning and not with_weights else _load
+        experts[name] = make(folder, name, index[name], dtype)
     if unknown := set(model.fused_loras) - set(experts):
         raise UserError(f"model.fused_loras: {sorted(unknown)} name no expert; this pipeline has {list(experts)}")
     for name, file in model.fused_loras.items():
         if name != learning or with_weights:
             _fuse(experts[name], file, f"model.fused_loras.{name}")
     parts = DiffusionParts(
-        transformer=experts["transformer"],
-        transformer_2=experts.get("transformer_2"),
+        **experts,
         codec=LatentCodec(_load(folder, "vae", index["vae"], dtype)),
         text_encoder=_load(folder, "text_encoder", index["text_encoder"], dtype),
         tokenizer=_load(folder, "tokenizer", index["tokenizer"], None),
@@ -98,17 +92,6 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype, *, with_weigh
         module.eval().requires_grad_(False)
     _check_channels(parts, str(model.path))
     return parts
-
-
-def require_diffusers() -> None:
-    """Raises UserError where diffusers or peft is not installed."""
-    for package in ("diffusers", "peft"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise UserError(
-                f"reward flow needs the package {package}: pip install verl_lite[diffusion] ({error})"
-            ) from error
 
 
 def read_index(model: DiffusionModelConfig) -> dict[str, Any]:
@@ -191,8 +174,6 @@ def _fuse(expert: Any, file: str, option: str) -> None:
     """Merges an adapter into the expert's weights: diffusers' files, and those it can convert."""
     from diffusers.loaders import WanLoraLoaderMixin
 
-    if not Path(file).expanduser().exists():
-        raise UserError(f"{option}={file!r}: there is no such file or folder")
     with told_as(f"{option}={file!r} cannot be merged", "expected LoRA weights for this expert, as safetensors"):
         state, metadata = WanLoraLoaderMixin.lora_state_dict(str(Path(file).expanduser()), return_lora_metadata=True)
         expert.load_lora_adapter(state, metadata=metadata, adapter_name="fused")
@@ -202,27 +183,11 @@ def _fuse(expert: Any, file: str, option: str) -> None:
         expert.unload_lora()
 
 
-def _check_scheduler(folder: Path) -> None:
-    """Raises UserError for a scheduler of noise prediction: its model's output is no velocity."""
-    file = folder / "scheduler" / "scheduler_config.json"
-    if not file.is_file():
-        return
-    config = json.loads(file.read_text(encoding="utf-8"))
-    if not predicts_velocity(config):
-        raise UserError(
-            f"model.path={str(folder)!r}: its scheduler {config.get('_class_name')} has prediction_type="
-            f"{config.get('prediction_type')!r}; expected a flow model, whose output is the velocity (FlowMatch..., or "
-            "prediction_type=flow_prediction)"
-        )
-
-
 def _check_channels(parts: DiffusionParts, path: str) -> None:
     """Raises UserError unless the experts read what the layout gives them."""
     codec = parts.codec
     expected = codec.channels if parts.expand_timesteps else 2 * codec.channels + codec.temporal_factor
-    for expert in (parts.transformer, parts.transformer_2):
-        if expert is None:
-            continue
+    for expert in filter(None, (parts.transformer, parts.transformer_2)):
         config: Any = expert.config
         if getattr(config, "image_dim", None) is not None:
             raise UserError(

@@ -20,7 +20,7 @@ from verl_lite.flow_match import TRAIN_TIMESTEPS, flow_sigmas, high_noise_steps
 from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from verl_lite.reward_flow import reward_flow_loss
-from verl_lite.visual_rewards.base import VisualReward, VisualScore, build_visual_reward, score_frames
+from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.memory import (
     Placement,
@@ -57,8 +57,7 @@ class FlowInputs:
 class RewardFlowPolicy(EngineNetwork):
     """parts: the pipeline, whose low-noise expert has the adapter by now. reward: what frames are worth.
 
-    device: where all of it computes. Raises UserError for steps that the sampler does not have, or in which nothing
-    could learn.
+    device: where all of it computes.
     """
 
     prefix = "model."
@@ -74,7 +73,6 @@ class RewardFlowPolicy(EngineNetwork):
         sampler = config.sampler
         self.sigmas = flow_sigmas(sampler.num_inference_steps, sampler.shift)
         self.high_steps = high_noise_steps(self.sigmas, parts.boundary_ratio)
-        check_steps(config, self.high_steps)
         self._frozen = _Frozen(parts.high_noise, reward)
         self.placement = Placement(device, config.model.offload_frozen)
         if parts.high_noise is not None:
@@ -161,26 +159,18 @@ class RewardFlowPolicy(EngineNetwork):
             score_frames(self._frozen.reward, clip, reference)
             for clip, reference in zip(decoded, inputs.references, strict=True)
         ]
-        outputs = self._losses(scores, kl) if is_scored else {}
-        outputs |= {
+        outputs = {
             "face_score": torch.stack([score.value.float() for score in scores]),
             "counted": torch.tensor([float(score.counted) for score in scores], device=decoded.device),
             "frames": (decoded.detach() + 1) / 2,
         }
+        if is_scored:
+            outputs |= {"loss": self._losses(outputs["face_score"], kl) * outputs["counted"], "kl_loss": kl}
         return {name: _scattered(value, inputs) for name, value in outputs.items()}
 
-    def _losses(self, scores: list[VisualScore], kl: torch.Tensor) -> dict[str, torch.Tensor]:
-        reward, actor = self.config.reward, self.config.actor
-        losses = reward_flow_loss(
-            torch.stack([score.value.float() for score in scores]),
-            kl,
-            baseline=reward.baseline,
-            std=reward.std,
-            coef=reward.coef,
-            kl_coef=actor.kl_loss_coef,
-        )
-        weights = torch.tensor([float(score.counted) for score in scores], device=kl.device)
-        return {"loss": losses * weights, "kl_loss": kl}
+    def _losses(self, scores: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+        reward, kl_coef = self.config.reward, self.config.actor.kl_loss_coef
+        return reward_flow_loss(scores, kl, baseline=reward.baseline, std=reward.std, coef=reward.coef, kl_coef=kl_coef)
 
     def _sample(self, inputs: FlowInputs, with_divergence: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents (n, C, T, h, w) after the last step, and the divergence (n,)."""
@@ -255,25 +245,6 @@ def _scattered(values: torch.Tensor, inputs: FlowInputs) -> torch.Tensor:
     if not inputs.is_counting:
         return whole + 0.0 * values.sum()
     return whole.index_copy(0, inputs.places, values)
-
-
-def check_steps(config: RewardFlowConfig, high_steps: int) -> None:
-    """Raises UserError unless mid_timestep..final_timestep are steps of the sampler, and all of the expert that learns.
-
-    high_steps: of the high-noise expert, the first ones.
-    """
-    sampler = config.sampler
-    total, first, last = sampler.num_inference_steps, sampler.mid_timestep, sampler.final_timestep
-    if not 0 <= first <= last < total:
-        raise UserError(
-            f"sampler.mid_timestep={first}, sampler.final_timestep={last}: expected 0 <= mid_timestep <= "
-            f"final_timestep <= {total - 1} (sampler.num_inference_steps={total})"
-        )
-    if first < high_steps:
-        raise UserError(
-            f"sampler.mid_timestep={first}: the first {high_steps} steps are the high-noise expert's, which does not "
-            f"learn; expected {high_steps} or more, or another model.boundary_ratio"
-        )
 
 
 def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:

@@ -24,9 +24,10 @@ from verl_lite.flow_sde import step_kl, step_log_prob, step_mean, step_std
 from verl_lite.options.flow_grpo import FlowGRPOConfig, FlowModelConfig
 from verl_lite.protocol import DataProto
 from verl_lite.registry import find_entry
+from workers.diffusion.lora import adapter_config
 from workers.diffusion.memory import checkpointed_step
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
-from workers.policy.adapter import ALL_LINEAR, adapter_off
+from workers.policy.adapter import adapter_off
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -235,27 +236,11 @@ def load_network(options: FlowModelConfig) -> nn.Module:
 def add_adapter(network: nn.Module, options: FlowModelConfig) -> LoraConfig:
     """Puts a LoRA adapter (fp32) beside the layers that model.target_modules names and freezes all else.
 
-    Raises UserError for a name that fits no linear layer.
+    Raises UserError as `adapter_config` does.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
-    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    targets = list(options.target_modules)
-    for target in [] if targets == [ALL_LINEAR] else targets:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            known = sorted({name.rpartition(".")[2] for name in layers})
-            raise UserError(
-                f"model.target_modules: {target} fits no linear layer of {type(network).__name__}; there are "
-                f"{', '.join(known)}. A name, or its end after a dot, is expected"
-            )
-    adapter = LoraConfig(
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha,
-        target_modules=layers if targets == [ALL_LINEAR] else targets,
-        lora_dropout=0.0,
-        bias="none",
-        base_model_name_or_path=str(options.path),
-    )
+    adapter = adapter_config(network, options)
     inject_adapter_in_model(adapter, network)
     for parameter in network.parameters():
         if parameter.requires_grad:

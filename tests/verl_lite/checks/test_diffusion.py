@@ -132,6 +132,16 @@ def test_a_pipeline_without_flow_matching_is_refused(tmp_path: Path) -> None:
     assert problems(pipeline(tmp_path / "unipc", **unipc)) == []
 
 
+def test_the_high_noise_experts_steps_do_not_learn(tmp_path: Path) -> None:
+    two = pipeline(tmp_path / "two")
+    index = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+    (tmp_path / "two" / "model_index.json").write_text(json.dumps(index))
+    assert problems(two, "sampler.mid_timestep=3") == []  # timesteps 1000, 972 and 937 are above the boundary
+    [found] = problems(two, "sampler.mid_timestep=2")
+    assert "sampler.mid_timestep=2: the first 3 steps are the high-noise expert's" in found and "3 or more" in found
+    assert problems(two, "sampler.mid_timestep=2", "model.boundary_ratio=0.95") == []
+
+
 def test_missing_packages_are_named_with_the_extra(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(diffusion_checks.packages(("torch", "no_such_package_here")))
     assert found == ["no_such_package_here: not installed; reward flow needs them: pip install 'verl_lite[diffusion]'"]

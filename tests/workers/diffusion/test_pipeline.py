@@ -134,12 +134,7 @@ def test_noise_depends_on_the_seed_alone(folders: dict[str, str]) -> None:
     [
         ({"target_modules": ["to_q", "q_proj"]}, r"model.target_modules=.*q_proj fits no linear layer.*attn1.to_q"),
         ({"target_modules": []}, "model.target_modules=.*an empty list"),
-        ({"lora_rank": 0}, "model.lora_rank=0"),
-        ({"mid_timestep": 2}, "mid_timestep=2: the first 3 steps are the high-noise expert's.*expected 3 or more"),
-        ({"mid_timestep": 5, "final_timestep": 4}, "mid_timestep=5, sampler.final_timestep=4"),
-        ({"final_timestep": 8}, "final_timestep=8: expected .*<= 7"),
         ({"fused_loras": {"transformer_3": "x"}}, "fused_loras.*transformer_3"),
-        ({"fused_loras": {"transformer": "/nowhere"}}, "fused_loras.transformer='/nowhere': there is no such"),
     ],
 )
 def test_settings_that_cannot_work(folders: dict[str, str], options: dict[str, Any], message: str) -> None:
@@ -167,16 +162,6 @@ def changed(source: str, target: Path, file: str, **entries: Any) -> str:
         ("model_index.json", {"text_encoder": [None, None]}, "names no text_encoder"),
         ("model_index.json", {"vae": ["no.such.module", "Codec"]}, "vae is no.such.module.Codec, which cannot be imp"),
         ("model_index.json", {"expand_timesteps": True}, "12 input channels; expected 4 in the layout TI2V"),
-        (
-            "scheduler/scheduler_config.json",
-            {"_class_name": "DDIMScheduler", "prediction_type": "epsilon"},
-            "scheduler DDIMScheduler has prediction_type='epsilon'; expected a flow model",
-        ),
-        (
-            "scheduler/scheduler_config.json",
-            {"_class_name": "DDIMScheduler"},  # whose default is the noise
-            "scheduler DDIMScheduler has prediction_type=None; expected a flow model",
-        ),
     ],
 )
 def test_a_folder_that_is_no_such_pipeline(
@@ -213,6 +198,6 @@ def test_a_clip_that_the_reward_cannot_use_is_named(folders: dict[str, str]) -> 
     policy, data = build(folders["i2v"]), planned(clips(2), 1, 2)[0]
     data.batch["video"][1] = 1.0
     with pytest.raises(
-        UserError, match="row 1: the reward .*MeanColourReward cannot use this clip: all of it is white"
+        UserError, match="row 1 of all: the reward .*MeanColourReward cannot use this clip: all of it is white"
     ):
         policy.arrange(data, CPU)
