@@ -8,23 +8,25 @@ lines only, without control characters, and the time left stands in the line.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from trainer.final_report import final_report, validation_line
+from trainer.final_report import validation_line
 from verl_lite.settings.sources import Verbosity
-
-__all__ = ["Console", "final_report", "format_seconds"]
 
 _REFRESH_PER_SECOND = 2  # each refresh takes processor time from the training
 _STEPS_OF_ESTIMATE = 30
 _WIDTH_OF_FILES = 120
+_LOOK_EVERY_S = 0.5
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 # label, names of which the first that is logged counts, format
@@ -158,3 +160,59 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextmanager
+def following(folder: Path, console: Console) -> Iterator[None]:
+    """Inside, lines that are added to the *.log files below `folder` are shown, if the console is verbose."""
+    if console.verbosity != "verbose":
+        yield
+        return
+    follower = LogFollower(folder, console)
+    follower.start()
+    try:
+        yield
+    finally:
+        follower.stop()
+
+
+class LogFollower:
+    """With `--verbose`: what workers print, shown while it is written to the files in RUN/logs, which stay as they are.
+    Each line has the name of its file in front, `actor_rollout-0 | ...`; a thread looks every half second."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self._folder, self._console = folder, console
+        self._read = {file: file.stat().st_size for file in self._files()}  # an earlier process of the run wrote that
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="log-follower", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Shows the rest, and ends."""
+        self._ended.set()
+        self._thread.join()
+        self._look(is_last=True)
+
+    def _follow(self) -> None:
+        while not self._ended.wait(_LOOK_EVERY_S):
+            self._look()
+
+    def _look(self, is_last: bool = False) -> None:
+        for file in self._files():
+            begin = self._read.get(file, 0)
+            try:
+                with file.open("rb") as opened:
+                    opened.seek(begin)
+                    added = opened.read()
+            except FileNotFoundError:
+                continue  # removed since it was listed
+            whole = added if is_last else added[: added.rfind(b"\n") + 1]  # a line is shown when it has ended
+            self._read[file] = begin + len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                self._console.worker_line(str(file.relative_to(self._folder).with_suffix("")), line)
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.rglob("*.log")) if self._folder.is_dir() else []

@@ -55,8 +55,7 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     prepare_recipe(loaded.config)
     settings = answer_settings(loaded.config)
     name = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
-    folder = Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{name}"
+    folder = folder_for(target, name, overrides)
     known = finished_metrics(folder, settings)
     if known is not None:
         console = Console()
@@ -84,14 +83,18 @@ def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
     return [*target.arguments, "trainer.experiment_name=eval", *overrides]
 
 
+def folder_for(target: Target, name: str, overrides: list[str]) -> Path:
+    """Where the results go: as the command line says, else beside the target under this name."""
+    given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
+    return Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{name}"
+
+
 def _evaluate_agents(target: Target, argv: list[str], overrides: list[str]) -> Evaluated:
     """Episodes, which are not kept: the same command runs them again, into a folder of its own."""
     from trainer.run import run_ppo
     from trainer.tracking import read_metrics
 
-    folder = target.folder / f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
-    folder = Path(given[-1]).expanduser() if given else folder
+    folder = folder_for(target, time.strftime("%Y%m%d-%H%M%S"), overrides)
     status = run_ppo([*argv, f"{FOLDER}{folder}"])
     if status or not (folder / "metrics.jsonl").exists():
         return Evaluated(status)

@@ -7,8 +7,6 @@ unless the user names the key in `trainer.resume_allow`; what decides only speed
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,12 +87,6 @@ def flat_config(config: Any) -> dict[str, Any]:
         else:
             flat[field.name] = value
     return flat
-
-
-def config_hash(config: RunOptions) -> str:
-    """A short name for everything in the configuration that decides the result."""
-    bound = {name: value for name, value in flat_config(config).items() if is_bound(name, config)}
-    return hashlib.sha256(json.dumps(bound, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def is_bound(name: str, config: RunOptions) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.console import Console
-from trainer.log_follower import following
+from trainer.console import Console, following
 from trainer.trackers.background import BackgroundTracker
 from trainer.trackers.base import IMMEDIATE, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
 from trainer.trackers.spool import finite

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import rich.console
 
-from trainer.console import Console, final_report, format_seconds
-from trainer.final_report import printable, steps_table, validation_line, validation_means
-from trainer.log_follower import following
+from trainer.console import Console, following, format_seconds
+from trainer.final_report import final_report, printable, steps_table, validation_line, validation_means
 from trainer.samples.sample import Sample
 from verl_lite.config import SFTConfig
 from verl_lite.config_loader import ConfigError, load_config, load_schema
@@ -232,7 +231,7 @@ def test_the_switches_are_known_to_every_command() -> None:
 
 
 def test_verbose_shows_what_workers_print_and_from_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.log_follower._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("trainer.console._LOOK_EVERY_S", 0.01)
     logs = tmp_path / "logs"
     (logs / "environments-0").mkdir(parents=True)
     (logs / "actor-0.log").write_text("of an earlier process\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.written_checkpoint import write_checkpoint
-from trainer.resume import config_hash, differing_keys, flat_config, refuse_another_run
+from trainer.resume import differing_keys, flat_config, refuse_another_run
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 
@@ -50,7 +50,6 @@ def test_what_decides_the_result_must_not_change(key: str, value: object) -> Non
     [line] = differing_keys(flat_config(PPOConfig()), changed)
     assert line.startswith(key.replace("__", ".")) and line.endswith(f"{value} now")
     assert differing_keys(flat_config(PPOConfig()), changed, [key.replace("__", ".")]) == []
-    assert config_hash(changed) != config_hash(PPOConfig())
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,6 @@ def test_what_decides_the_result_must_not_change(key: str, value: object) -> Non
 def test_what_does_not_may(key: str, value: object) -> None:
     changed = config(**{key: value})
     assert differing_keys(flat_config(PPOConfig()), changed) == []
-    assert config_hash(changed) == config_hash(PPOConfig())
 
 
 @pytest.mark.parametrize("schedule", [{"lr_scheduler_type": "cosine"}, {"lr_warmup_steps_ratio": 0.1}])

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.files import read_rows
 from trainer.data.schema import check_prompt
-from trainer.data.sft import Chat, Example, collate, question_of
+from trainer.data.sft import Chat, Example, collate, question_of, rows_of
 from verl_lite.errors import UserError
 from verl_lite.options.reward_training import PreferenceDataConfig
 from verl_lite.protocol import DataProto
@@ -43,36 +42,25 @@ def load_pairs(
     Raises UserError for a file, column or row that cannot be used, and for an answer that with its question is longer
     than data.max_length, unless data.truncation=drop: a cut answer would be another one.
     """
-    for key, value, known in (
-        ("truncation", config.truncation, _TRUNCATIONS),
-        ("score_at", config.score_at, _PLACES),
-    ):
+    for key, value, known in (("truncation", config.truncation, _TRUNCATIONS), ("score_at", config.score_at, _PLACES)):
         if value not in known:
             raise UserError(f"data.{key}={value!r}: expected one of {', '.join(known)}")
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "The tokenizer of model.path has no chat template, so that chats cannot become its input; add "
-            "chat_template to its tokenizer_config.json"
-        )
     pairs: list[Pair] = []
-    for path in files:
-        for index, row in enumerate(read_rows(path, option)):
-            where = f"{option}: row {index} of {path}"
-            chosen, rejected = (
-                encode_answer(chat, tokenizer, config.score_at, where) for chat in read_pair(row, config, where)
+    for row, where in rows_of(files, tokenizer, option):
+        chats = read_pair(row, config, where)
+        chosen, rejected = (encode_answer(chat, tokenizer, config.score_at, where) for chat in chats)
+        if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
+            raise UserError(
+                f"{where}: both answers have the same tokens, and neither is the better; leave such rows out"
             )
-            if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
-                raise UserError(
-                    f"{where}: both answers have the same tokens, and neither is the better; leave such rows out"
-                )
-            longest = max(len(chosen), len(rejected))
-            if longest <= config.max_length:
-                pairs.append(Pair(chosen, rejected))
-            elif config.truncation == "error":
-                raise UserError(
-                    f"{where} has an answer of {longest} tokens with its question, more than data.max_length="
-                    f"{config.max_length}. Raise it, or set data.truncation=drop to leave such pairs out"
-                )
+        longest = max(len(chosen), len(rejected))
+        if longest <= config.max_length:
+            pairs.append(Pair(chosen, rejected))
+        elif config.truncation == "error":
+            raise UserError(
+                f"{where} has an answer of {longest} tokens with its question, more than data.max_length="
+                f"{config.max_length}. Raise it, or set data.truncation=drop to leave such pairs out"
+            )
     if not pairs:
         raise UserError(f"{option}={list(files)}: no pairs are left; expected at least one")
     return pairs

@@ -7,7 +7,7 @@ asked it, so training and generation see the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,20 +47,30 @@ def load_examples(
     """
     if config.truncation not in _TRUNCATIONS:
         raise UserError(f"data.truncation={config.truncation!r}: expected one of {', '.join(_TRUNCATIONS)}")
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "The tokenizer of model.path has no chat template; give one that has with model.tokenizer_path, or add "
-            "chat_template to its tokenizer_config.json"
-        )
-    examples: list[Example] = []
-    for path in files:
-        for index, row in enumerate(read_rows(path, option)):
-            where = f"{option}: row {index} of {path}"
-            example = encode_chat(read_chat(row, config, where), tokenizer, where)
-            examples += _fit(example, config, where)
+    examples = [
+        example
+        for row, where in rows_of(files, tokenizer, option)
+        for example in _fit(encode_chat(read_chat(row, config, where), tokenizer, where), config, where)
+    ]
     if not examples:
         raise UserError(f"{option}={list(files)}: no rows are left; expected at least one")
     return examples
+
+
+def rows_of(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, option: str
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row of the files, and where it stands, for messages. Raises UserError for a tokenizer that cannot write
+    chats, and for a file that cannot be read."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "The tokenizer of model.path has no chat template, so that chats cannot become its input; add "
+            "chat_template to its tokenizer_config.json (or, where there is the option, give another tokenizer with "
+            "model.tokenizer_path)"
+        )
+    for path in files:
+        for index, row in enumerate(read_rows(path, option)):
+            yield row, f"{option}: row {index} of {path}"
 
 
 def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> Chat:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainer.console import Console
-from trainer.log_follower import following
+from trainer.console import Console, following
 from verl_lite.config import SupervisedConfig
 from verl_lite.config_loader import help_config, load_schema, print_config, save_config
 

@@ -65,27 +65,29 @@ def _resumes(config: PPOConfig) -> bool:
     return config.trainer.resume_mode == "resume_path"
 
 
-def load_weights(trainer: RayPPOTrainer) -> None:
-    """The policy of the checkpoint that trainer.resume_from_path names, if any, and its step; nothing of the training
-    that it belongs to, whose data need not be there."""
-    config = trainer.config.trainer
-    if _resumes(trainer.config):
-        folder = find_checkpoint(trainer.run_dir, config.resume_mode, config.resume_from_path)
-        assert folder is not None
-        trainer.saver.learners["actor"].load(str(folder / "actor"))
-        trainer.steps.global_step = read_state(folder)["steps"]["global_step"]
-
-
-def stop_if_asked(trainer: RayPPOTrainer) -> None:
-    """Between two chunks: whoever asked the run to end gets it, as what was answered so far is kept."""
-    if trainer.steps.stop_asked:
-        raise KeyboardInterrupt
-
-
-class Evaluation(RayPPOTrainer):
-    """Validates once; continues where an earlier try in this folder was ended."""
+class Answering(RayPPOTrainer):
+    """A run that has one policy answer, and whose answers so far are kept."""
 
     trains = False
+
+    def resume(self) -> None:
+        """Takes the policy of the checkpoint that trainer.resume_from_path names, if any, and its step; nothing of the
+        training that it belongs to, whose data need not be there."""
+        if _resumes(self.config):
+            folder = find_checkpoint(self.run_dir, "resume_path", self.config.trainer.resume_from_path)
+            assert folder is not None
+            self.saver.learners["actor"].load(str(folder / "actor"))
+            self.steps.global_step = read_state(folder)["steps"]["global_step"]
+
+    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
+        """Answers a chunk. Before it whoever asked the run to end gets that, as what was answered so far is kept."""
+        if self.steps.stop_asked:
+            raise KeyboardInterrupt
+        return super().answer_for_validation(prompts, way)
+
+
+class Evaluation(Answering):
+    """Validates once; continues where an earlier try in this folder was ended."""
 
     @classmethod
     def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
@@ -97,15 +99,6 @@ class Evaluation(RayPPOTrainer):
         result = super().fit()
         write_results(self.run_dir, self.steps.global_step, result.before)
         return result
-
-    def resume(self) -> None:
-        """Takes the weights."""
-        load_weights(self)
-
-    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
-        """Answers, unless the user wants no more."""
-        stop_if_asked(self)
-        return super().answer_for_validation(prompts, way)
 
     def kept_answers(self) -> KeptAnswers[Sample]:
         """In the run folder."""

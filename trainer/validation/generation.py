@@ -18,9 +18,9 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.data.prompts import PromptDataset
-from trainer.ray_trainer import FitResult, RayPPOTrainer
-from trainer.validation.answering import Prompts, Way, answer_in_chunks, chunks_of, ways_of
-from trainer.validation.evaluation import CHUNKS, answer_settings, load_weights, stop_if_asked
+from trainer.ray_trainer import FitResult
+from trainer.validation.answering import Prompts, answer_in_chunks, chunks_of, ways_of
+from trainer.validation.evaluation import CHUNKS, Answering, answer_settings
 from trainer.validation.kept_answers import KeptAnswers, claim_folder, plain, read_settings
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
@@ -43,11 +43,11 @@ class GeneratedAnswer:
     response_ids: list[int]
 
 
-class Generation(RayPPOTrainer):
+class Generation(Answering):
     """Answers every prompt; continues where an earlier try in this folder was ended. The run folder is named after the
     file to write, FILE.run."""
 
-    trains = scores = False
+    scores = False
 
     @classmethod
     def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
@@ -59,7 +59,7 @@ class Generation(RayPPOTrainer):
     def fit(self) -> FitResult:
         """Loads the weights, answers, and writes the file."""
         assert self.val_data is not None
-        load_weights(self)
+        self.resume()
         self.model_update()
         kept = KeptAnswers(self.run_dir / CHUNKS, GeneratedAnswer)
         engines = self.actor.world_size // self.config.rollout.tensor_model_parallel_size
@@ -71,11 +71,6 @@ class Generation(RayPPOTrainer):
         write_answers(output_of(self.run_dir), self.val_data, answered[way], way.n)
         kept.clear()
         return FitResult()
-
-    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
-        """Answers, unless the user wants no more."""
-        stop_if_asked(self)
-        return super().answer_for_validation(prompts, way)
 
     def plain_answers(self, batch: DataProto) -> list[GeneratedAnswer]:
         """The rows of an answered batch."""
