@@ -187,7 +187,8 @@ def _draw_curves(
         line.set_gid(f"curves-trial-{trial.number}")
         if trial.state in ("pruned", "failed"):
             mark = "x" if trial.state == "pruned" else "o"
-            axes.plot(steps[-1], values[-1], mark, color=colours.of(trial), markersize=6, zorder=6)
+            end = axes.plot(steps[-1], values[-1], mark, color=colours.of(trial), markersize=6, zorder=6)[0]
+            end.set_gid(f"curves-end-trial-{trial.number}")
     if best is not None and curves.get(best):
         step, value = curves[best][-1]
         axes.annotate(f"trial {best}", (step, value), (5, 0), textcoords="offset points", va="center", fontsize=9)
@@ -244,6 +245,8 @@ def _draw_slice(
         assert trial.value is not None
         bars = axes.errorbar(place, trial.value, trial.half_width, color=colours.of(trial), fmt="o", markersize=5)
         bars.lines[0].set_gid(f"slice-{parameter.name}-trial-{trial.number}")
+        for interval in bars.lines[2]:
+            interval.set_gid(f"slice-{parameter.name}-interval-trial-{trial.number}")
     axes.set_xlabel(parameter.name)
     axes.set_ylabel(record.question.metric, fontsize=8)
     axes.grid(axis="y", color=_AXIS, alpha=0.25)

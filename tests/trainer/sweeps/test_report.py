@@ -107,7 +107,8 @@ def test_a_study_with_all_kinds_of_trials(tmp_path: Path) -> None:
     assert "2 trials are complete; with fewer than 4 nothing is said" in told
     ids = set(re.findall(r'id="([^"]*-trial-\d+)"', document))
     assert {f"curves-trial-{n}" for n in (0, 1, 2)} <= ids and "curves-trial-3" not in ids
-    assert {"parallel-trial-2", "slice-lr-trial-0", "slice-kind.of-trial-1"} <= ids
+    assert {"parallel-trial-2", "slice-lr-trial-0", "slice-kind.of-trial-1", "slice-lr-interval-trial-0"} <= ids
+    assert {one for one in ids if one.startswith("curves-end")} == {"curves-end-trial-2"}  # the cross of the pruned one
     files = {path.name for path in (tmp_path / "s").glob("*.png")}
     assert files == {"curves.png", "parallel.png", "slice-1.png", "slice-2.png"}
     rows = re.findall(r'<tr data-key="(trial-\d)">', document)

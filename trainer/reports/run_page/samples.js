@@ -176,7 +176,7 @@ function samplesTab() {
     return [name, el("select", { "aria-label": name, change: update }, options)];
   });
   const ways = WAYS.map((way) => el("button", { type: "button", click: () => choose(way) }, way));
-  const headings = columns.map(([, heading]) => el("th", heading));
+  const headings = columns.map(([, heading, style]) => el(`th.${style}`, heading));
   const sort = sortable(headings, (at, descending) => {
     Object.assign(state, { sort: columns[at][0], descending });
     update();
