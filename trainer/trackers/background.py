@@ -1,8 +1,9 @@
 """A tracker behind a thread and a queue, so that nothing that it does slows or ends the training.
 
-The thread makes the tracker, since even its start may fail or hang. What it does not take, because it raises, hangs or
-is too slow, goes to the run's spool (`trainer.trackers.spool`), and is offered again before anything newer; after three
-failures it is left alone for a while.
+The thread makes the tracker, since even its start may fail or hang; with the first message, when the run's cluster is
+up: a process that a tracker starts while Ray starts would pass for one of the cluster's, and be ended with it. What it
+does not take, because it raises, hangs or is too slow, goes to the run's spool (`trainer.trackers.spool`), and is
+offered again before anything newer; after three failures it is left alone for a while.
 """
 
 from __future__ import annotations
@@ -85,7 +86,6 @@ class BackgroundTracker:
     # ----------------------------------------------------------------------------------------- the tracker's thread
 
     def _work(self) -> None:
-        self._is_ready()  # which may take long, and need not wait for the first step
         while (message := self._messages.get()) is not None:
             self._in_hand = message
             taken = self._offer(message)
@@ -139,6 +139,8 @@ class BackgroundTracker:
 
     def _end(self) -> None:
         """Offers the spool once more, unless the last calls failed, and ends the tracker."""
+        if self._tracker is None and not len(self._spool):
+            return
         if self._failures >= FAILURES_BEFORE_A_PAUSE or not self._is_ready():
             return
         assert self._tracker is not None

@@ -47,6 +47,8 @@ class Adapter:
 
     def finish(self) -> None:
         self._run.finish()
+        if self._wandb.run is None:  # nobody else's: its service ends here in good order, not killed with the run
+            self._wandb.teardown()
 
 
 def _has_account() -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.trackers.scripted import SAMPLE, Hanging, Run, Scripted, raising
-from trainer.tracking import TRACKERS
+from trainer.console import Console
+from trainer.trackers.background import BackgroundTracker
+from trainer.tracking import TRACKERS, TrackedRun
 
 STEPS = range(1, 51)
 
@@ -37,6 +39,23 @@ def test_what_works_gets_everything_and_leaves_no_spool(tmp_path: Path) -> None:
         (2, {"training/global_step": 2.0, "actor/lr": 1.0}), (2, [SAMPLE]),
     ]  # fmt: skip
     assert not run.spool.exists() and (tmp_path / "scripted_step.txt").read_text() == "2"
+
+
+def test_it_is_made_with_the_first_message_and_not_while_the_cluster_starts(tmp_path: Path) -> None:
+    made: list[int] = []
+    run = TrackedRun(tmp_path, "project", "run", {}, Console())
+
+    def factory(_: TrackedRun) -> Scripted:
+        made.append(len(made))
+        return Scripted()
+
+    BackgroundTracker("idle", factory, run).finish()
+    assert not made, "a run that failed before its first step has nothing to tell"
+    tracker = BackgroundTracker("busy", factory, run)
+    assert not made
+    tracker.log({"training/global_step": 1.0}, 1)
+    tracker.finish()
+    assert made == [0]
 
 
 @pytest.mark.parametrize("where", ["start", "log", "log_samples"])
