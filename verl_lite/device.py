@@ -10,6 +10,7 @@ import ctypes
 import os
 from pathlib import Path
 
+import psutil
 import torch
 
 from verl_lite.errors import UserError
@@ -80,7 +81,7 @@ def device_memory(device: torch.device) -> dict[str, float]:
     """Memory of this process in GiB, under verl's metric names (without the role in front).
 
     host_rss_gb always, and its highest value since the process began where the system tells (host_peak_gb); on CUDA
-    also the peak allocated and reserved since the last `reset_peak_memory`.
+    also the peak allocated and reserved.
     """
     figures = {"host_rss_gb": host_rss_bytes() / GIB}
     if (peak := host_peak_bytes()) is not None:
@@ -91,19 +92,8 @@ def device_memory(device: torch.device) -> dict[str, float]:
     return figures
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new measurement of peak memory (CUDA only)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def host_rss_bytes() -> int:
     """Resident memory of this process."""
-    statm = Path("/proc/self/statm")
-    if statm.is_file():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import psutil
-
     return int(psutil.Process().memory_info().rss)
 
 

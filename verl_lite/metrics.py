@@ -78,9 +78,8 @@ class Metric:
             case "max" | "min":
                 if math.isnan(self.total) or math.isnan(other.total):
                     return Metric(self.reduction, math.nan)
-                larger = self if self.total >= other.total else other
-                smaller = other if larger is self else self
-                return larger if self.reduction == "max" else smaller
+                choose = max if self.reduction == "max" else min
+                return Metric(self.reduction, choose(self.total, other.total))
 
 
 def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

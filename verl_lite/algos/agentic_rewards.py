@@ -44,7 +44,6 @@ class Normalization:
         return Normalization(mean, std, self.bounds)
 
 
-PLAIN = Normalization()
 BY_GROUP = Normalization("group", "group")
 
 

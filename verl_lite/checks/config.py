@@ -74,7 +74,6 @@ def validate(
         *validation(config),
         *_engine(config, rollout_engines),
         *run(config, trackers),
-        *_validation(config),
         *checkpoints(config.trainer, validates=validates(config)),
         *_slots(config, slots, available),
         *data(config),
@@ -188,14 +187,6 @@ def _engine(config: PPOConfig, engines: Collection[str]) -> Problems:
                 f"rollout.engine_kwargs.{name}={entries}: arguments stand below an engine's name, such as "
                 "rollout.engine_kwargs.vllm.KEY=VALUE"
             )
-
-
-def _validation(config: PPOConfig) -> Problems:
-    trainer = config.trainer
-    if not validates(config) and (trainer.val_only or trainer.test_freq > 0):
-        asked = "val_only=true" if trainer.val_only else f"test_freq={trainer.test_freq}"
-        source = "agentic.val_env_manager.tags" if is_agentic(config) else "data.val_files"
-        yield f"trainer.{asked} needs {source}, which is empty"
 
 
 def _slots(config: PPOConfig, count: int | None, available: int | None) -> Problems:

@@ -11,9 +11,14 @@ from verl_lite.options.agentic import is_agentic, validates
 
 
 def validation(config: PPOConfig) -> Problems:
-    """Ways to answer that contradict each other, and a time budget where nothing would look at it."""
+    """Whether there is something to validate on, ways to answer that contradict each other, and a time budget where
+    nothing would look at it."""
     yield from _answers(config)
     trainer, budget = config.trainer, config.trainer.val_time_budget_s
+    if not validates(config) and (trainer.val_only or trainer.test_freq > 0):
+        asked = "val_only=true" if trainer.val_only else f"test_freq={trainer.test_freq}"
+        source = "agentic.val_env_manager.tags" if is_agentic(config) else "data.val_files"
+        yield f"trainer.{asked} needs {source}, which is empty"
     if budget is None:
         return
     if is_agentic(config):

@@ -65,21 +65,17 @@ class FrozenLake(GridEnv):
         self.fixed = _fixed_map(map_name, desc)
         self.lake: GymnasiumLake | None = None
         super().__init__(
-            names=action_lookup,
-            instruction=INSTRUCTION if env_instruction is None else env_instruction,
+            moves=ACTIONS,
+            instruction=INSTRUCTION.replace("{slippery}", SLIPPERY if is_slippery else ""),
+            example=2,
+            env_instruction=env_instruction,
+            action_lookup=action_lookup,
             action_pattern=action_pattern,
             special_token_list=special_token_list,
             feedback=feedback,
             max_steps=max_steps,
             render_mode=render_mode,
         )
-        names = list((self.parser.names or {}).values())
-        if set(self.parser.names or {}) != set(ACTIONS):
-            raise UserError(f"action_lookup={action_lookup!r}: expected names for the actions 0 to 3, as in {ACTIONS}")
-        if env_instruction is None:
-            self.instruction = INSTRUCTION.format(
-                slippery=SLIPPERY if is_slippery else "", actions=", ".join(names), example=names[2]
-            )
 
     def map_of(self, seed: int) -> list[str]:
         """The map of this seed, rows of S, F, H, G."""

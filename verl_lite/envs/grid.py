@@ -7,13 +7,13 @@ Cells are letters, as in ROLL: P player, _ floor, O hole (lake) or target (Sokob
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
+from verl_lite.envs.actions import ActionParser, Lookup
 from verl_lite.envs.base import Info
 from verl_lite.errors import UserError
 
@@ -26,27 +26,38 @@ TEST_SHARE = 5  # one in five
 class GridEnv(ABC):
     """An environment whose observation is a grid and whose actions are moves.
 
-    instruction: the task in words; None = the world's own, "" = none. feedback: whether an observation begins with a
-    sentence on what the action did. max_steps: actions after which the episode is truncated; None = the template's.
-    Other arguments are those of `ActionParser`. A move that is not understood changes nothing and costs what `_idle`
-    says.
+    moves: names of the world's actions. instruction: the task in words, with {actions}, and {example}, the name of the
+    move `example`; env_instruction: other words, "" = none. action_lookup: other names. feedback: whether an
+    observation begins with a sentence on what the action did. max_steps: actions after which the episode is truncated;
+    None = the template's. Other arguments are those of `ActionParser`. A move that is not understood changes nothing
+    and costs what `_idle` says.
     """
 
     def __init__(
         self,
         *,
-        names: Lookup,
+        moves: Mapping[int, str],
         instruction: str,
-        action_pattern: str = ANSWER_PATTERN,
-        special_token_list: Sequence[str] = SPECIAL_TOKENS,
-        feedback: bool = True,
-        max_steps: int | None = None,
-        render_mode: str = "text",
+        example: int,
+        env_instruction: str | None,
+        action_lookup: Lookup,
+        action_pattern: str,
+        special_token_list: Sequence[str],
+        feedback: bool,
+        max_steps: int | None,
+        render_mode: str,
     ) -> None:
         if render_mode not in RENDER_MODES:
             raise UserError(f"render_mode={render_mode!r}: expected one of {', '.join(RENDER_MODES)}")
-        self.parser = ActionParser(action_pattern, names, special_token_list)
-        self.instruction, self.feedback = instruction, feedback
+        self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
+        names = self.parser.names or {}
+        if set(names) != set(moves):
+            first, last = min(moves), max(moves)
+            raise UserError(
+                f"action_lookup={action_lookup!r}: expected names for the actions {first} to {last}, as in {moves}"
+            )
+        own = instruction.format(actions=", ".join(names.values()), example=names[example])
+        self.instruction, self.feedback = own if env_instruction is None else env_instruction, feedback
         self.max_steps, self.render_mode = max_steps, render_mode
         self.steps = 0
 

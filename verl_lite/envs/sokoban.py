@@ -90,19 +90,17 @@ class Sokoban(GridEnv):
         self.boxes: frozenset[Cell] = frozenset()
         self.player: Cell = (0, 0)
         super().__init__(
-            names=action_lookup,
-            instruction=env_instruction or "",
+            moves=ACTIONS,
+            instruction=INSTRUCTION,
+            example=4,
+            env_instruction=env_instruction,
+            action_lookup=action_lookup,
             action_pattern=action_pattern,
             special_token_list=special_token_list,
             feedback=feedback,
             max_steps=max_steps,
             render_mode=render_mode,
         )
-        names = self.parser.names or {}
-        if set(names) != set(ACTIONS):
-            raise UserError(f"action_lookup={action_lookup!r}: expected names for the actions 1 to 4, as in {ACTIONS}")
-        if env_instruction is None:
-            self.instruction = INSTRUCTION.format(actions=", ".join(names.values()), example=names[4])
 
     def room_of(self, seed: int) -> Room:
         """The room of this seed. Raises UserError if the options leave no room."""

@@ -108,6 +108,11 @@ def names_prompt(function: RewardFunction) -> bool:
         return False
 
 
+def awaits(function: RewardFunction) -> bool:
+    """Whether it is an async function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 @functools.cache
 def _source_names_prompt(data_source: str) -> bool:
     return names_prompt(find_reward(data_source))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +10,7 @@ from verl_lite.rewards.dispatch import (
     NAMED,
     REWARDS,
     RewardFunction,
+    awaits,
     default_compute_score,
     find_named_reward,
     names_prompt,
@@ -109,4 +109,4 @@ def _is_async(function: RewardFunction) -> bool:
         return any(_is_async(each) for name, each in REWARDS.items() if not name.startswith(NAMED))
     if isinstance(function, Rubric):
         return function.is_async
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return awaits(function)

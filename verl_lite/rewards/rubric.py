@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verl_lite.errors import UserError
+from verl_lite.rewards.dispatch import awaits
 from verl_lite.rewards.result import read_score
 
 _OF_A_GROUP = ("prompts", "completions", "answers", "states", "infos", "tasks")
@@ -58,7 +59,7 @@ class Rubric:
                 f"Rubric: several functions are called {min(twice)}; metrics have their names, so rename one"
             )
         self._wanted = [_wanted(function, name) for function, name in zip(self.funcs, self._names, strict=True)]
-        self.is_async = any(map(_awaits, self.funcs))
+        self.is_async = any(map(awaits, self.funcs))
 
     def __call__(
         self,
@@ -139,7 +140,3 @@ def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
     if missing:
         raise UserError(f"Rubric: {name} asks for {missing[0]}, which there is not. Known: {', '.join(_NAMES)}")
     return None if takes_all else tuple(each for each in named if each in _NAMES)
-
-
-def _awaits(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -53,6 +53,11 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _WEIGHTS_FROM_TRAINER = NoEffect("the engine starts with dummy weights and always gets them from the trainer")
 
 
+def _below(section: str, rules: dict[str, Rule]) -> dict[str, Rule]:
+    """The rules of the keys of one section."""
+    return {f"{section}.{name}": rule for name, rule in rules.items()}
+
+
 def _fsdp_rules(section: str, spelt: str | None = None) -> dict[str, Rule]:
     """The rules of one `fsdp_config` section; verl repeats it for actor, reference and critic.
 
@@ -82,7 +87,7 @@ def _fsdp_rules(section: str, spelt: str | None = None) -> dict[str, Rule]:
         "qat": Only((False,), "no quantisation-aware training is used", "quantisation-aware training is not here"),
     }
     renamed: dict[str, Rule] = {spelt: Renamed(section)} if spelt else {}
-    return renamed | {f"{spelt or section}.{name}": rule for name, rule in rules.items()}
+    return renamed | _below(spelt or section, rules)
 
 
 def _optim_rules(section: str) -> dict[str, Rule]:
@@ -146,60 +151,64 @@ _NO_ADAPTER: dict[str, Rule] = {
     "model.exclude_modules": NoEffect(_WHOLE),
 }
 
+_ROLE: dict[str, Rule] = {
+    "strategy": _STRATEGY,
+    "ulysses_sequence_parallel_size": _ULYSSES,
+    "rollout_n": NoEffect("rollout.n is the only place"),
+    "load_weight": NoEffect("weights are always loaded"),
+    "megatron": _MEGATRON,
+    "veomni": _MEGATRON,
+    "profiler": _PROFILER,
+}
+"""What verl repeats below actor, critic and ref."""
+
+_TRAINED: dict[str, Rule] = {
+    "data_loader_seed": NoEffect("trainer.seed is the root of every random number"),
+    "engine": NoEffect("FSDP2 is always used"),
+    "checkpoint": _CHECKPOINT,
+}
+"""Below actor and critic."""
+
+_LOG_PROBS: dict[str, Rule] = {
+    "use_torch_compile": _COMPILED,
+    "use_fused_kernels": _CHUNKED,
+    "entropy_from_logits_with_chunking": _CHUNKED,
+    "entropy_checkpointing": _CHUNKED,
+}
+"""Below actor and ref."""
+
+
 _ACTOR: dict[str, Rule] = {
-    "actor.strategy": _STRATEGY,
+    **_below("actor", _ROLE | _TRAINED | _LOG_PROBS),
     "actor.grad_clip": Renamed("actor.optim.clip_grad"),
     "actor.use_remove_padding": Renamed("model.use_remove_padding"),
     "actor.ppo_micro_batch_size": _GLOBAL_MICRO,
-    "actor.use_torch_compile": _COMPILED,
-    "actor.use_fused_kernels": _CHUNKED,
-    "actor.entropy_from_logits_with_chunking": _CHUNKED,
-    "actor.entropy_checkpointing": _CHUNKED,
     "actor.calculate_sum_pi_squared": NoEffect("it is computed where algorithm.adv_estimator reads it"),
     "actor.sum_pi_squared_checkpointing": NoEffect("it is computed without gradient, in chunks"),
-    "actor.ulysses_sequence_parallel_size": _ULYSSES,
     "actor.use_prefix_grouper": NoEffect("a matter of speed only"),
     "actor.use_rollout_log_probs": Renamed(f"{_CORRECTION}.bypass_mode"),
     "actor.tis_imp_ratio_cap": Renamed(
         f"{_CORRECTION}.rollout_is_threshold", {-1: None, 0: None}, also={f"{_CORRECTION}.rollout_is": "token"}
     ),
-    "actor.data_loader_seed": NoEffect("trainer.seed is the root of every random number"),
-    "actor.rollout_n": NoEffect("rollout.n is the only place"),
-    "actor.load_weight": NoEffect("weights are always loaded"),
     "actor.freeze_vision_tower": _TEXT_ONLY,
     "actor.policy_loss.rollout_correction": Renamed(_CORRECTION),
     "actor.router_replay.mode": Only(("disabled",), "no router replay is used", "router replay is not here"),
     "actor.router_replay": NoEffect("no router replay is used"),
     "actor.qat": Only((False,), "no quantisation-aware training is used", "quantisation-aware training is not here"),
-    "actor.engine": NoEffect("FSDP2 is always used"),
-    "actor.megatron": _MEGATRON,
-    "actor.veomni": _MEGATRON,
-    "actor.checkpoint": _CHECKPOINT,
-    "actor.profiler": _PROFILER,
     **_optim_rules("actor.optim"),
     **_fsdp_rules("actor.fsdp_config"),
 }
 
 _CRITIC: dict[str, Rule] = {
-    **{f"critic.{name}": rule for name, rule in (_MODEL | _NO_ADAPTER).items()},
+    **_below("critic", _ROLE | _TRAINED | _MODEL | _NO_ADAPTER),
     "critic.enable": NoEffect("there is a critic exactly where algorithm.adv_estimator needs values"),
-    "critic.strategy": _STRATEGY,
     "critic.grad_clip": Renamed("critic.optim.clip_grad"),
     "critic.model.tokenizer_path": NoEffect("the critic reads the policy's tokens; nothing is encoded anew"),
     "critic.ppo_micro_batch_size": _GLOBAL_MICRO,
     "critic.forward_micro_batch_size": _GLOBAL_MICRO,
     "critic.ppo_infer_micro_batch_size_per_gpu": Renamed("critic.forward_micro_batch_size_per_gpu"),
     "critic.ppo_infer_max_token_len_per_gpu": Renamed("critic.forward_max_token_len_per_gpu"),
-    "critic.ulysses_sequence_parallel_size": _ULYSSES,
-    "critic.rollout_n": NoEffect("rollout.n is the only place"),
-    "critic.data_loader_seed": NoEffect("trainer.seed is the root of every random number"),
-    "critic.load_weight": NoEffect("weights are always loaded"),
     "critic.nccl_timeout": NoEffect("verl does not read it either"),
-    "critic.engine": NoEffect("FSDP2 is always used"),
-    "critic.megatron": _MEGATRON,
-    "critic.veomni": _MEGATRON,
-    "critic.checkpoint": _CHECKPOINT,
-    "critic.profiler": _PROFILER,
     **_optim_rules("critic.optim"),
     **_fsdp_rules("critic.fsdp_config"),
     **_fsdp_rules("critic.fsdp_config", spelt="critic.fsdp"),
@@ -207,20 +216,10 @@ _CRITIC: dict[str, Rule] = {
 }
 
 _REF: dict[str, Rule] = {
-    "ref.strategy": _STRATEGY,
+    **_below("ref", _ROLE | _LOG_PROBS),
     "ref.model": Only((), "", "the reference is always the policy before training (model.path)"),
-    "ref.use_torch_compile": _COMPILED,
     "ref.log_prob_micro_batch_size": _GLOBAL_MICRO,
-    "ref.ulysses_sequence_parallel_size": _ULYSSES,
-    "ref.entropy_from_logits_with_chunking": _CHUNKED,
-    "ref.entropy_checkpointing": _CHUNKED,
-    "ref.use_fused_kernels": _CHUNKED,
-    "ref.rollout_n": NoEffect("rollout.n is the only place"),
-    "ref.load_weight": NoEffect("weights are always loaded"),
     "ref.router_replay": NoEffect("no router replay is used"),
-    "ref.megatron": _MEGATRON,
-    "ref.veomni": _MEGATRON,
-    "ref.profiler": _PROFILER,
     **_fsdp_rules("ref.fsdp_config"),
 }
 
@@ -329,12 +328,12 @@ _REWARD: dict[str, Rule] = {
     "reward.reward_model.nnodes": NoEffect("the reward model shares the devices of the trainer"),
     "reward.reward_model.rollout": NoEffect("the reward model runs on the training engine, without an engine server"),
     "reward.reward_model.profiler": _PROFILER,
-    **{f"{name}.{key}": rule for name in _SANDBOXES for key, rule in _SANDBOX.items()},
+    **{name: rule for section in _SANDBOXES for name, rule in _below(section, _SANDBOX).items()},
     **dict.fromkeys(_SANDBOXES, NoEffect("code runs in a sandbox beside the reward process, without a server")),
     "reward_model.model.input_tokenizer": Means(
         "reward_model.retokenize", True, "the answer is decoded by the policy's tokenizer (model.tokenizer_path)"
     ),
-    **{f"reward_model.{name}": rule for name, rule in (_MODEL | _NO_ADAPTER).items()},
+    **_below("reward_model", _MODEL | _NO_ADAPTER),
     "reward_model.model.tokenizer_path": Only((), "", "its tokenizer lies in the folder reward_model.model.path"),
     **_fsdp_rules("reward_model.fsdp_config"),
     **_fsdp_rules("reward_model.fsdp_config", spelt="reward_model.model.fsdp_config"),

@@ -7,7 +7,6 @@ pool knows, when a call is overdue or it finds this process dead, whose fault th
 
 from __future__ import annotations
 
-import importlib
 import mmap
 import os
 import pickle
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from verl_lite.envs import EnvTemplate, find_env
+from verl_lite.registry import import_modules
 from workers.children.framed_socket import ChildEnd
 from workers.children.inside import die_with_parent, end_if_forked, redirect_prints, settle_in
 from workers.envs.host import EnvHost
@@ -152,8 +152,7 @@ def main(socket_fd: int, page_fd: int, slots: int, parent_pid: int) -> None:
     options: ProcessOptions = pickle.loads(first[1])
     redirect_prints(options.log_path, "environment")
     try:
-        for module in options.modules:
-            importlib.import_module(module)
+        import_modules(options.modules)
         for template in options.templates.values():
             find_env(template.env_type)  # now, and not within the deadline of a reset
     except Exception:  # the user's module may raise anything; the pool reports it
@@ -193,11 +192,11 @@ def _packed(reply: EnvReply) -> bytes:
         packed = pickle.dumps(reply)
     except Exception as error:  # whatever objects an environment puts into info may raise anything
         reason = f"what it gave (info or frame) cannot go to another process: {type(error).__name__}: {error}"
-        return pickle.dumps(EnvReply(reply.key, None, error=reason, seconds=reply.seconds))
-    if len(packed) > _REPLY_BYTES_MAX:
+    else:
+        if len(packed) <= _REPLY_BYTES_MAX:
+            return packed
         reason = f"what it gave is {len(packed) >> 20} MiB long; {_REPLY_BYTES_MAX >> 20} MiB are allowed"
-        return pickle.dumps(EnvReply(reply.key, None, error=reason, seconds=reply.seconds))
-    return packed
+    return pickle.dumps(EnvReply(reply.key, None, error=reason, seconds=reply.seconds))
 
 
 def _stack_of(page: ProgressPage, env: EnvId) -> str:

@@ -7,7 +7,6 @@ to kill this process or finds it dead, which sample was the culprit. Async funct
 
 from __future__ import annotations
 
-import importlib
 import mmap
 import os
 import struct
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from verl_lite.config import RewardConfig
+from verl_lite.registry import import_modules
 from verl_lite.rewards import RewardItem, RewardResult, Scorer, Style, load_scorer
 from verl_lite.rewards.load import ListScorer, SampleScorer
 from workers.children.inside import end_if_forked, redirect_prints, settle_in
@@ -83,23 +83,20 @@ def main(connection_fd: int, progress_fd: int, parent_pid: int) -> None:
     except Exception:  # the user's module may raise anything; the pool reports it
         connection.send(NotLoaded(traceback.format_exc()))
         return
+    connection.send(Loaded(scorer.style))
     if scorer.style == "async":
         from workers.rewards.loop import serve_concurrently
 
-        connection.send(Loaded(scorer.style))
         serve_concurrently(connection, progress, scorer, options.config.timeout_s)
     elif scorer.style == "batch":
-        connection.send(Loaded(scorer.style))
         _serve_lists(connection, progress, scorer)
     else:
-        connection.send(Loaded(scorer.style))
         _serve_one_by_one(connection, progress, scorer)
 
 
 def load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:
     """Imports `modules`, for the rewards that they register, and gives the reward of the run."""
-    for module in modules:
-        importlib.import_module(module)
+    import_modules(modules)
     return load_scorer(config)
 
 

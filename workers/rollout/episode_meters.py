@@ -10,6 +10,7 @@ from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from workers.envs.messages import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine
+from workers.rollout.episodes import Pool
 
 
 class EngineMeter:
@@ -49,13 +50,9 @@ class EngineMeter:
         return metrics
 
 
-class Environments(Protocol):
+class Environments(Pool, Protocol):
     """A pool: `workers.envs.pool.EnvPool`."""
 
-    def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None: ...
-    def step(self, key: Hashable, action: str) -> None: ...
-    def discard(self, key: Hashable) -> None: ...
-    def poll(self, timeout_s: float = 0.0) -> list[EnvReply]: ...
     @property
     def processes_replaced(self) -> int: ...
 
@@ -76,7 +73,7 @@ class PoolMeter:
     def discard(self, key: Hashable) -> None:
         self._pool.discard(key)
 
-    def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
+    def poll(self, timeout_s: float = 0.0) -> Sequence[EnvReply]:
         replies = self._pool.poll(timeout_s)
         self._seconds += [reply.seconds for reply in replies]
         return replies

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
+from workers.envs.messages import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message
 from workers.rollout.turn_messages import PastTurn, step_messages, trajectory_messages
@@ -123,29 +124,6 @@ class TokenLimits:
     max_model_len: int
 
 
-class Reply(Protocol):
-    """What an environment answered; `workers.envs.pool.EnvReply`."""
-
-    @property
-    def key(self) -> Hashable: ...
-    @property
-    def observation(self) -> str | None: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def terminated(self) -> bool: ...
-    @property
-    def truncated(self) -> bool: ...
-    @property
-    def info(self) -> dict[str, Any]: ...
-    @property
-    def frame(self) -> Any: ...
-    @property
-    def error(self) -> str | None: ...
-    @property
-    def is_timeout(self) -> bool: ...
-
-
 class Pool(Protocol):
     """Environments that are reset and step while others decode; `workers.envs.pool.EnvPool`."""
 
@@ -155,7 +133,7 @@ class Pool(Protocol):
 
     def discard(self, key: Hashable) -> None: ...
 
-    def poll(self, timeout_s: float = 0.0) -> Sequence[Reply]: ...
+    def poll(self, timeout_s: float = 0.0) -> Sequence[EnvReply]: ...
 
 
 @dataclass(eq=False)
@@ -298,7 +276,7 @@ class EpisodeRunner:
             self._live[episode.key] = episode
             self._pool.reset(episode.key, spec.tag, spec.seed, spec.render)
 
-    def _hear(self, episode: _Episode, reply: Reply) -> None:
+    def _hear(self, episode: _Episode, reply: EnvReply) -> None:
         """An environment answered a reset or a step: what the episode does next."""
         trajectory = episode.trajectory
         if reply.frame is not None:
@@ -320,7 +298,7 @@ class EpisodeRunner:
             return self._end(episode, "max_steps")
         return self._ask(episode)
 
-    def _reward(self, episode: _Episode, reply: Reply) -> None:
+    def _reward(self, episode: _Episode, reply: EnvReply) -> None:
         turn = episode.trajectory.turns[-1]
         is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
         penalty = 0.0 if is_valid else self._format_penalty.get(episode.trajectory.spec.purpose, 0.0)

@@ -329,7 +329,7 @@ class HFEngine:
         self.reset_cache()
         self._asleep = {"weights", "kv_cache"}
         self._version, self._cache = None, None
-        for tensor in self._tensors():
+        for tensor in self._model.parameters():  # buffers stay
             tensor.untyped_storage().resize_(0)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -338,12 +338,8 @@ class HFEngine:
             if tag == "kv_cache":
                 self._allocate()
             else:
-                for tensor in self._tensors():
+                for tensor in self._model.parameters():  # buffers stay
                     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        """The parameters, which the next weight update writes anew; buffers stay."""
-        yield from self._model.parameters()
 
     def move_in(self) -> None:
         self.wake(("weights",))

@@ -8,7 +8,7 @@ of the mask are the turns, and estimators that know of turns need nothing else. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,10 @@ class _Row:
     step_scores: Any
     finish_reason: str
     policy_version: int
-    response_ids: list[int]
-    response_mask: list[int]
-    log_probs: list[float]
-    scores: list[float]
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
 
 def trajectory_rows(
@@ -74,10 +74,6 @@ def _empty_row(trajectory: Trajectory) -> _Row:
         step_scores=0.0 if trajectory.by_step else [],
         finish_reason="abort" if trajectory.stop == "failed" else "length",
         policy_version=min((turn.policy_version for turn in turns), default=-1),
-        response_ids=[],
-        response_mask=[],
-        log_probs=[],
-        scores=[],
     )
 
 
@@ -111,10 +107,6 @@ def _trajectory_row(trajectory: Trajectory) -> _Row:
         step_scores=[turn.reward for turn in turns],
         finish_reason="length" if trajectory.stop == "max_length" else turns[-1].finish_reason,
         policy_version=min(turn.policy_version for turn in turns),
-        response_ids=[],
-        response_mask=[],
-        log_probs=[],
-        scores=[],
     )
     for number, turn in enumerate(turns):
         joined = turn.prompt_ids if number else ()

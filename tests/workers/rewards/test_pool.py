@@ -170,7 +170,7 @@ def test_a_key_in_flight_is_refused_and_free_again_after_collection(make_pool: C
 
 @pytest.mark.parametrize(
     ("code", "reason"),
-    [("1 / 0", "ZeroDivisionError"), ("import os; os._exit(5)", "exit code 5"), ("x = 1", "functions found: none")],
+    [("1 / 0", "ZeroDivisionError"), ("import os; os._exit(5)", "exit code 5"), ("x = 1", "found: nothing")],
 )
 def test_a_reward_file_that_does_not_load_ends_the_wait(
     make_pool: Callable, tmp_path: Path, code: str, reason: str
