@@ -75,12 +75,20 @@ async function colours(frame) {
 
 async function ofRuns() {
   const frame = await opened("run", 1280);
-  const { page, all, texts, press, goTo, enter } = frame;
+  const { page, all, texts, press, goTo, enter, window } = frame;
   const seen = { tabs: texts("nav button"), tooWide: {}, charts: {} };
   for (const chart of all(".chart"))
     seen.charts[chart.querySelector("h3").textContent] = chart.querySelectorAll("svg polyline, svg rect[fill]").length;
   await enter('input[type="range"]', "0.5");
   seen.linesWhenSmooth = all(".chart polyline").length;
+  const lastSteps = () => texts(".legend > span:first-child");
+  const key = (name) => all(".chart")[0].dispatchEvent(new window.KeyboardEvent("keydown", { key: name }));
+  ["ArrowLeft", "ArrowLeft"].forEach(key);
+  seen.legends = lastSteps();
+  await enter('input[aria-label="first step"]', "3", "change");
+  seen.pointsFrom3 = all(".chart polyline").map((line) => line.getAttribute("points").split(" ").length);
+  key("Escape");
+  seen.firstStepAfterEscape = page.querySelector('input[aria-label="first step"]').value;
   seen.colours = await colours(frame);
   for (const tab of ["overview", "metrics", "config", "samples"]) {
     await goTo(tab);

@@ -81,6 +81,8 @@ def test_curves_bars_and_comparisons_are_drawn(seen: dict[str, Any]) -> None:
     assert charts["Validation, acc mean@1"] == 1
     assert charts["Time of a step by stage"] == 2 * 4  # gen and the rest, in each of four steps
     assert run["linesWhenSmooth"] == 2 * 2
+    assert run["legends"] == ["step 3"] * 3 and run["firstStepAfterEscape"] == ""  # the keys move and zoom all charts
+    assert run["pointsFrom3"] == [2] * 4
     assert two["charts"] == 2 * 2 and two["heads"][1:] == ["one", "another-run-with-a-long-name"]
     assert run["metric"] == [["critic/score/mean"], 2] and (run["ownOptions"], run["allOptions"]) == (3, 5)
 
