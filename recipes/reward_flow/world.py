@@ -46,10 +46,6 @@ TOLD_STEPS = 100
 Tell = Callable[[str], None]
 
 
-def _say_nothing(line: str) -> None:
-    """Where nobody listens."""
-
-
 @dataclass(frozen=True)
 class WorldSize:
     """How much is drawn and learnt. people: in the clips that the models learn from. clips: rows of metadata.csv, of
@@ -64,7 +60,7 @@ class WorldSize:
     same_person: float = 0.3
 
 
-def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Tell = _say_nothing) -> None:
+def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Tell = print) -> None:
     """Writes data/, faces/ and model/ into `folder`. Same seed, same bytes on one kind of processor. tell: hears what
     is being made."""
     size = size or WorldSize()
@@ -131,7 +127,7 @@ def write_pipeline(
     prompts: list[str],
     size: WorldSize,
     seed: int,
-    tell: Tell = _say_nothing,
+    tell: Tell = print,
 ) -> None:
     """The pipeline in diffusers format, its experts trained on `clips` (n, F, 3, SIZE, SIZE) in [0, 1]."""
     from diffusers import FlowMatchEulerDiscreteScheduler

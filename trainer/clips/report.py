@@ -77,7 +77,7 @@ def table(data: VideoDataset, plans: Sequence[Plan | ClipError], shown: int) -> 
         lines.add_column(name, justify="left" if is_text else "right", overflow="fold")
     listed = 0
     for row, plan in enumerate(plans):
-        name = _short(data.rows[row].path)
+        name = "/".join(data.rows[row].path.parts[-2:])
         if isinstance(plan, ClipError):
             lines.add_row(str(row), Text(name), "", "", "", "", Text("cannot be used", style="red"))
         elif listed < shown:
@@ -129,11 +129,6 @@ def _decoded(data: VideoDataset, row: int, plan: Plan | ClipError) -> Plan | Cli
     except ClipError as error:
         return error
     return plan
-
-
-def _short(path: Path) -> str:
-    """The last two parts of a path."""
-    return "/".join(path.parts[-2:])
 
 
 def _taken(numbers: Sequence[int]) -> str:

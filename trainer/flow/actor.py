@@ -22,11 +22,6 @@ class FlowActorRole(SavedByWorkers):
     def __init__(self, group: WorkerGroup, config: RewardFlowConfig) -> None:
         self.group, self.config = group, config
 
-    @property
-    def world_size(self) -> int:
-        """Number of devices."""
-        return self.group.world_size
-
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the batch."""
         return join(self.group.train_step(self._plan(batch).apply(batch)).meta_info["metrics"])

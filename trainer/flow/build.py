@@ -83,7 +83,7 @@ def build_trainer(
         yield RewardFlowTrainer(
             config,
             actor=actor,
-            steps=ClipSteps(loader, total=total, steps_per_epoch=per_epoch, dataset=fingerprint(data)),
+            steps=ClipSteps(loader.batch, total=total, steps_per_epoch=per_epoch, dataset=fingerprint(data)),
             validation=validation_batch(config, data),
             videos=videos,
             tracking=tracking,

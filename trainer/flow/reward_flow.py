@@ -10,11 +10,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
 
 from trainer.checkpoint import find_checkpoint, read_state
+from trainer.clips.writing import VideoWriter
 from trainer.flow.actor import FlowActorRole
 from trainer.flow.steps import ClipSteps
 from trainer.resume import flat_config
@@ -45,12 +43,6 @@ class FlowResult:
     stopped: bool = False
 
 
-class Videos(Protocol):
-    """Where clips go; see `trainer.clips.writing.VideoWriter`."""
-
-    def write(self, name: str, video: torch.Tensor) -> bool: ...
-
-
 class RewardFlowTrainer:
     """Holds the parts of a run, which `trainer.flow.build` makes from the configuration.
 
@@ -65,7 +57,7 @@ class RewardFlowTrainer:
         actor: FlowActorRole,
         steps: ClipSteps,
         validation: DataProto,
-        videos: Videos | None,
+        videos: VideoWriter | None,
         tracking: Tracking,
         saver: Saver,
         run_dir: Path,
@@ -138,7 +130,7 @@ class RewardFlowTrainer:
         with self.timed("save_checkpoint"):
             state = {
                 "config": flat_config(self.config),
-                "steps": self.steps.state_dict(),
+                "steps": {"global_step": self.steps.global_step, "dataset": self.steps.dataset},
                 "random": get_random_state(),
             }
             is_last = self.steps.is_last or self.steps.stopping
@@ -150,8 +142,8 @@ class RewardFlowTrainer:
         trainer = self.config.trainer
         folder = find_checkpoint(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
         if folder is not None:
-            state: dict[str, Any] = read_state(folder)
-            self.steps.load_state_dict(state["steps"])
+            state = read_state(folder)
+            self.steps.global_step = state["steps"]["global_step"]
             for name, learner in self.saver.learners.items():
                 learner.load(str(folder / name))
             set_random_state(state["random"])

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from trainer.clips.picture import BeforeAfter, before_after, before_after_gif
 from trainer.console import Console
-from trainer.diffusion_plan import launch_plan
 from trainer.ending import stopping_on_signal
 from trainer.final_report import final_report
 from trainer.flow.actor import LORA
@@ -30,6 +29,7 @@ from trainer.launch import (
     run_or_show,
 )
 from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
+from trainer.planner.diffusion import launch_plan
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.reports.terminal import closing_findings
 from trainer.resume import refuse_another_run
@@ -103,32 +103,17 @@ def train(loaded: LoadedConfig[RewardFlowConfig], slots: int, argv: list[str], s
 def plan_table(config: RewardFlowConfig, slots: int, total_steps: int, clips: int) -> str:
     """The arithmetic of the run as aligned text: what is counted, how many, which options."""
     sampler, data, trainer = config.sampler, config.data, config.trainer
-    limit = trainer.total_training_steps
+    first, last, micro = sampler.mid_timestep, sampler.final_timestep, config.actor.micro_batch_size_per_gpu
+    limit = f"trainer.total_training_steps={trainer.total_training_steps}"
+    if trainer.total_training_steps is None:
+        limit = f"trainer.total_epochs={trainer.total_epochs}"
     rows = [
         ("clips", f"{clips}", "data.train_files"),
         ("samples per optimizer step", f"{data.train_batch_size}", "data.train_batch_size"),
-        (
-            "per device, in micro-batches of",
-            f"{config.actor.micro_batch_size_per_gpu}",
-            f"actor.micro_batch_size_per_gpu, {slots} device{'s' * (slots > 1)}",
-        ),
-        (
-            "denoising steps",
-            f"{sampler.final_timestep + 1}",
-            f"sampler: 0 to {sampler.final_timestep} of {sampler.num_inference_steps}",
-        ),
-        (
-            "of them with gradient",
-            f"{sampler.final_timestep - sampler.mid_timestep + 1}",
-            f"from sampler.mid_timestep={sampler.mid_timestep} on",
-        ),
-        (
-            "training steps",
-            f"{total_steps}",
-            f"trainer.total_epochs={trainer.total_epochs}"
-            if limit is None
-            else f"trainer.total_training_steps={limit}",
-        ),
+        ("in micro-batches of", f"{micro}", f"actor.micro_batch_size_per_gpu, {slots} device{'s' * (slots > 1)}"),
+        ("denoising steps", f"{last + 1}", f"sampler: 0 to {last} of {sampler.num_inference_steps}"),
+        ("of them with gradient", f"{last - first + 1}", f"from sampler.mid_timestep={first} on"),
+        ("training steps", f"{total_steps}", limit),
     ]
     if device_type(config.trainer.device) == "cuda" and (memory := launch_plan(config, slots)):
         rows.append(("memory of one device", memory, "python -m trainer.diffusion_plan"))
@@ -157,10 +142,8 @@ def draw_pictures(trainer: RewardFlowTrainer, result: FlowResult) -> Mapping[str
         BeforeAfter(
             str(shown.non_tensor_batch["prompt"][row]),
             shown.batch["video"][row],
-            first["frames"][row],
-            last["frames"][row],
-            float(first["face_score"][row]),
-            float(last["face_score"][row]),
+            *(samples["frames"][row] for samples in (first, last)),
+            *(float(samples["face_score"][row]) for samples in (first, last)),
         )
         for row in range(len(shown))
     ]

@@ -4,9 +4,8 @@ run needs to know nothing but where it stands."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.step_counter import StepCounter
@@ -14,12 +13,6 @@ from trainer.video_data import VideoDataset
 from verl_lite.errors import UserError
 from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
-
-
-class Loader(Protocol):
-    """Gives the batch of any step, from 1; see `trainer.video_data.VideoLoader`."""
-
-    def batch(self, step: int) -> DataProto: ...
 
 
 def count_steps(config: RewardFlowConfig, steps_per_epoch: int) -> int:
@@ -40,27 +33,18 @@ def fingerprint(data: VideoDataset) -> str:
 class ClipSteps(StepCounter):
     """Iterates over the numbers of the steps, from the first or the resumed one to the last.
 
-    loader: gives their batches. steps_per_epoch: of one pass over the clips. dataset: its `fingerprint`.
+    batch: gives their clips, as `VideoLoader.batch` does. steps_per_epoch: of one pass over the clips. dataset: its
+    `fingerprint`.
     """
 
-    def __init__(self, loader: Loader, *, total: int, steps_per_epoch: int, dataset: str) -> None:
-        self.loader, self.total, self.steps_per_epoch, self.dataset = loader, total, steps_per_epoch, dataset
+    def __init__(self, batch: Callable[[int], DataProto], *, total: int, steps_per_epoch: int, dataset: str) -> None:
+        self.batch, self.total, self.steps_per_epoch, self.dataset = batch, total, steps_per_epoch, dataset
 
     def __iter__(self) -> Iterator[int]:
         while self.global_step < self.total and not self.stopping:
             self.epoch = self.global_step // self.steps_per_epoch
             self.global_step += 1
             yield self.global_step
-
-    def batch(self, step: int) -> DataProto:
-        """The clips of a step."""
-        return self.loader.batch(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"global_step": self.global_step, "dataset": self.dataset}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.global_step = state["global_step"]
 
 
 def refuse_other_clips(config: RewardFlowConfig, run_dir: Path, dataset: str) -> None:

@@ -1,10 +1,10 @@
 """What the parts of a Wan pipeline weigh, from their config files alone: parameters, and what the backward pass keeps.
 
-All counts are of numbers or bytes for one sample; `trainer.diffusion_plan` puts them together. They follow the modules
-of diffusers 0.42 (WanTransformer3DModel with an adapter on its linear layers, AutoencoderKLWan) and transformers'
-UMT5EncoderModel, operation by operation: a frozen linear layer keeps nothing, its adapter its input, a convolution its
-padded input, a norm its input in fp32, flash attention query, key, value, output. Tests compare them with the modules
-themselves on the meta device.
+All counts are of numbers or bytes for one sample; `diffusion` beside this file puts them together. They follow the
+modules of diffusers 0.42 (WanTransformer3DModel with an adapter on its linear layers, AutoencoderKLWan) and
+transformers' UMT5EncoderModel, operation by operation: a frozen linear layer keeps nothing, its adapter its input, a
+convolution its padded input, a norm its input in fp32, flash attention query, key, value, output. Tests compare them
+with the modules themselves on the meta device.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class TransformerShape:
         yield "condition_embedder.text_embedder.linear_2", width, width
         yield "proj_out", width, math.prod(self.patch_size) * self.out_channels
 
-    def adapted(self, targets: Sequence[str]) -> list[tuple[str, int, int]]:
-        """The linear layers that peft gives an adapter: those named so, or whose name ends so."""
-        return [row for row in self.linears() if any(f".{row[0]}".endswith(f".{target}") for target in targets)]
-
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
-        """Of an adapter of this rank."""
-        return sum(rank * (inputs + outputs) for _, inputs, outputs in self.adapted(targets))
+        """Of an adapter of this rank beside the linear layers that are named so, or whose name ends so, as for peft."""
+        return sum(
+            rank * (inputs + outputs)
+            for name, inputs, outputs in self.linears()
+            if any(f".{name}".endswith(f".{target}") for target in targets)
+        )
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@
 face models, `contract` the promises of every reward, as a check for one of your own. How to write one: README.md.
 """
 
-from verl_lite.visual_rewards import colour, identity
+from verl_lite.visual_rewards import colour  # files its rewards
 from verl_lite.visual_rewards.base import (
     VISUAL_REWARDS,
-    VisualReward,
     VisualScore,
     as_pixels,
     build_visual_reward,
@@ -16,16 +15,5 @@ from verl_lite.visual_rewards.base import (
 )
 from verl_lite.visual_rewards.identity import CosineIdentityReward, Faces
 
-__all__ = [
-    "VISUAL_REWARDS",
-    "CosineIdentityReward",
-    "Faces",
-    "VisualReward",
-    "VisualScore",
-    "as_pixels",
-    "build_visual_reward",
-    "colour",
-    "identity",
-    "register_visual_reward",
-    "score_frames",
-]
+__all__ = ["VISUAL_REWARDS", "CosineIdentityReward", "Faces", "VisualScore", "as_pixels", "build_visual_reward"]
+__all__ += ["colour", "register_visual_reward", "score_frames"]

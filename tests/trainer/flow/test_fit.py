@@ -114,11 +114,6 @@ class FakeVideos:
         return True
 
 
-class FakeLoader:
-    def batch(self, step: int) -> DataProto:
-        return clips(step, list(range(CLIPS)))
-
-
 class Run:
     """A trainer of fake parts, and these."""
 
@@ -130,14 +125,17 @@ class Run:
         self.group, self.tracking, self.videos = group or FakeGroup(), FakeTracking(), FakeVideos()
         fake: Any = self.group
         tracking: Any = self.tracking
+        videos: Any = self.videos
         actor = FlowActorRole(fake, config)
         learners: dict[str, Savable] = {"actor": actor, "lora": AdapterExport(fake)}
         self.trainer = RewardFlowTrainer(
             config,
             actor=actor,
-            steps=ClipSteps(FakeLoader(), total=total, steps_per_epoch=2, dataset="same"),
+            steps=ClipSteps(
+                lambda step: clips(step, list(range(CLIPS))), total=total, steps_per_epoch=2, dataset="same"
+            ),
             validation=clips(0, [0, 1]),
-            videos=self.videos,
+            videos=videos,
             tracking=tracking,
             saver=Saver(run_dir, config.trainer, learners, 0, self.tracking.notes.append),
             run_dir=run_dir,

@@ -15,7 +15,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer import diffusion_plan
-from trainer.diffusion_plan import GIB, PUBLISHED, launch_plan, plan, read_shape, remedies, show
+from trainer.planner.diffusion import (
+    GIB,
+    PUBLISHED,
+    UMT5_XXL,
+    PipelineShape,
+    launch_plan,
+    plan,
+    read_shape,
+    remedies,
+    show,
+)
 from trainer.planner.diffusion_shapes import (
     TransformerShape,
     VaeShape,
@@ -73,9 +83,7 @@ def vae(shape: VaeShape) -> Any:
     [(A14B, 14.3e9, 127e6, 18900), (TI2V, 5.0e9, 705e6, 4725)],
     ids=["a14b", "5b"],
 )
-def test_counts_are_the_published_ones(
-    shape: diffusion_plan.PipelineShape, experts: float, autoencoder: float, clip: int
-) -> None:
+def test_counts_are_the_published_ones(shape: PipelineShape, experts: float, autoencoder: float, clip: int) -> None:
     """Wan2.2's names say 14 B and 5 B; Wan-VAE has 127 M, Wan2.2-VAE 705 M, umt5-xxl's encoder 5.68 B.
 
     Tokens of 81 frames of 480 x 480: 21 latent frames of 30 x 30 (VAE 8 x 8, patch 2 x 2), or of 15 x 15 (16 x 16).
@@ -89,7 +97,7 @@ def test_counts_are_the_published_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [A14B, TI2V], ids=["a14b", "5b"])
-def test_real_sizes_on_the_meta_device(shape: diffusion_plan.PipelineShape) -> None:
+def test_real_sizes_on_the_meta_device(shape: PipelineShape) -> None:
     """Whole experts from their config get an adapter as the worker gives it, and all counts are the planner's."""
     expert = transformer(shape.transformer)
     assert count(expert) == shape.transformer.parameters
@@ -108,7 +116,7 @@ def test_real_sizes_on_the_meta_device(shape: diffusion_plan.PipelineShape) -> N
 def test_text_encoder_on_the_meta_device() -> None:
     from transformers import UMT5Config, UMT5EncoderModel
 
-    sizes: dict[str, Any] = dict(diffusion_plan.UMT5_XXL)
+    sizes: dict[str, Any] = dict(UMT5_XXL)
     config = UMT5Config(**sizes, feed_forward_proj="gated-gelu")
     with torch.device("meta"):
         encoder = UMT5EncoderModel(config)
@@ -167,7 +175,7 @@ class FusedNorm(torch.autograd.Function):
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("shape", [A14B, TI2V], ids=["a14b", "5b"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_what_a_block_keeps(shape: diffusion_plan.PipelineShape, dtype: torch.dtype) -> None:
+def test_what_a_block_keeps(shape: PipelineShape, dtype: torch.dtype) -> None:
     """81 frames of 480 x 480: the difference of three blocks and one, as saved by autograd, is two blocks."""
     assert shape.vae is not None
     latents = shape.vae.latents(81, 480, 480)
@@ -189,7 +197,7 @@ def test_what_a_block_keeps(shape: diffusion_plan.PipelineShape, dtype: torch.dt
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("shape", [A14B, TI2V], ids=["a14b", "5b"])
-def test_what_decoding_keeps(shape: diffusion_plan.PipelineShape) -> None:
+def test_what_decoding_keeps(shape: PipelineShape) -> None:
     """480 x 480 in bf16: three latent frames, and the last of them alone."""
     assert shape.vae is not None
     decoder, found = vae(shape.vae).to(torch.bfloat16).requires_grad_(False), []
@@ -285,6 +293,8 @@ def test_remedies_go_on_until_it_fits() -> None:
     assert [name for name, _ in found] == ["model.checkpoint_decode=true", "model.offload_frozen=true"]
     assert found[-1][1] <= 80 * GIB < found[-2][1]
     assert remedies(config(num_frames=5), TI2V, 1, 140 * GIB) == []
+    names = [name for name, _ in remedies(config(num_frames=81), A14B, 1, 8 * GIB)]
+    assert names[-2:] == ["data.num_frames=41", "data.max_pixels=115200 data.height=null data.width=null"]
 
 
 def test_verdict_in_words() -> None:
@@ -300,6 +310,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "1 expert of 5.00 B parameters, adapter 80.6 M; clip 33 x 480 x 480: 2025 tokens; 1 device" in out
     assert diffusion_plan.main([*arguments[:3], "8"]) == 1
+    assert diffusion_plan.main([*arguments[:3], "0"]) == 2
 
 
 def test_shapes_from_a_folder(tmp_path: Path) -> None:
@@ -311,7 +322,7 @@ def test_shapes_from_a_folder(tmp_path: Path) -> None:
             "in_channels": 36, "out_channels": 16, "text_dim": 4096, "patch_size": [1, 2, 2],
         },
         "vae/config.json": {"_class_name": "AutoencoderKLWan", "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4]},
-        "text_encoder/config.json": diffusion_plan.UMT5_XXL,
+        "text_encoder/config.json": UMT5_XXL,
     }  # fmt: skip
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
