@@ -27,8 +27,9 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
         BatchError: on every rank alike, if the ranks' columns differ.
     """
     packed = data.select(meta_info_keys=[]).pack()
+    tensors = [] if data.batch is None else sorted(map(str, data.batch.keys()))
     payloads: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(payloads, (column_names(data), packed), group=process_group)
+    dist.all_gather_object(payloads, ((tensors, sorted(data.non_tensor_batch)), packed), group=process_group)
     names = [found for found, _ in payloads]
     if any(found != names[0] for found in names):
         raise BatchError(f"the ranks' batches must have the same columns, found by rank {names}")
@@ -39,9 +40,3 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
                 gathered.batch[name] = gathered.batch[name].to(value.device)
     data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
     return data
-
-
-def column_names(data: DataProto) -> tuple[list[str], list[str]]:
-    """Names of the tensors, and of the other columns."""
-    tensors = [] if data.batch is None else sorted(str(name) for name in data.batch.keys())
-    return tensors, sorted(data.non_tensor_batch)

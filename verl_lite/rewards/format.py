@@ -6,7 +6,6 @@ about what is in the sections; give it a small weight beside a reward that does 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +33,7 @@ def compute_score(
     line ends too). Raises ValueError for tags that are not names, and re.error for a wrong pattern.
     """
     if pattern is not None:
-        return float(_compiled(pattern).fullmatch(solution_str.strip()) is not None)
+        return float(re.fullmatch(pattern, solution_str.strip(), re.DOTALL) is not None)
     return float(has_sections(solution_str, tuple(tags), opened=opened, text_outside=text_outside, empty=empty))
 
 
@@ -56,8 +55,3 @@ def has_sections(
     pieces = [text[start:end].strip() for start, end in zip(borders[::2], borders[1::2], strict=True)]
     outside, inside = pieces[::2], pieces[1::2]
     return (text_outside or not any(outside)) and (empty or all(inside))
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.DOTALL)

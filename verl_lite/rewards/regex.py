@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
@@ -36,7 +35,7 @@ def compute_score(
         raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)} is expected")
     if pattern is None and group is not None:
         raise ValueError(f"group={group!r} needs a pattern: without one the ground truth is the pattern")
-    compiled = _compiled(str(ground_truth) if pattern is None else pattern)
+    compiled = re.compile(str(ground_truth) if pattern is None else pattern)
     found = _found(compiled, solution_str.strip(), mode, first)
     if group is None:
         return {"score": float(found is not None), "pred": "" if found is None else found[0]}
@@ -55,8 +54,3 @@ def _found(compiled: re.Pattern[str], text: str, mode: str, first: bool) -> re.M
         return compiled.search(text)
     matches = list(compiled.finditer(text))
     return matches[-1] if matches else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
