@@ -7,17 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer.samples.sample import Sample
 from trainer.validation.metrics import INTERVAL, MEAN_OF_SOURCES
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 _TEXT_SHOWN = 300
 _MEAN = re.compile(r"val-(?P<rank>core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")

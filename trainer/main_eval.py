@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.ending import command
+from verl_lite.config_loader import load_config
+from verl_lite.errors import UserError
+from verl_lite.options.agentic import is_agentic
 
 if TYPE_CHECKING:
     from trainer.validation.targets import Target
@@ -43,8 +46,6 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     from trainer.final_report import validation_table
     from trainer.run import prepare_recipe, recipe_overrides, run_ppo
     from trainer.validation.evaluation import Evaluation, answer_settings, finished_metrics, read_results
-    from verl_lite.config_loader import load_config
-    from verl_lite.options.agentic import is_agentic
 
     argv = eval_arguments(target, overrides)
     loaded = load_config(argv, recipe_loader=recipe_overrides)
@@ -72,8 +73,6 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
 
 def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
     """The command line of the run that validates `target`. Raises UserError if there is nothing to validate."""
-    from verl_lite.errors import UserError
-
     has_data = any(item.startswith(("data.val_files=", "agentic.", "--config", "recipe=")) for item in overrides)
     if target.is_model and not has_data:
         raise UserError(
@@ -108,7 +107,6 @@ def main(argv: list[str]) -> int:
     from trainer.console import Console
     from trainer.final_report import steps_table
     from trainer.validation.targets import find_targets, split_arguments
-    from verl_lite.errors import UserError
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
     if not names:

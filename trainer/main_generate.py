@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.ending import command
-
-if TYPE_CHECKING:
-    from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig
+from verl_lite.config_loader import load_config
+from verl_lite.errors import UserError
+from verl_lite.options.agentic import is_agentic
 
 USAGE = "usage: python -m trainer.main_generate RUN_OR_CHECKPOINT_OR_MODEL output=FILE.parquet [key=value ...]"
 OUTPUT = "output="
@@ -30,8 +30,6 @@ def generate(name: str, options: list[str]) -> int:
     from trainer.run import prepare_recipe, recipe_overrides, run_ppo
     from trainer.validation.generation import Generation, folder_of, is_complete
     from trainer.validation.targets import find_targets
-    from verl_lite.config_loader import load_config
-    from verl_lite.errors import UserError
 
     output, overrides = output_file(options)
     targets = find_targets(name)
@@ -56,7 +54,6 @@ def generate(name: str, options: list[str]) -> int:
 def output_file(options: list[str]) -> tuple[Path, list[str]]:
     """The file to write, and the other options. Raises UserError if it is missing or of another kind."""
     from trainer.validation.generation import FORMATS
-    from verl_lite.errors import UserError
 
     given = [item.removeprefix(OUTPUT) for item in options if item.startswith(OUTPUT)]
     if len(given) != 1:
@@ -69,9 +66,6 @@ def output_file(options: list[str]) -> tuple[Path, list[str]]:
 
 def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
     """Raises UserError for options that a file of answers knows nothing of."""
-    from verl_lite.errors import UserError
-    from verl_lite.options.agentic import is_agentic
-
     if is_agentic(config):
         raise UserError(
             "main_generate answers the prompts of a dataset; agents act in environments: `python -m trainer.main_eval` "

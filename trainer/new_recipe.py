@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from trainer.ending import command
+from verl_lite.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("recipe_template")
 FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "README.md")
@@ -23,8 +24,6 @@ FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "REA
 def write_recipe(name: str, to: Path) -> Path:
     """Writes the folder to/name; returns it. Raises UserError for a name that Python cannot import from there, or a
     folder that exists."""
-    from verl_lite.errors import UserError
-
     folder = to.expanduser().absolute() / name
     if problem := name_problem(name, folder):
         raise UserError(f"NAME={name!r}: {problem}; expected small letters, digits and _, for example my_recipe")

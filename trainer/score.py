@@ -18,16 +18,23 @@ import re
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omegaconf import OmegaConf
+
 from trainer.ending import command
+from verl_lite.checks.reward import reward_function
+from verl_lite.config import PPOConfig
+from verl_lite.config_loader import ConfigError, help_config, load_config, load_schema
+from verl_lite.errors import UserError
+from verl_lite.options.agentic import is_agentic
+from verl_lite.options.score import ScoreConfig
+from verl_lite.rewards import RewardResult, reward_modules
 
 if TYPE_CHECKING:
     from trainer.samples.saved_answers import SavedAnswers
-    from verl_lite.config import PPOConfig
-    from verl_lite.options.score import ScoreConfig
-    from verl_lite.rewards import RewardResult
 
 USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [out=FILE.parquet]"
 REWARD = "reward="
@@ -38,9 +45,6 @@ ONLY_TRAINING = ("overlong_buffer", "function_weight")
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     if "--help-config" in argv:
-        from verl_lite.config_loader import help_config
-        from verl_lite.options.score import ScoreConfig
-
         print(help_config(ScoreConfig))
         return 0
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
@@ -77,10 +81,6 @@ def score(target: Path, overrides: list[str]) -> int:
 
 def run_config(target: Path) -> PPOConfig | None:
     """The configuration of a run folder; None of anything else. Raises UserError for a run of agents."""
-    from verl_lite.config_loader import load_config
-    from verl_lite.errors import UserError
-    from verl_lite.options.agentic import is_agentic
-
     file = target / "config.yaml"
     if not file.is_file():
         return None
@@ -92,11 +92,6 @@ def run_config(target: Path) -> PPOConfig | None:
 
 def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     """The options: those of the run's own reward, and over them the command line. Raises UserError for wrong ones."""
-    from verl_lite.checks.reward import reward_function
-    from verl_lite.config import PPOConfig
-    from verl_lite.config_loader import ConfigError, load_schema
-    from verl_lite.options.score import ScoreConfig
-
     given, replaces = _spelt_out(overrides)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
@@ -123,7 +118,6 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
 
 def score_answers(saved: SavedAnswers, config: ScoreConfig) -> list[RewardResult]:
     """A result for each answer, from supervised reward processes. Raises UserError for a data source without reward."""
-    from verl_lite.rewards import reward_modules
     from workers.rewards.pool import RewardPool
 
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
@@ -154,10 +148,6 @@ def _spelt_out(overrides: list[str]) -> tuple[list[str], bool]:
 
 def _write_own_settings(file: Path, run: PPOConfig | None, replaces: bool) -> None:
     """What a run's reward was, as the first layer of options. replaces: another one is named, so only its limits."""
-    from dataclasses import asdict
-
-    from omegaconf import OmegaConf
-
     if run is None:
         file.write_text("{}")
         return

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trainer.console import Console
 from trainer.ending import command
-
-if TYPE_CHECKING:
-    from trainer.trackers.base import TrackedRun
-    from trainer.trackers.spool import Message
+from trainer.samples.sample import Sample
+from trainer.trackers.base import TRACKERS, TrackedRun, check_trackers
+from trainer.trackers.spool import LastStep, Message, Spool, spooled_trackers
+from trainer.tracking import read_metrics, read_samples
+from verl_lite.errors import UserError
 
 USAGE = "usage: python -m trainer.sync RUN [--to TRACKER] [--all]"
 
@@ -34,8 +35,6 @@ class Asked:
     @classmethod
     def parse(cls, argv: list[str]) -> Asked:
         """Raises UserError with the usage."""
-        from verl_lite.errors import UserError
-
         rest, tracker, whole = [], None, False
         arguments = iter(argv)
         for argument in arguments:
@@ -56,15 +55,12 @@ class Asked:
 
 def sync(asked: Asked) -> int:
     """Does what was asked for; returns the exit status. Raises UserError for a folder that is no run, or is in use."""
-    from trainer.console import Console
     from trainer.launch import held_folder
-    from trainer.trackers.base import TrackedRun, check_trackers
-    from trainer.trackers.spool import spooled_trackers
 
     console = Console()
     run = TrackedRun.saved(asked.run_dir, console)
     names = spooled_trackers(asked.run_dir) if asked.tracker is None else [asked.tracker]
-    check_trackers(names)
+    check_trackers(names, None if asked.tracker is None else f"--to {asked.tracker}")
     if not names:
         console.print(f"No tracker lacks anything of {asked.run_dir}.")
     with held_folder(asked.run_dir, console.note):
@@ -73,9 +69,6 @@ def sync(asked: Asked) -> int:
 
 def _sync_one(run: TrackedRun, name: str, whole: bool) -> int:
     """One tracker; 1 if it did not take all."""
-    from trainer.trackers.base import TRACKERS
-    from trainer.trackers.spool import LastStep, Spool
-
     spool, last, say = Spool(run.run_dir, name), LastStep(run.run_dir, name), run.console.print
     if whole or (not len(spool) and not last.is_known and not (run.run_dir / name).is_dir()):
         spool.clear()
@@ -99,10 +92,6 @@ def _sync_one(run: TrackedRun, name: str, whole: bool) -> int:
 
 def whole_run(run_dir: Path) -> Iterator[Message]:
     """All that was logged in a run, by step; where a resumed run went back, what it did the second time."""
-    from trainer.samples.sample import Sample
-    from trainer.trackers.spool import Message
-    from trainer.tracking import read_metrics, read_samples
-
     path = run_dir / "metrics.jsonl"
     metrics = read_metrics(path) if path.is_file() else {}
     samples = read_samples(run_dir / "samples.jsonl")

@@ -11,16 +11,14 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.console import Console, following
+from trainer.samples.sample import Sample
 from trainer.trackers.background import BackgroundTracker
 from trainer.trackers.base import IMMEDIATE, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
 from trainer.trackers.spool import finite
 from verl_lite.config import RunOptions
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracking", "read_metrics", "read_samples", "register_tracker"]
 

@@ -13,13 +13,12 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
+from trainer.samples.sample import Sample
 
 FOLDER, TRAIN, VAL = "samples", "train", "val"
 JSON = "_json"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from trainer.validation.metrics import PREDICTION
-from verl_lite.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl_lite.protocol import DataProto
 
 
 def is_prediction(name: str) -> bool:

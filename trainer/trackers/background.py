@@ -12,13 +12,10 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from trainer.samples.sample import Sample
 from trainer.trackers.base import TrackedRun, Tracker, TrackerFactory
 from trainer.trackers.spool import LastStep, Message, Spool
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 QUEUE_LENGTH = 200
 FINISH_TIMEOUT_S = 15.0

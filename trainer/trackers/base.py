@@ -13,17 +13,15 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import yaml
 
 from trainer.console import Console
+from trainer.samples.sample import Sample
 from verl_lite.config import RunOptions
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 IMMEDIATE = ("console", "jsonl")
 """Trackers that work in the driver's thread: they need nothing but this machine."""
@@ -118,17 +116,19 @@ for _name in PACKAGES:
     register_tracker(_name)(_adapter(_name))
 
 
-def check_trackers(names: Iterable[str]) -> None:
-    """Raises UserError for a name of `trainer.logger` that is not known, and for one whose package is missing."""
+def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
+    """Raises UserError for a name that is not known, and for one whose package is missing. asked: how the user named
+    them; None = by `trainer.logger`."""
     names = list(names)
+    asked = asked or f"trainer.logger={names}"
     for name in names:
         try:
             TRACKERS.get_fn(name)
         except ValueError:
-            raise UserError(f"trainer.logger={names}: no tracker {name!r}; known: {', '.join(TRACKERS)}") from None
+            raise UserError(f"{asked}: no tracker {name!r}; known: {', '.join(TRACKERS)}") from None
         package = PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
             raise UserError(
-                f"trainer.logger={names}: the tracker {name} needs the package {package}, which is not installed in "
-                f"this environment. Install it: pip install {package}; or leave {name} out of trainer.logger"
+                f"{asked}: the tracker {name} needs the package {package}, which is not installed in "
+                f"this environment. Install it: pip install {package}; or leave {name} out"
             )

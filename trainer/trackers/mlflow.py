@@ -10,12 +10,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.samples.sample import Sample
 from trainer.trackers.base import TrackedRun
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 _REFUSED = re.compile(r"[^\w\-. :/]")  # in names; what it takes beside letters, digits and _
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # of one call

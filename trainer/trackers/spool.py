@@ -14,12 +14,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.samples.sample import Sample
 from trainer.trackers.base import Tracker
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 FOLDER = "spool"
 _FAILURES_IN_A_ROW = 3
@@ -62,8 +60,6 @@ class Message:
         if metrics is not None:
             metrics = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
         if samples is not None:
-            from trainer.samples.sample import Sample
-
             samples = [Sample(**sample) for sample in samples]
         return cls(int(row["step"]), metrics, samples)
 

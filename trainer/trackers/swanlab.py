@@ -6,12 +6,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from trainer.samples.sample import Sample
 from trainer.trackers.base import TrackedRun
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 
 class Adapter:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.samples.sample import Sample
 from trainer.trackers.base import TrackedRun
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 _COLUMNS = "| source | prompt | answer | expected | score |\n|---|---|---|---|---|\n"
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from trainer.samples.sample import Sample
 from trainer.trackers.base import TrackedRun
-
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
 
 
 class Adapter:
