@@ -37,12 +37,12 @@ from trainer.tracking import Tracking
 from trainer.validation.answering import TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
 from trainer.validation.kept_answers import KeptAnswers
 from trainer.validation.metrics import validation_metrics
-from verl_lite.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.algos.rollout_diff import rollout_probs_diff
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, combine, values
+from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.rollout_correction import correct_rollout, keep_rewards
