@@ -300,15 +300,13 @@ METRIC_DOCS = (
         "KL(pi_old || reference) by algorithm.kl_penalty, mean over answers of their tokens' mean",
         "nats",
         "a reference model",
-        health=(
-            Health(
-                "the policy is far from the reference model",
-                "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
-                ("algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
-                "0.5 nats: the reference finds each token 1.6 times less likely than the policy does",
-                high=0.5,
-                alarm_high=5.0,
-            ),
+        health=Health(
+            "the policy is far from the reference model",
+            "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
+            ("algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
+            "0.5 nats: the reference finds each token 1.6 times less likely than the policy does",
+            high=0.5,
+            alarm_high=5.0,
         ),
     ),
     MetricDoc("critic/kl_coef", "coefficient of the KL in the reward; 0 without it", "", "a reference model"),

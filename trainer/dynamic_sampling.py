@@ -293,14 +293,12 @@ METRIC_DOCS = (
         "generation batches of the step",
         "",
         "filter_groups",
-        health=(
-            Health(
-                "many batches are generated for one step, because most groups are all right or all wrong",
-                "choose prompts nearer to what the policy can just do",
-                ("data.train_files", "rollout.n", "algorithm.filter_groups.max_num_gen_batches"),
-                "each one costs a whole generation",
-                high=4.0,
-            ),
+        health=Health(
+            "many batches are generated for one step, because most groups are all right or all wrong",
+            "choose prompts nearer to what the policy can just do",
+            ("data.train_files", "rollout.n", "algorithm.filter_groups.max_num_gen_batches"),
+            "each one costs a whole generation",
+            high=4.0,
         ),
     ),
     MetricDoc(

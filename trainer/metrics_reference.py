@@ -65,7 +65,7 @@ class Reference:
 
     def keys(self) -> set[str]:
         """The options that health findings tell to change."""
-        return {key for entry in self.entries for health in entry.doc.health for key in health.keys}
+        return {key for entry in self.entries for health in entry.doc.ranges for key in health.keys}
 
 
 def declared_in(file: Path) -> list[MetricDoc]:
@@ -115,7 +115,7 @@ def render(reference: Reference) -> str:
         parts.append("")
     parts.append("## What to do outside the range\n")
     parts.append("| metric | healthy | what it means | what to change | why this range |\n|---|---|---|---|---|")
-    parts += [_advice(entry.doc, health) for entry in reference.entries for health in entry.doc.health]
+    parts += [_advice(entry.doc, health) for entry in reference.entries for health in entry.doc.ranges]
     return "\n".join(parts) + "\n"
 
 
@@ -133,7 +133,7 @@ def sections(reference: Reference) -> dict[str, list[Entry]]:
 def _row(entry: Entry) -> str:
     doc = entry.doc
     formula = f"{doc.formula} *({doc.when})*" if doc.when else doc.formula
-    healthy = "; ".join(health.shown for health in doc.health)
+    healthy = "; ".join(health.shown for health in doc.ranges)
     where = f"[{entry.file}]({_link(entry.file)})"
     return f"| `{_cell(doc.name)}` | {_cell(formula)} | {doc.unit} | {healthy} | {where} |"
 

@@ -462,14 +462,12 @@ METRIC_DOCS = (
         "distinct answers among those drawn / rows",
         "share",
         "use_pf_ppo",
-        health=(
-            Health(
-                "a few answers are drawn again and again",
-                "lower the power of the weights",
-                ("algorithm.pf_ppo.weight_pow",),
-                "below a fifth the batch is a fifth of its size",
-                low=0.2,
-            ),
+        health=Health(
+            "a few answers are drawn again and again",
+            "lower the power of the weights",
+            ("algorithm.pf_ppo.weight_pow",),
+            "below a fifth the batch is a fifth of its size",
+            low=0.2,
         ),
     ),
 )

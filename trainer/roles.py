@@ -253,14 +253,12 @@ METRIC_DOCS = (
         "rollout/idle_frac",
         "1 - mean_rank_seconds / slowest_rank_seconds",
         "share",
-        health=(
-            Health(
-                "devices wait for the one with the longest answers",
-                "limit the answers' length, or give each device more of them",
-                ("data.max_response_length", "data.train_batch_size", "rollout.max_num_seqs"),
-                "a third of the generation time lost is worth a look",
-                high=0.33,
-            ),
+        health=Health(
+            "devices wait for the one with the longest answers",
+            "limit the answers' length, or give each device more of them",
+            ("data.max_response_length", "data.train_batch_size", "rollout.max_num_seqs"),
+            "a third of the generation time lost is worth a look",
+            high=0.33,
         ),
     ),
 )

@@ -205,31 +205,27 @@ METRIC_DOCS = (
         "critic/vf_explained_var",
         "1 - Var(returns - values) / Var(returns), over valid tokens",
         when="gae",
-        health=(
-            Health(
-                "the critic predicts worse than a constant would, and its advantages are noise",
-                "train it alone first, or raise its learning rate",
-                ("trainer.critic_warmup", "critic.optim.lr"),
-                "0 is a constant, 1 is perfect",
-                low=0.0,
-                alarm_low=-1.0,
-            ),
+        health=Health(
+            "the critic predicts worse than a constant would, and its advantages are noise",
+            "train it alone first, or raise its learning rate",
+            ("trainer.critic_warmup", "critic.optim.lr"),
+            "0 is a constant, 1 is perfect",
+            low=0.0,
+            alarm_low=-1.0,
         ),
     ),
     MetricDoc(
         "frac_reward_zero_std",
         "prompts (episodes: groups) with several answers, all of the same score / those with several",
         "share",
-        health=(
-            Health(
-                "most prompts teach nothing, because all their answers are equally good: too easy, too hard, or n too "
-                "small",
-                "choose prompts that the policy can just do, sample more answers, or draw until groups differ",
-                ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
-                "at 0.5 half of the generation is for nothing",
-                high=0.5,
-                alarm_high=0.9,
-            ),
+        health=Health(
+            "most prompts teach nothing, because all their answers are equally good: too easy, too hard, or n too "
+            "small",
+            "choose prompts that the policy can just do, sample more answers, or draw until groups differ",
+            ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
+            "at 0.5 half of the generation is for nothing",
+            high=0.5,
+            alarm_high=0.9,
         ),
     ),
     MetricDoc(
@@ -239,15 +235,13 @@ METRIC_DOCS = (
         "response_length/clip_ratio",
         "answers cut off at data.max_response_length / answers",
         "share",
-        health=(
-            Health(
-                "answers are cut off before they end, so they are judged by half a thought",
-                "allow longer ones, or take off points for length",
-                ("data.max_response_length", "reward.overlong_buffer.enable"),
-                "a few stragglers are normal; above one in ten the limit shapes what is learnt",
-                high=0.1,
-                alarm_high=0.5,
-            ),
+        health=Health(
+            "answers are cut off before they end, so they are judged by half a thought",
+            "allow longer ones, or take off points for length",
+            ("data.max_response_length", "reward.overlong_buffer.enable"),
+            "a few stragglers are normal; above one in ten the limit shapes what is learnt",
+            high=0.1,
+            alarm_high=0.5,
         ),
     ),
     MetricDoc("prompt_length/{mean,max,min}", "tokens of a prompt", "tokens"),
@@ -255,29 +249,25 @@ METRIC_DOCS = (
         "prompt_length/clip_ratio",
         "prompts as long as data.max_prompt_length / prompts",
         "share",
-        health=(
-            Health(
-                "prompts may have been cut",
-                "allow longer ones",
-                ("data.max_prompt_length", "data.truncation"),
-                "more than a few of exactly the greatest length are no chance",
-                high=0.1,
-            ),
+        health=Health(
+            "prompts may have been cut",
+            "allow longer ones",
+            ("data.max_prompt_length", "data.truncation"),
+            "more than a few of exactly the greatest length are no chance",
+            high=0.1,
         ),
     ),
     MetricDoc(
         "response/aborted_ratio",
         "rows, fillers aside, whose answer is empty / rows",
         "share",
-        health=(
-            Health(
-                "answers without a single token",
-                "look at the samples: does the chat template leave room for an answer, and is eos the first token?",
-                ("data.apply_chat_template_kwargs", "model.tokenizer_path"),
-                "more than one in a hundred is a fault",
-                high=0.01,
-                alarm_high=0.2,
-            ),
+        health=Health(
+            "answers without a single token",
+            "look at the samples: does the chat template leave room for an answer, and is eos the first token?",
+            ("data.apply_chat_template_kwargs", "model.tokenizer_path"),
+            "more than one in a hundred is a fault",
+            high=0.01,
+            alarm_high=0.2,
         ),
     ),
     MetricDoc(

@@ -136,16 +136,14 @@ METRIC_DOCS = (
         "actor/perf/{host_rss_gb,max_memory_allocated_gb,max_memory_reserved_gb}",
         "resident host memory of the fullest worker; on CUDA the peak of the update, allocated and reserved",
         "GiB",
-        health=(
-            Health(
-                "a worker's memory grows from step to step: a leak, or ever longer answers",
-                "look at response_length/max first",
-                ("data.max_response_length",),
-                "after the first steps everything has its size; half as much again is growth",
-                high=1.5,
-                alarm_high=3.0,
-                of_start=True,
-            ),
+        health=Health(
+            "a worker's memory grows from step to step: a leak, or ever longer answers",
+            "look at response_length/max first",
+            ("data.max_response_length",),
+            "after the first steps everything has its size; half as much again is growth",
+            high=1.5,
+            alarm_high=3.0,
+            of_start=True,
         ),
     ),
 )

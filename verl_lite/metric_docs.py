@@ -79,14 +79,19 @@ class MetricDoc:
     name: as it is logged; `{mean,max,min}` stands for each of these, `{entry}` for anything without a slash,
     `{data_source}` and `{tag}` for anything, and one capital letter, `mean@{N}`, for a whole number.
     formula: how it is computed, and over what it is a mean. unit: empty for a plain number; `share` is 0 to 1.
-    when: the options under which it is logged; empty = in every run of the kind.
+    when: the options under which it is logged; empty = in every run of the kind. health: its range, or several.
     """
 
     name: str
     formula: str
     unit: str = ""
     when: str = ""
-    health: tuple[Health, ...] = ()
+    health: Health | tuple[Health, ...] = ()
+
+    @property
+    def ranges(self) -> tuple[Health, ...]:
+        """`health`, as several."""
+        return (self.health,) if isinstance(self.health, Health) else self.health
 
     @property
     def names(self) -> list[str]:

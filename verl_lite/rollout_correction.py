@@ -317,15 +317,13 @@ METRIC_DOCS = (
         "(mean w)^2 / mean w^2 over valid tokens",
         "share",
         "rollout_is",
-        health=(
-            Health(
-                "a few samples carry the whole gradient: sampler and trainer differ too much for weights to mend it",
-                "find the cause of training/rollout_probs_diff_mean, lower the threshold, or generate less far ahead",
-                ("algorithm.rollout_correction.rollout_is_threshold", "agentic.async_generation_ratio"),
-                "at 0.5 half of the samples' information is lost to the spread of the weights",
-                low=0.5,
-                alarm_low=0.1,
-            ),
+        health=Health(
+            "a few samples carry the whole gradient: sampler and trainer differ too much for weights to mend it",
+            "find the cause of training/rollout_probs_diff_mean, lower the threshold, or generate less far ahead",
+            ("algorithm.rollout_correction.rollout_is_threshold", "agentic.async_generation_ratio"),
+            "at 0.5 half of the samples' information is lost to the spread of the weights",
+            low=0.5,
+            alarm_low=0.1,
         ),
     ),
     MetricDoc(
@@ -366,15 +364,13 @@ METRIC_DOCS = (
         "tokens that any option rejects / valid tokens; answers that lose one / answers",
         "share",
         "rollout_rs",
-        health=(
-            Health(
-                "much of what was generated is thrown away, and what stays is a biased choice",
-                "find the cause of training/rollout_probs_diff_mean, or widen the threshold",
-                ("algorithm.rollout_correction.rollout_rs_threshold", "rollout.dtype"),
-                "a rejection is meant for outliers",
-                high=0.3,
-                alarm_high=0.8,
-            ),
+        health=Health(
+            "much of what was generated is thrown away, and what stays is a biased choice",
+            "find the cause of training/rollout_probs_diff_mean, or widen the threshold",
+            ("algorithm.rollout_correction.rollout_rs_threshold", "rollout.dtype"),
+            "a rejection is meant for outliers",
+            high=0.3,
+            alarm_high=0.8,
         ),
     ),
     MetricDoc(

@@ -238,15 +238,13 @@ METRIC_DOCS = (
         "(v - v0)^2 / (2 sigma^2), mean over the latents, the steps with gradient and the samples",
         "nats",
         "actor.use_kl_loss, reward flow",
-        health=(
-            Health(
-                "the policy is far from the reference model",
-                "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
-                ("actor.kl_loss_coef", "actor.optim.lr"),
-                "0.5 nats: the reference finds each token 1.6 times less likely than the policy does",
-                high=0.5,
-                alarm_high=5.0,
-            ),
+        health=Health(
+            "the policy is far from the reference model",
+            "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
+            ("actor.kl_loss_coef", "actor.optim.lr"),
+            "0.5 nats: the reference finds each token 1.6 times less likely than the policy does",
+            high=0.5,
+            alarm_high=5.0,
         ),
     ),
     MetricDoc("actor/kl_coef", "actor.kl_loss_coef", when="actor.use_kl_loss"),
@@ -257,14 +255,12 @@ METRIC_DOCS = (
         "tokens whose value was clipped to critic.cliprange_value around the old one / valid tokens",
         "share",
         "gae",
-        health=(
-            Health(
-                "the critic moves further in one step than its clip range lets it",
-                "widen the range, or lower the critic's learning rate",
-                ("critic.cliprange_value", "critic.optim.lr"),
-                "where most tokens are clipped the loss has no gradient for them",
-                high=0.5,
-            ),
+        health=Health(
+            "the critic moves further in one step than its clip range lets it",
+            "widen the range, or lower the critic's learning rate",
+            ("critic.cliprange_value", "critic.optim.lr"),
+            "where most tokens are clipped the loss has no gradient for them",
+            high=0.5,
         ),
     ),
     MetricDoc("critic/vpred_mean", "values after each update's forward pass, mean over valid tokens", when="gae"),

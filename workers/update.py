@@ -113,15 +113,13 @@ METRIC_DOCS = (
         "{actor,critic,train}/empty_mini_batch_frac",
         "mini-batches without a valid token, which are no optimizer step / mini-batches",
         "share",
-        health=(
-            Health(
-                "whole mini-batches had nothing to learn from: their rewards failed, or the correction rejected them",
-                "look at reward/error_rate and at the rejection of algorithm.rollout_correction",
-                ("algorithm.rollout_correction.rollout_rs_threshold", "actor.ppo_mini_batch_size"),
-                "each one is generation time without a step",
-                high=0.0,
-                alarm_high=0.5,
-            ),
+        health=Health(
+            "whole mini-batches had nothing to learn from: their rewards failed, or the correction rejected them",
+            "look at reward/error_rate and at the rejection of algorithm.rollout_correction",
+            ("algorithm.rollout_correction.rollout_rs_threshold", "actor.ppo_mini_batch_size"),
+            "each one is generation time without a step",
+            high=0.0,
+            alarm_high=0.5,
         ),
     ),
 )

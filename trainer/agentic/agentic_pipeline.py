@@ -241,15 +241,13 @@ METRIC_DOCS = (
         "episodes that failed / episodes; they are masked, never a 0",
         "share",
         "episodes",
-        health=(
-            Health(
-                "environments raise, die or hang",
-                "see env_failures.jsonl and logs/ in the run folder",
-                ("agentic.env_pool.timeout_s", "agentic.env_pool.max_error_rate"),
-                "none is expected; past max_error_rate the run stops",
-                high=0.0,
-                alarm_high=0.05,
-            ),
+        health=Health(
+            "environments raise, die or hang",
+            "see env_failures.jsonl and logs/ in the run folder",
+            ("agentic.env_pool.timeout_s", "agentic.env_pool.max_error_rate"),
+            "none is expected; past max_error_rate the run stops",
+            high=0.0,
+            alarm_high=0.05,
         ),
     ),
     MetricDoc("env/timeout_rate", "episodes that failed by being late / episodes", "share", "episodes"),

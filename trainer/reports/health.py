@@ -42,7 +42,7 @@ def in_ranges(series: Series, reference: Reference) -> list[Finding]:
     found: dict[tuple[int, Health, str], list[Finding]] = {}
     for name, points in series.items():
         entry = reference.find(name)
-        for health in entry.doc.health if entry is not None and points else ():
+        for health in entry.doc.ranges if entry is not None and points else ():
             finding = in_range(name, points, health)
             found.setdefault((id(entry), health, finding.grade), []).append(finding)
     return [_joined(own) for own in found.values()]

@@ -144,7 +144,7 @@ def _doc(name: str, reference: Reference) -> Json | None:
     entry = reference.find(name)
     if entry is None:
         return None
-    healthy = "; ".join(health.shown for health in entry.doc.health)
+    healthy = "; ".join(health.shown for health in entry.doc.ranges)
     when = f" ({entry.doc.when})" if entry.doc.when else ""
     return {"formula": entry.doc.formula + when, "unit": entry.doc.unit, "healthy": healthy, "file": entry.file}
 

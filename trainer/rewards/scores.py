@@ -184,30 +184,26 @@ METRIC_DOCS = (
         "reward/error_rate",
         "answers whose reward failed (exception, hang, no number) / answers; they are masked, never a 0",
         "share",
-        health=(
-            Health(
-                "the reward function fails for some answers",
-                "see reward_failures.jsonl in the run folder; python -m trainer.score runs it again on saved answers",
-                ("reward.custom_reward_function.path", "reward.max_error_rate"),
-                "none is expected; past max_error_rate the run stops",
-                high=0.0,
-                alarm_high=0.05,
-            ),
+        health=Health(
+            "the reward function fails for some answers",
+            "see reward_failures.jsonl in the run folder; python -m trainer.score runs it again on saved answers",
+            ("reward.custom_reward_function.path", "reward.max_error_rate"),
+            "none is expected; past max_error_rate the run stops",
+            high=0.0,
+            alarm_high=0.05,
         ),
     ),
     MetricDoc(
         "reward/timeout_rate",
         "answers whose reward was late / answers",
         "share",
-        health=(
-            Health(
-                "the reward function is too slow for some answers",
-                "give it more time or more processes",
-                ("reward.timeout_s", "reward.num_workers"),
-                "none is expected",
-                high=0.0,
-                alarm_high=0.05,
-            ),
+        health=Health(
+            "the reward function is too slow for some answers",
+            "give it more time or more processes",
+            ("reward.timeout_s", "reward.num_workers"),
+            "none is expected",
+            high=0.0,
+            alarm_high=0.05,
         ),
     ),
     MetricDoc(

@@ -175,14 +175,12 @@ METRIC_DOCS = (
         "validation prompts asked / prompts",
         "share",
         "val_time_budget_s",
-        health=(
-            Health(
-                "the time budget ended before all prompts were asked",
-                "allow more time, or take fewer prompts",
-                ("trainer.val_time_budget_s", "data.val_max_samples"),
-                "means over different prompts do not compare",
-                low=1.0,
-            ),
+        health=Health(
+            "the time budget ended before all prompts were asked",
+            "allow more time, or take fewer prompts",
+            ("trainer.val_time_budget_s", "data.val_max_samples"),
+            "means over different prompts do not compare",
+            low=1.0,
         ),
     ),
     MetricDoc("val-aux/{data_source}/{,greedy/}prompts", "validation prompts asked", "", "val_time_budget_s"),
@@ -190,14 +188,12 @@ METRIC_DOCS = (
         "timing_share/testing",
         "time of all validations / time since the run began",
         "share",
-        health=(
-            Health(
-                "validation takes much of the run's time",
-                "validate less often, or on fewer prompts",
-                ("trainer.test_freq", "data.val_max_samples", "rollout.val_kwargs.n"),
-                "a fifth of the time is worth a look",
-                high=0.2,
-            ),
+        health=Health(
+            "validation takes much of the run's time",
+            "validate less often, or on fewer prompts",
+            ("trainer.test_freq", "data.val_max_samples", "rollout.val_kwargs.n"),
+            "a fifth of the time is worth a look",
+            high=0.2,
         ),
     ),
 )

@@ -291,15 +291,13 @@ METRIC_DOCS = (
         "val-aux/{data_source}/{,greedy/}reward/{error_rate,timeout_rate}",
         "validation answers whose reward failed, was late / answers",
         "share",
-        health=(
-            Health(
-                "the reward function fails for some answers of the validation, which are then in no mean",
-                "see logs/ in the run folder",
-                ("reward.timeout_s", "reward.custom_reward_function.path"),
-                "none is expected",
-                high=0.0,
-                alarm_high=0.1,
-            ),
+        health=Health(
+            "the reward function fails for some answers of the validation, which are then in no mean",
+            "see logs/ in the run folder",
+            ("reward.timeout_s", "reward.custom_reward_function.path"),
+            "none is expected",
+            high=0.0,
+            alarm_high=0.1,
         ),
     ),
 )

@@ -398,15 +398,13 @@ METRIC_DOCS = (
         "tokens where the loss clips, truncates or leaves out its ratio / valid tokens; which, says each loss",
         "share",
         "losses that clip",
-        health=(
-            Health(
-                "many tokens are outside the clip range and give no gradient: the update goes too far in one step",
-                "lower the learning rate, train fewer epochs or in fewer mini-batches on a batch, or widen the range",
-                ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
-                "PPO runs that learn are mostly below 0.2; gspo and geo_mean clip whole answers, and more of them",
-                high=0.3,
-                alarm_high=0.6,
-            ),
+        health=Health(
+            "many tokens are outside the clip range and give no gradient: the update goes too far in one step",
+            "lower the learning rate, train fewer epochs or in fewer mini-batches on a batch, or widen the range",
+            ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
+            "PPO runs that learn are mostly below 0.2; gspo and geo_mean clip whole answers, and more of them",
+            high=0.3,
+            alarm_high=0.6,
         ),
     ),
     MetricDoc(
@@ -419,17 +417,15 @@ METRIC_DOCS = (
         "actor/ppo_kl",
         "log pi_old - log pi within +-20, mean over valid tokens: an estimate of KL(pi_old || pi); kl_cov: its size",
         "nats",
-        health=(
-            Health(
-                "the policy of the last mini-batch is far from the one that sampled",
-                "lower the learning rate, or train fewer epochs or in fewer mini-batches on a batch",
-                ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size"),
-                "PPO implementations with early stopping end an update at 0.015 to 0.05",
-                low=-0.1,
-                high=0.1,
-                alarm_low=-1.0,
-                alarm_high=1.0,
-            ),
+        health=Health(
+            "the policy of the last mini-batch is far from the one that sampled",
+            "lower the learning rate, or train fewer epochs or in fewer mini-batches on a batch",
+            ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size"),
+            "PPO implementations with early stopping end an update at 0.015 to 0.05",
+            low=-0.1,
+            high=0.1,
+            alarm_low=-1.0,
+            alarm_high=1.0,
         ),
     ),
 )

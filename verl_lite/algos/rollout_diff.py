@@ -91,21 +91,19 @@ METRIC_DOCS = (
         "|p_trainer - p_rollout| of the sampled tokens, mean over valid tokens",
         "share",
         "rollout.calculate_log_probs",
-        health=(
-            Health(
-                "the engine that samples gives other probabilities than the trainer: missed weights, a stale cache, "
-                "another precision, or a top_p or top_k that only one of them applies",
-                "sample in the trainer's precision without top_p and top_k, or correct for it",
-                (
-                    "rollout.dtype",
-                    "rollout.top_p",
-                    "rollout.enable_prefix_caching",
-                    "algorithm.rollout_correction.rollout_is",
-                ),
-                "verl's FAQ: below 0.005 is numerics, above 0.01 an error; fp32 on both sides gives 1e-6",
-                high=0.005,
-                alarm_high=0.01,
+        health=Health(
+            "the engine that samples gives other probabilities than the trainer: missed weights, a stale cache, "
+            "another precision, or a top_p or top_k that only one of them applies",
+            "sample in the trainer's precision without top_p and top_k, or correct for it",
+            (
+                "rollout.dtype",
+                "rollout.top_p",
+                "rollout.enable_prefix_caching",
+                "algorithm.rollout_correction.rollout_is",
             ),
+            "verl's FAQ: below 0.005 is numerics, above 0.01 an error; fp32 on both sides gives 1e-6",
+            high=0.005,
+            alarm_high=0.01,
         ),
     ),
     MetricDoc(
@@ -123,15 +121,13 @@ METRIC_DOCS = (
         "e^x - 1 - x, mean over valid tokens: the same KL, never negative",
         "nats",
         "rollout.calculate_log_probs",
-        health=(
-            Health(
-                "samples come from another policy than the trainer believes",
-                "correct for it, or generate nearer to the update",
-                ("algorithm.rollout_correction.rollout_is", "agentic.async_generation_ratio"),
-                "bf16 against bf16 is about 1e-3; ten times that is more than numerics",
-                high=0.01,
-                alarm_high=0.1,
-            ),
+        health=Health(
+            "samples come from another policy than the trainer believes",
+            "correct for it, or generate nearer to the update",
+            ("algorithm.rollout_correction.rollout_is", "agentic.async_generation_ratio"),
+            "bf16 against bf16 is about 1e-3; ten times that is more than numerics",
+            high=0.01,
+            alarm_high=0.1,
         ),
     ),
     MetricDoc("rollout_corr/chi2_token", "e^(2x) - 1, mean over valid tokens", when="rollout.calculate_log_probs"),

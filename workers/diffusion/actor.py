@@ -128,14 +128,12 @@ METRIC_DOCS = (
         "samples that do not count, since the reward found nothing to score in their frames / samples",
         "share",
         "reward flow",
-        health=(
-            Health(
-                "the frames no longer show what the reward looks for",
-                "lower the learning rate or hold the model nearer to the base model",
-                ("actor.optim.lr", "actor.kl_loss_coef"),
-                "samples that do not count teach nothing",
-                high=0.5,
-            ),
+        health=Health(
+            "the frames no longer show what the reward looks for",
+            "lower the learning rate or hold the model nearer to the base model",
+            ("actor.optim.lr", "actor.kl_loss_coef"),
+            "samples that do not count teach nothing",
+            high=0.5,
         ),
     ),
 )

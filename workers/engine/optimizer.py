@@ -153,31 +153,27 @@ METRIC_DOCS = (
     MetricDoc(
         "{actor,critic,train}/grad_norm",
         "L2 norm of the gradient of all parameters before clipping, mean over the optimizer steps taken",
-        health=(
-            Health(
-                "gradients are far larger than at the start: the update may be diverging",
-                "lower the learning rate or the gradient clip; look at training/rollout_probs_diff_mean as well",
-                ("actor.optim.lr", "actor.optim.clip_grad"),
-                "a norm has no scale of its own: ten times the first value is out of the usual scatter",
-                high=10.0,
-                alarm_high=100.0,
-                of_start=True,
-            ),
+        health=Health(
+            "gradients are far larger than at the start: the update may be diverging",
+            "lower the learning rate or the gradient clip; look at training/rollout_probs_diff_mean as well",
+            ("actor.optim.lr", "actor.optim.clip_grad"),
+            "a norm has no scale of its own: ten times the first value is out of the usual scatter",
+            high=10.0,
+            alarm_high=100.0,
+            of_start=True,
         ),
     ),
     MetricDoc(
         "{actor,critic,train}/grad_norm_nonfinite",
         "optimizer steps left out because the gradient's norm was infinite or no number / optimizer steps",
         "share",
-        health=(
-            Health(
-                "gradients overflow: such a step is left out",
-                "lower the learning rate, or train in fp32",
-                ("actor.optim.lr", "actor.fsdp_config.mixed_precision.param_dtype"),
-                "none is expected",
-                high=0.0,
-                alarm_high=0.1,
-            ),
+        health=Health(
+            "gradients overflow: such a step is left out",
+            "lower the learning rate, or train in fp32",
+            ("actor.optim.lr", "actor.fsdp_config.mixed_precision.param_dtype"),
+            "none is expected",
+            high=0.0,
+            alarm_high=0.1,
         ),
     ),
 )

@@ -94,14 +94,12 @@ METRIC_DOCS = (
         "time inside the engine / time that episodes were driven",
         "share",
         "episodes",
-        health=(
-            Health(
-                "the model waits for environments",
-                "more environment processes, or more episodes at one time",
-                ("agentic.env_pool.num_workers", "agentic.train_env_manager.num_env_groups"),
-                "below a half most of the device's rollout time is waiting",
-                low=0.5,
-            ),
+        health=Health(
+            "the model waits for environments",
+            "more environment processes, or more episodes at one time",
+            ("agentic.env_pool.num_workers", "agentic.train_env_manager.num_env_groups"),
+            "below a half most of the device's rollout time is waiting",
+            low=0.5,
         ),
     ),
     MetricDoc("rollout/engine_sequences", "sequences in the engine, mean over its steps", "", "episodes"),
@@ -111,14 +109,12 @@ METRIC_DOCS = (
         "environment processes that died or hung, since the start",
         "",
         "episodes",
-        health=(
-            Health(
-                "environments crash or hang and are started anew",
-                "see logs/environments-*/ in the run folder; give them more time or memory",
-                ("agentic.env_pool.timeout_s", "agentic.env_pool.max_memory_mb"),
-                "none is expected",
-                high=0.0,
-            ),
+        health=Health(
+            "environments crash or hang and are started anew",
+            "see logs/environments-*/ in the run folder; give them more time or memory",
+            ("agentic.env_pool.timeout_s", "agentic.env_pool.max_memory_mb"),
+            "none is expected",
+            high=0.0,
         ),
     ),
 )
