@@ -24,8 +24,13 @@ LAYERS = ("verl_lite", "workers", "trainer", "recipes")
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "verl_lite/core_algos.py": ("verl_lite.protocol", "verl_lite.config", "transformers", "tensordict", "omegaconf"),
-    "verl_lite/algos/*.py": ("verl_lite.config", "verl_lite.core_algos", "transformers", "tensordict", "omegaconf"),
-    "verl_lite/algos/*[!o].py": ("verl_lite.protocol",),  # all but pf_ppo, which draws rows of a batch
+    "verl_lite/algos/*.py": (
+        "verl_lite.protocol",
+        "verl_lite.config",
+        "verl_lite.core_algos",
+        "tensordict",
+        "omegaconf",
+    ),
     "verl_lite/protocol.py": ("verl_lite.config", "transformers", "omegaconf"),
     "verl_lite/single_controller/*.py": ("vllm", "transformers", "verl_lite.config_loader"),
     "workers/rollout/vllm_engine.py": ("workers.rollout.hf_engine",),
