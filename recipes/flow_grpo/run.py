@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from recipes.flow_grpo.checks import validate
 from recipes.flow_grpo.picture import draw_before_after
@@ -29,7 +27,7 @@ from trainer.picture import draw_panels, draw_validation, series_panel, time_pan
 from trainer.recipe import prepare_recipe, recipe_modules, recipe_overrides
 from trainer.reports.terminal import closing_findings
 from trainer.resume import refuse_another_run
-from trainer.saving import BYTES_PER_PARAMETER, Saver, require_room_for_checkpoints
+from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.starting import claimed_devices, join_ray, start_workers
 from trainer.tracking import Tracking
 from verl_lite.config_loader import LoadedConfig, load_schema, save_config
@@ -39,7 +37,6 @@ from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller import ClassWithInitArgs
 from workers.diffusion.sde_actor import FlowActorWorker
-from workers.diffusion.sde_policy import add_adapter, load_network
 
 COMMAND = ["python", "-m", "recipes.flow_grpo"]
 NAME = "flow_grpo"
@@ -68,8 +65,7 @@ def train(loaded: LoadedConfig[FlowGRPOConfig], slots: int, argv: list[str], sta
     stack.enter_context(held_folder(run_dir, console.note))
     steps = PromptSteps(config, prompts)
     refuse_another_run(config, run_dir, steps.total, "see its curve.png")
-    one = checkpoint_bytes(config)
-    require_room_for_checkpoints(config.trainer, run_dir, steps.total, one)
+    require_room_for_checkpoints(config.trainer, run_dir, steps.total, one=0)
     save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
     console.start(steps.total)
@@ -84,7 +80,7 @@ def train(loaded: LoadedConfig[FlowGRPOConfig], slots: int, argv: list[str], sta
         val_prompts=val_prompts,
         reward=reward,
         tracking=tracking,
-        saver=Saver(run_dir, config.trainer, {"actor": actor}, one, console.note),
+        saver=Saver(run_dir, config.trainer, {"actor": actor}, 0, console.note),
         run_dir=run_dir,
     )
     with stopping_on_signal(steps.stop, console.note):
@@ -118,15 +114,6 @@ def read_prompts(files: list[str]) -> list[str]:
     if not prompts:
         raise UserError(f"data.train_files={files}: no prompts in there; one in each line is expected")
     return prompts
-
-
-def checkpoint_bytes(config: FlowGRPOConfig) -> int:
-    """About the size of one checkpoint: weights and moments of what learns."""
-    network: nn.Module = load_network(config.model)
-    if config.model.lora_rank:
-        add_adapter(network, config.model)
-    learns = sum(math.prod(parameter.shape) for parameter in network.parameters() if parameter.requires_grad)
-    return learns * BYTES_PER_PARAMETER
 
 
 def pictures(result: FitResult, prompts: list[str], run_dir: Path) -> dict[str, Path | None]:

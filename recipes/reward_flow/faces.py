@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from verl_lite.visual_rewards.identity import Faces, align
@@ -108,18 +109,34 @@ PATCH_LEFT, PATCH_RIGHT, PATCH_TOP, PATCH_BOTTOM = -12, 12, -7, 15
 """The part of a face that is compared with the mean face, in pixels from the middle of the head."""
 
 
-class TemplateDetector(nn.Module):
-    """Where the mean face fits best, by normalised correlation of luminance; no face where that is below `threshold`.
+class _Fitted(nn.Module):
+    """A module whose numbers come from the folder that `save` wrote, or are given."""
 
-    path: folder of `save`.
-    """
+    def __init__(self, path: str | Path | None, tensors: dict[str, torch.Tensor] | None) -> None:
+        super().__init__()
+        for name, tensor in (
+            load_file(Path(str(path)) / "weights.safetensors") if tensors is None else tensors
+        ).items():
+            self.register_buffer(name, tensor)
+
+    def save(self, path: Path) -> None:
+        """Writes what the constructor reads."""
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path / "weights.safetensors"
+        )
+
+
+class TemplateDetector(_Fitted):
+    """Where the mean face fits best, by normalised correlation of luminance; no face where it is below `threshold`."""
 
     template: torch.Tensor  # (h, w), mean 0 and length 1
 
-    def __init__(self, path: str | Path | None = None, threshold: float = 0.6, template: torch.Tensor | None = None):
-        super().__init__()
+    def __init__(
+        self, path: str | Path | None = None, threshold: float = 0.6, tensors: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        super().__init__(path, tensors)
         self.threshold = threshold
-        self.register_buffer("template", _read(path)["template"] if template is None else template)
 
     @classmethod
     def fit(cls, frames: torch.Tensor, sway: torch.Tensor) -> TemplateDetector:
@@ -133,7 +150,7 @@ class TemplateDetector(nn.Module):
         patches = F.grid_sample(grey[:, None], (grid + 0.5) * 2 / SIZE - 1, align_corners=False)[:, 0]
         patches = patches - patches.mean((1, 2), keepdim=True)
         template = (patches / patches.norm(dim=(1, 2), keepdim=True)).mean(0)
-        return cls(template=template / template.norm())
+        return cls(tensors={"template": template / template.norm()})
 
     @torch.no_grad()
     def forward(self, frames: torch.Tensor) -> Faces:
@@ -148,26 +165,16 @@ class TemplateDetector(nn.Module):
         middle = torch.stack([column - PATCH_LEFT, row - PATCH_TOP], -1).float()
         return Faces(best >= self.threshold, middle[:, None] + middle.new_tensor(KEYPOINTS))
 
-    def save(self, path: Path) -> None:
-        """Writes what the constructor reads."""
-        _write(path, {"template": self.template})
 
-
-class FisherEmbedder(nn.Module):
-    """Aligned crops to vectors in which people differ and one person's frames do not: a linear map of the crop.
-
-    path: folder of `save`.
-    """
+class FisherEmbedder(_Fitted):
+    """Aligned crops to vectors in which people differ and one person's frames do not: a linear map of the crop."""
 
     crop_size = 32
     mean: torch.Tensor  # (d,)
     directions: torch.Tensor  # (d, D)
 
     def __init__(self, path: str | Path | None = None, tensors: dict[str, torch.Tensor] | None = None) -> None:
-        super().__init__()
-        found = _read(path) if tensors is None else tensors
-        self.register_buffer("mean", found["mean"])
-        self.register_buffer("directions", found["directions"])
+        super().__init__(path, tensors)
 
     @classmethod
     def fit(cls, crops: torch.Tensor, dimensions: int = 16, ridge: float = 0.02) -> FisherEmbedder:
@@ -193,10 +200,6 @@ class FisherEmbedder(nn.Module):
         """crops: (n, 3, crop_size, crop_size) in [0, 1]. Gives (n, D)."""
         return (self.seen(crops) - self.mean) @ self.directions
 
-    def save(self, path: Path) -> None:
-        """Writes what the constructor reads."""
-        _write(path, {"mean": self.mean, "directions": self.directions})
-
 
 def cropped(detector: TemplateDetector, frames: torch.Tensor) -> torch.Tensor:
     """(n, 3, S, S) of frames (n, 3, H, W) in [0, 1], as the embedder gets them."""
@@ -206,18 +209,3 @@ def cropped(detector: TemplateDetector, frames: torch.Tensor) -> torch.Tensor:
 def _luminance(frames: torch.Tensor) -> torch.Tensor:
     """(n, H, W) of (n, 3, H, W)."""
     return (frames * frames.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1)
-
-
-def _read(path: str | Path | None) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    if path is None:
-        raise TypeError("give path, a folder that `save` wrote")
-    return load_file(Path(path) / "weights.safetensors")
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    path.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "weights.safetensors")

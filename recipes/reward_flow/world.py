@@ -18,7 +18,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +142,8 @@ def write_pipeline(
     }
     for place, (name, (low, high, steps)) in enumerate(experts.items()):
         expert = tiny_transformer()
-        told = partial(_tell_steps, tell, f"training the video model, {name} ({place + 1} of {len(experts)})", steps)
-        flow_match(expert, lessons, low, high, steps, torch.Generator().manual_seed(seed + place), told)
+        tell(f"training the video model, {name} ({place + 1} of {len(experts)}), {steps} steps")
+        flow_match(expert, lessons, low, high, steps, torch.Generator().manual_seed(seed + place), tell)
         expert.save_pretrained(folder / name)
     codec.save_pretrained(folder / "vae")
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -258,15 +257,16 @@ def flow_match(
     high: float,
     steps: int,
     generator: torch.Generator,
-    begins: Callable[[int], None],
+    tell: Tell,
     lr: float = 3e-3,
 ) -> None:
     """Trains an expert to predict noise - latents at x = (1 - sigma) latents + sigma noise, sigma in [low, high].
-    begins: hears the number of each step, from 0."""
+    tell: hears how far it is."""
     optimizer = torch.optim.AdamW(expert.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     expert.train()
     for step in range(steps):
-        begins(step)
+        if step % TOLD_STEPS == 0:
+            tell(f"step {step}/{steps}")
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 20) * max(0.02, 1 - step / steps)
         latents, beside, prompts = lessons.draw(generator)
@@ -279,11 +279,6 @@ def flow_match(
         optimizer.step()
         optimizer.zero_grad()
     expert.eval()
-
-
-def _tell_steps(tell: Tell, what: str, steps: int, step: int) -> None:
-    if step % TOLD_STEPS == 0:
-        tell(f"{what}: step {step}/{steps}")
 
 
 def _embedded(prompts: list[str], tokenizer: Any, text_encoder: Any) -> torch.Tensor:

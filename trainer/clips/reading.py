@@ -184,12 +184,13 @@ def _decode(path: Path) -> Generator[Image.Image, None, None]:
 def _folder_files(folder: Path) -> list[Path]:
     """Its pictures in natural order: frame_2 before frame_10."""
     files = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES and not path.name.startswith(".")]
-    return sorted(files, key=lambda path: _by_number(path.name))
 
+    def by_number(path: Path) -> list[str | int]:
+        """Its name cut into text and numbers by turns, text first."""
+        parts = re.split(r"(\d+)", path.name.lower())
+        return [int(part) if place % 2 else part for place, part in enumerate(parts)]
 
-def _by_number(name: str) -> list[str | int]:
-    """A name cut into text and numbers by turns, text first."""
-    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name.lower()))]
+    return sorted(files, key=by_number)
 
 
 def _folder_header(folder: Path) -> Header:

@@ -11,7 +11,7 @@ licence of the weights. `onnx2torch` makes torch modules of the files, so that t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +28,6 @@ STRIDES = (8, 16, 32)
 ANCHORS = 2
 DETECTION_SIZE = 640
 CHANNELS = ("rgb", "bgr")
-
-# ------------------------------------------------------------------------------------------------------- embedder
 
 
 class ArcFaceEmbedder(nn.Module):
@@ -50,9 +48,6 @@ class ArcFaceEmbedder(nn.Module):
         """crops: (n, 3, 112, 112) in [0, 1], RGB. Gives (n, D)."""
         given = _ordered(crops, self.channels) * 2 - 1
         return self.network(given).flatten(1)
-
-
-# ------------------------------------------------------------------------------------------------------- detector
 
 
 class ScrfdDetector(nn.Module):
@@ -175,14 +170,6 @@ def load_onnx(path: str, option: str) -> nn.Module:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"{option}={path!r}: no such file (looked for {file.absolute()}); expected an ONNX file")
-    convert = _converter(option)
-    try:
-        return convert(file).eval().requires_grad_(False)
-    except NotImplementedError as error:
-        raise UserError(f"{option}={path!r}: onnx2torch cannot convert it: {error}") from error
-
-
-def _converter(option: str) -> Callable[[Path], nn.Module]:
     with _stand_in_for_torchvision():
         try:
             from onnx2torch import convert
@@ -191,7 +178,10 @@ def _converter(option: str) -> Callable[[Path], nn.Module]:
                 f"{option} is an ONNX file, and {error.name} is not installed, which makes a torch module of it: "
                 "pip install verl_lite[diffusion]"
             ) from None
-    return convert
+    try:
+        return convert(file).eval().requires_grad_(False)
+    except NotImplementedError as error:
+        raise UserError(f"{option}={path!r}: onnx2torch cannot convert it: {error}") from error
 
 
 @contextmanager
@@ -218,9 +208,6 @@ def _stand_in_for_torchvision() -> Iterator[None]:
     finally:
         for name in stand_ins:
             del sys.modules[name]
-
-
-# --------------------------------------------------------------------------------------------------------- channels
 
 
 def _known_channels(role: str, channels: str) -> str:

@@ -31,7 +31,7 @@ from workers.diffusion.memory import (
 )
 from workers.diffusion.pipeline import DiffusionParts, load_pipeline
 from workers.diffusion.prompts import PromptEncoder
-from workers.diffusion.sampling import Velocity, denoise, denoise_with_gradient, noise_of
+from workers.diffusion.sampling import Velocity, denoise, noise_of
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.policy.adapter import adapter_off
 
@@ -180,19 +180,17 @@ class RewardFlowPolicy(EngineNetwork):
         x = keep(inputs.noise)
         if high is not None and self.high_steps:
             with self.placement.at_work(high):
-                x = denoise(x, self.sigmas, range(self.high_steps), self._velocity(high, inputs), keep)
+                x, _ = denoise(x, self.sigmas, range(self.high_steps), self._velocity(high, inputs), keep)
         velocity = self._velocity(self.model, inputs)
-        x = denoise(x, self.sigmas, range(self.high_steps, first), velocity, keep)
-        learnt = checkpointed_step(velocity, self.config.model.checkpoint_steps)
-        base = self._base_velocity(velocity) if with_divergence else None
-        return denoise_with_gradient(x, self.sigmas, range(first, last), learnt, base, keep)
+        with torch.no_grad():
+            x, _ = denoise(x, self.sigmas, range(self.high_steps, first), velocity, keep)
 
-    def _base_velocity(self, velocity: Velocity) -> Velocity:
         def base(x: torch.Tensor, sigma: float) -> torch.Tensor:
             with adapter_off(self.model):
                 return velocity(x, sigma)
 
-        return base
+        learnt = checkpointed_step(velocity, self.config.model.checkpoint_steps)
+        return denoise(x, self.sigmas, range(first, last), learnt, keep, base if with_divergence else None)
 
     def _velocity(self, expert: Any, inputs: FlowInputs) -> Velocity:
         """What `expert` says of latents of these samples."""

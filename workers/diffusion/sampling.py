@@ -18,40 +18,27 @@ Velocity = Callable[[torch.Tensor, float], torch.Tensor]
 Latents = Callable[[torch.Tensor], torch.Tensor]
 
 
-@torch.no_grad()
 def denoise(
-    x: torch.Tensor, sigmas: Sequence[float], steps: range, velocity: Velocity, condition: Latents
-) -> torch.Tensor:
-    """Latents after `steps`, without gradient.
-
-    x: (b, C, T, h, w) at sigmas[steps.start]. condition: puts the first frame in its place, after each step.
-    """
-    for step in steps:
-        x = condition(euler_step(x, velocity(x, sigmas[step]), sigmas[step], sigmas[step + 1]))
-    return x
-
-
-def denoise_with_gradient(
     x: torch.Tensor,
     sigmas: Sequence[float],
     steps: range,
     velocity: Velocity,
-    base_velocity: Velocity | None,
     condition: Latents,
+    base_velocity: Velocity | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents after `steps`, and how far the velocities are from the base model's, (b,), averaged over the steps.
 
-    base_velocity: asked without gradient; None = not asked, the divergence is 0. Arguments as of `denoise`.
+    x: (b, C, T, h, w) at sigmas[steps.start]. condition: puts the first frame in its place, after each step.
+    base_velocity: asked without gradient; None = not asked, the divergence is 0.
     """
     kl = torch.zeros(len(x), device=x.device)
     for step in steps:
-        sigma, now = sigmas[step], x
-        v = velocity(now, sigma)
+        sigma, v = sigmas[step], velocity(x, sigmas[step])
         if base_velocity is not None:
             with torch.no_grad():
-                base = base_velocity(now, sigma)
+                base = base_velocity(x, sigma)
             kl = kl + flow_kl(v, base, sigma)
-        x = condition(euler_step(now, v, sigma, sigmas[step + 1]))
+        x = condition(euler_step(x, v, sigma, sigmas[step + 1]))
     return x, kl / max(1, len(steps))
 
 

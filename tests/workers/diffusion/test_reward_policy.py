@@ -11,7 +11,7 @@ from tests.workers.diffusion.tiny_wan import ALL_CHECKPOINTS, clips, flow_config
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.protocol import DataProto
 from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
-from workers.diffusion.sampling import denoise_with_gradient
+from workers.diffusion.sampling import denoise
 from workers.engine.network import BuildArguments
 
 pytest.importorskip("diffusers")
@@ -124,7 +124,7 @@ def test_steps_are_not_detached_from_each_other() -> None:
     """v = a x with three steps: d x_3 / d a by hand, (1 + a d_1)(1 + a d_2)(1 + a d_3)."""
     a = torch.tensor(0.5, requires_grad=True)
     sigmas = [1.0, 0.7, 0.4, 0.2]
-    x, _ = denoise_with_gradient(torch.ones(1, 1), sigmas, range(3), lambda x, _: a * x, None, lambda x: x)
+    x, _ = denoise(torch.ones(1, 1), sigmas, range(3), lambda x, _: a * x, lambda x: x)
     x.sum().backward()
     factors = [1 + 0.5 * (after - before) for before, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
     slopes = [after - before for before, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
