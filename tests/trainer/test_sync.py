@@ -98,5 +98,5 @@ def test_a_wrong_command_line_says_what_is_wrong(
 
 
 def test_an_unknown_tracker_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"no tracker 'wandbb'"):
+    with pytest.raises(UserError, match=r"^--to wandbb: no tracker 'wandbb'; known: .*wandb"):
         sync(Asked(folder, "wandbb"))
