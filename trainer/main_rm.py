@@ -13,17 +13,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.ending import command
+from verl_lite.options.reward_training import RewardTrainingConfig
 
 if TYPE_CHECKING:
     from trainer.supervised.loop import Trained
-    from verl_lite.options.reward_training import RewardTrainingConfig
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     from trainer.supervised.command import run
-    from verl_lite.options.reward_training import RewardTrainingConfig
 
     return run(argv, RewardTrainingConfig, train)
 

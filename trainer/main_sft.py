@@ -12,17 +12,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.ending import command
+from verl_lite.config import SFTConfig
 
 if TYPE_CHECKING:
     from trainer.supervised.loop import Trained
-    from verl_lite.config import SFTConfig
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     from trainer.supervised.command import run
-    from verl_lite.config import SFTConfig
 
     return run(argv, SFTConfig, train)
 

@@ -18,10 +18,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY
@@ -79,10 +80,9 @@ def prepare_recipe(config: RunOptions) -> None:
     """Lets the recipe make what its settings name, e.g. data, where it has a function `prepare`."""
     if config.recipe is None:
         return
-    prepare: Callable[[RunOptions], Any] | None = getattr(load_recipe(config.recipe), "prepare", None)
+    prepare = getattr(load_recipe(config.recipe), "prepare", None)
     if prepare is not None:
-        with_config = prepare
-        _called(lambda: with_config(config), config.recipe)
+        _called(partial(prepare, config), config.recipe)
 
 
 def worker_modules(config: PPOConfig) -> list[str]:

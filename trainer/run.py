@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from trainer.build import build_trainer, load_data
+from trainer.build import RunData, build_trainer, load_data
 from trainer.capsule import capsule_on_failure
 from trainer.console import Console
 from trainer.ending import stopping_on_signal
@@ -74,16 +74,11 @@ def train(
         return dry_run(loaded, slots, trainer_class, console)
     validate(config, slots=slots, available=available)
     stack.enter_context(claimed_devices(config, wish_of(config, slots, run_folder(config)), console.note))
-    data = load_data(config, trains=trainer_class.trains, scores=trainer_class.scores)
-    for part in dict.fromkeys((data.train, data.val)):
-        if part is not None:
-            console.print(part.report)
+    data = read_data(config, trainer_class, console)
     run_dir = make_run_dir(config)
     stack.enter_context(held_folder(run_dir, console.note))
     total_steps = count_steps(config, data.epoch_prompts)
-    if not config.trainer.val_only:  # it continues nothing, and may validate with other settings
-        refuse_another_run(config, run_dir, total_steps, "trainer.val_only=true or `python -m trainer.main_eval`")
-        require_room_for_checkpoints(config.trainer, run_dir, total_steps, checkpoint_bytes(config))
+    check_folder(config, run_dir, total_steps)
     trainer_class.claim(config, data.val, run_dir)
     save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
@@ -108,21 +103,32 @@ def train(
     return 0
 
 
+def read_data(config: PPOConfig, trainer_class: type[RayPPOTrainer], console: Console) -> RunData:
+    """The data, checked, with a line about each part."""
+    data = load_data(config, trains=trainer_class.trains, scores=trainer_class.scores)
+    for part in dict.fromkeys((data.train, data.val)):
+        if part is not None:
+            console.print(part.report)
+    return data
+
+
+def check_folder(config: PPOConfig, run_dir: Path, total_steps: int) -> None:
+    """Raises UserError where the run cannot continue from what the folder has, or its checkpoints find no room."""
+    if not config.trainer.val_only:  # it continues nothing, and may validate with other settings
+        refuse_another_run(config, run_dir, total_steps, "trainer.val_only=true or `python -m trainer.main_eval`")
+        require_room_for_checkpoints(config.trainer, run_dir, total_steps, checkpoint_bytes(config))
+
+
 def dry_run(loaded: LoadedConfig[PPOConfig], slots: int, trainer_class: type[RayPPOTrainer], console: Console) -> int:
     """`trainer.dry_run=true`: all that can be checked without workers and devices, the plan, and the resolved
     configuration as RUN/dry_run.yaml. Returns the exit status."""
     config = loaded.config
     validate(config, slots=slots, available=None)
-    data = load_data(config, trains=trainer_class.trains, scores=trainer_class.scores)
-    for part in dict.fromkeys((data.train, data.val)):
-        if part is not None:
-            console.print(part.report)
+    data = read_data(config, trainer_class, console)
     total_steps = count_steps(config, data.epoch_prompts)
     run_dir = run_folder(config)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not config.trainer.val_only:
-        refuse_another_run(config, run_dir, total_steps, "trainer.val_only=true or `python -m trainer.main_eval`")
-        require_room_for_checkpoints(config.trainer, run_dir, total_steps, checkpoint_bytes(config))
+    check_folder(config, run_dir, total_steps)
     save_config(loaded, run_dir / "dry_run.yaml")
     console.print(launch_table(config, slots, total_steps, expected_rows(config, slots, total_steps)))
     networks, device = read_networks(config), launch_device(config)

@@ -34,8 +34,6 @@ class TrainingSteps(StepCounter):
         self.order = build_order(data, config)
         self.loader: Any = build_train_loader(data, config, self.order)
         self.total = count_steps(config, self.order.rows)
-        self.global_step = 0
-        self.epoch = 0
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total:
@@ -80,8 +78,6 @@ class EpisodeSteps(TrainingSteps):
     def __init__(self, config: PPOConfig, scheduler: RolloutScheduler) -> None:
         self.config, self.scheduler = config, scheduler
         self.total = count_steps(config, None)
-        self.global_step = 0
-        self.epoch = 0
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total and not self.stopping:

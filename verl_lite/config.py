@@ -433,7 +433,7 @@ class SupervisedDataConfig:
 
     train_files: list[str] = opt([], "parquet, json or jsonl files to learn from")
     val_files: list[str] = opt([], "the same, to measure on; may be empty")
-    train_batch_size: int = opt(64, "rows per optimizer step, over all ranks")
+    train_batch_size: int = opt(64, "rows per optimizer step, over all ranks", at_least(1))
     train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
     shuffle: bool = opt(True, "shuffle the rows each epoch")
     max_token_len_per_gpu: int = opt(16384, "token budget of a micro-batch on one device")
@@ -445,7 +445,7 @@ class SFTDataConfig(SupervisedDataConfig):
     prompt_key: str = opt("prompt", "without a messages column: the question, text or chat messages")
     response_key: str = opt("response", "without a messages column: the answer to it, text")
     max_length: int = opt(1024, "tokens of a whole sequence; see `truncation` for longer ones")
-    truncation: str = opt("error", "what to do with a longer sequence: error | right | drop")
+    truncation: str = opt("error", "what to do with a longer sequence", ("error", "right", "drop"))
 
 
 @dataclass
@@ -454,8 +454,8 @@ class SFTTrainerConfig:
     total_training_steps: int | None = opt(None, "stop after this many optimizer steps; null = total_epochs")
     default_local_dir: str = opt("runs/sft", "folder to write: the model in Hugging Face format, and metrics.jsonl")
     test_freq: int = opt(-1, "steps between measurements of the validation loss; -1 = only at the end")
-    log_freq: int = opt(10, "steps between lines of metrics")
-    n_gpus_per_node: int = opt(1, "devices (on a CPU: worker slots); more than one needs trainer.backend=ray")
+    log_freq: int = opt(10, "steps between lines of metrics", at_least(1))
+    n_gpus_per_node: int = opt(1, "devices (on a CPU: worker slots); beyond one with trainer.backend=ray", at_least(1))
     device: str = opt("auto", "auto | cpu | cuda")
     backend: str = opt("inline", "inline = in this process; ray = one process per device")
     share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")

@@ -205,7 +205,7 @@ def test_a_trainer_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     acts = "import recipes.agentic_sokoban.recipe as sokoban\noverrides = sokoban.overrides\n"
     for name, code in (("no_class", SETTINGS + "trainer_class = 'Mine'\n"), ("no_agent", acts + TRAINER)):
         config = config_of(str(written(tmp_path / name, code)))
-        with pytest.raises(UserError, match=r"its trainer_class is .*a subclass of trainer\.\w+\.(Ray|Agentic)"):
+        with pytest.raises(UserError, match=r"its trainer_class is .*a subclass of trainer\.[\w.]+\.(Ray|Agentic)"):
             trainer_of(config)
 
 

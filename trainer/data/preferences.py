@@ -19,9 +19,6 @@ from verl_lite.errors import UserError
 from verl_lite.options.reward_training import PreferenceDataConfig
 from verl_lite.protocol import DataProto
 
-_TRUNCATIONS = ("error", "drop")
-_PLACES = ("end_of_turn", "end_of_text")
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -42,9 +39,6 @@ def load_pairs(
     Raises UserError for a file, column or row that cannot be used, and for an answer that with its question is longer
     than data.max_length, unless data.truncation=drop: a cut answer would be another one.
     """
-    for key, value, known in (("truncation", config.truncation, _TRUNCATIONS), ("score_at", config.score_at, _PLACES)):
-        if value not in known:
-            raise UserError(f"data.{key}={value!r}: expected one of {', '.join(known)}")
     pairs: list[Pair] = []
     for row, where in rows_of(files, tokenizer, option):
         chats = read_pair(row, config, where)

@@ -22,7 +22,6 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
 Chat = list[dict[str, str]]
-_TRUNCATIONS = ("error", "right", "drop")
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,6 @@ def load_examples(
     Raises UserError for a file, column or row that cannot be used, and for a sequence longer than data.max_length
     unless data.truncation says what to do with it.
     """
-    if config.truncation not in _TRUNCATIONS:
-        raise UserError(f"data.truncation={config.truncation!r}: expected one of {', '.join(_TRUNCATIONS)}")
     examples = [
         example
         for row, where in rows_of(files, tokenizer, option)

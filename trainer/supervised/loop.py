@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from trainer.environment import worker_environment
+from verl_lite.checks.config import ranges
 from verl_lite.config import SupervisedConfig
+from verl_lite.config_loader import ConfigError
 from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Wish, claimed_gpus
@@ -161,13 +163,8 @@ def check(config: SupervisedConfig) -> None:
         raise UserError("data.train_files is empty: give parquet, json or jsonl files")
     if config.model.path is None:
         raise UserError("model.path is null: give a Hugging Face folder or a cached hub name")
-    for key, value in (
-        ("data.train_batch_size", config.data.train_batch_size),
-        ("trainer.log_freq", config.trainer.log_freq),
-        ("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node),
-    ):
-        if value < 1:
-            raise UserError(f"{key}={value}: expected at least 1")
+    if problems := list(ranges(config)):
+        raise ConfigError(problems)
     if config.trainer.backend == "inline" and config.trainer.n_gpus_per_node > 1:
         raise UserError(
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} with trainer.backend=inline: one process is one "

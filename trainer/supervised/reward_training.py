@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from trainer.data.preferences import collate_pairs, load_pairs, texts_of
 from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, train
 from verl_lite.config import ModelConfig
-from verl_lite.errors import UserError
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.options.reward_training import RewardTrainingConfig
@@ -74,11 +73,6 @@ class RewardTrainingWorker(SupervisedWorker):
 def run_reward_training(config: RewardTrainingConfig, report: Callable[[str], None] = print) -> Trained:
     """Trains as configured. report: takes each line of progress. Raises UserError for input that cannot be used."""
     check(config)
-    if config.loss.center_rewards_coefficient < 0:
-        raise UserError(
-            f"loss.center_rewards_coefficient={config.loss.center_rewards_coefficient}: expected at least 0; 0.01 is "
-            "usual"
-        )
     tokenizer = load_tokenizer(ModelConfig(path=config.model.path, trust_remote_code=config.model.trust_remote_code))
     files = config.data.val_files
     task = Task(

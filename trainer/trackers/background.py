@@ -55,10 +55,11 @@ class BackgroundTracker:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._is_abandoned = True
-            left = [self._in_hand, *self._drained()]
-            for message in left:
-                if message is not None:
-                    self._keep(message)
+            left = [self._in_hand]
+            while not self._messages.empty():
+                left.append(self._messages.get_nowait())
+            for message in filter(None, left):
+                self._keep(message)
             self._warn("does not finish; the run ends without it")
         if lacking := len(self._spool):
             self._run.console.note(
@@ -73,12 +74,6 @@ class BackgroundTracker:
         except queue.Full:
             self._keep(message)
             self._warn(f"is more than {QUEUE_LENGTH} messages behind")
-
-    def _drained(self) -> list[Message | None]:
-        messages = []
-        while not self._messages.empty():
-            messages.append(self._messages.get_nowait())
-        return messages
 
     # ----------------------------------------------------------------------------------------- the tracker's thread
 
