@@ -266,8 +266,9 @@ def _assign(assignment: Assignment, state: _State) -> None:
                 if member.name.startswith(name + "."):
                     _reset(member, state)
         elif name in state.schema.sections:
+            members = [key for key in state.schema.keys if key.startswith(f"{name}.")]
             state.problems.append(
-                f"{assignment.shown()}: {name} is a group of options, such as {_members(name, state.schema)}"
+                f"{assignment.shown()}: {name} is a group of options, such as {', '.join(members[:3])}"
             )
         else:
             state.problems.append(_unknown(assignment, state.schema))
@@ -331,10 +332,6 @@ def _unknown(assignment: Assignment, schema: Schema) -> str:
     if assignment.reset:
         return f"~{name}: there is no such key; {hint}"
     return f"{assignment.shown()}: there is no such key; {hint}{created}"
-
-
-def _members(section: str, schema: Schema) -> str:
-    return ", ".join([key for key in schema.keys if key.startswith(section + ".")][:3])
 
 
 def _path(name: str, value: Any) -> Any:

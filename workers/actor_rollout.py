@@ -95,7 +95,7 @@ class ActorRolloutWorker(TrainingWorker):
         result = generate(
             self.rollout,
             prompts,
-            sampling=self._with_stop_tokens(sampling),
+            sampling=replace(sampling, stop_token_ids=stop_token_ids(self.config.model, self.tokenizer)),
             seed=meta["seed"],
             step=meta["step"],
             response_length=self.config.data.max_response_length,
@@ -110,9 +110,6 @@ class ActorRolloutWorker(TrainingWorker):
             "rollout/mean_rank_seconds": Metric.mean(seconds, 1),
         }
         return result
-
-    def _with_stop_tokens(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, stop_token_ids=stop_token_ids(self.config.model, self.tokenizer))
 
     def _reward_item(self, prompts: DataProto, row: int, done: Completion) -> RewardItem:
         columns = prompts.non_tensor_batch

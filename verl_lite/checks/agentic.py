@@ -56,35 +56,26 @@ OF_ESTIMATORS = {
 def agentic(config: PPOConfig) -> Problems:
     """All that concerns agents; without environments, that no option of theirs is given."""
     if not is_agentic(config):
-        if options := given(config, "agentic."):
+        if idle := given(config, "agentic."):
             yield (
-                f"{listed(options)}: without effect, because agentic.train_env_manager.tags is empty: name the "
+                f"{listed(idle)}: without effect, because agentic.train_env_manager.tags is empty: name the "
                 "environments of agentic.custom_envs to train in, or leave all agentic.* out"
             )
         return
     yield from _run(config)
     yield from _without_effect(config)
     templates = yield from _templates(config)
-    for name, manager, size in _managers(config):
-        yield from _manager(config, name, manager, templates)
-        yield from _sizes(name, manager, size, _batch_key(name))
+    options = config.agentic
+    for name, manager, size_key in (
+        ("train_env_manager", options.train_env_manager, "rollout_batch_size"),
+        ("val_env_manager", options.val_env_manager, "val_batch_size"),
+    ):
+        if manager.tags:
+            yield from _manager(config, name, manager, templates)
+            yield from _sizes(name, manager, getattr(options, size_key), size_key)
     yield from _validation(config)
     yield from _estimator(config, templates)
     yield from _pool(config)
-
-
-def _managers(config: PPOConfig) -> list[tuple[str, EnvManagerConfig, int]]:
-    """Those that are used, with the episodes of a batch."""
-    options = config.agentic
-    both = [
-        ("train_env_manager", options.train_env_manager, options.rollout_batch_size),
-        ("val_env_manager", options.val_env_manager, options.val_batch_size),
-    ]
-    return [entry for entry in both if entry[1].tags]
-
-
-def _batch_key(manager: str) -> str:
-    return "rollout_batch_size" if manager == "train_env_manager" else "val_batch_size"
 
 
 def _run(config: PPOConfig) -> Problems:

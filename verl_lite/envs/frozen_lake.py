@@ -27,6 +27,7 @@ INSTRUCTION = (
 )
 SLIPPERY = " The ice is slippery: you may move to one side of where you wanted to go."
 _MAPS_TRIED = 1_000
+_NEXT_SEED = 1_000_003
 
 
 @register_env("frozen_lake")
@@ -83,8 +84,8 @@ class FrozenLake(GridEnv):
             return self.fixed
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-        for attempt in range(_MAPS_TRIED):  # a map of the other part: the next one from the same seed
-            rows = [str(row) for row in generate_random_map(self.size, self.p, seed=_mixed(seed, attempt))]
+        for attempt in range(_MAPS_TRIED):  # the seed's own map; of the other part: another one
+            rows = [str(row) for row in generate_random_map(self.size, self.p, seed=seed + attempt * _NEXT_SEED)]
             if in_split(rows, self.split):
                 return rows
         raise UserError(
@@ -133,11 +134,6 @@ class FrozenLake(GridEnv):
             "X": "ice+hole+player",
             "√": "ice+goal+player:goal",
         }
-
-
-def _mixed(seed: int, attempt: int) -> int:
-    """gymnasium's own map of the seed first."""
-    return seed if attempt == 0 else seed + attempt * 1_000_003
 
 
 def _fixed_map(map_name: str | None, desc: Sequence[str] | None) -> list[str] | None:

@@ -77,7 +77,8 @@ class Peer:
 
     def request(self, do: str, *args: Any, **kwargs: Any) -> Any:
         """Has the other side do something; serves what it asks for meanwhile. Raises what that raised, or Gone."""
-        self._send({"do": do, "args": [self._encode(arg) for arg in args], "kwargs": self._encode_all(kwargs)})
+        encoded = {name: self._encode(value) for name, value in kwargs.items()}
+        self._send({"do": do, "args": [self._encode(arg) for arg in args], "kwargs": encoded})
         while "do" in (message := self._receive()):
             self.serve(message)
         for place, after in message.get("after", {}).items():
@@ -140,9 +141,6 @@ class Peer:
 
     def _encode(self, value: Any) -> Any:
         return encode(value, self._export)
-
-    def _encode_all(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._encode(value) for name, value in values.items()}
 
     def _decode(self, data: Any) -> Any:
         return decode(data, self._find)

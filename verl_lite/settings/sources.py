@@ -111,7 +111,7 @@ def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Itera
     if isinstance(value, dict) and value and kind != "str":
         for below in flatten(value, path, COMMAND_LINE, schema):
             yield replace(below, created=bool(operator))
-    elif _is_several_choices(raw) and kind not in ("list", "dict", None):
+    elif len(split_choices(raw)) > 1 and kind not in ("list", "dict", None):
         quoted = f", or put it in quotes: '{name}=\"{raw}\"'" if kind in ("str", "free") else ""
         problems.append(f"{argument}: several values for one key are for sweeps; here give one value{quoted}")
     else:
@@ -157,10 +157,6 @@ def split_choices(raw: str) -> list[str]:
             choices.append(raw[start:position].strip())
             start = position + 1
     return [*choices, raw[start:].strip()]
-
-
-def _is_several_choices(raw: str) -> bool:
-    return len(split_choices(raw)) > 1
 
 
 def without_prefix(path: Path) -> Path:

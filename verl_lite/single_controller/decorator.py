@@ -139,7 +139,7 @@ def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], *, first_o
     if not batches:
         raise TypeError("a dispatch mode that splits batches needs a DataProto or DataProtoFuture argument, found none")
     futures = {id(b): b for b in batches if isinstance(b, DataProtoFuture)}
-    passed_on = {key for key, future in futures.items() if _fits_ranks(future, mesh)}
+    passed_on = {key for key, one in futures.items() if not one.padded and len(one.futures) == mesh.dp_size}
     known: dict[int, DataProto] = {id(b): b for b in batches if isinstance(b, DataProto)}
     known |= {key: future.get() for key, future in futures.items() if key not in passed_on}
     sizes = {len(batch) for batch in known.values()}
@@ -167,10 +167,6 @@ def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], *, first_o
         for r in range(len(mesh.dp_rank))
     ]
     return Dispatched(calls, mesh.collecting, rows, padding, marked)
-
-
-def _fits_ranks(future: DataProtoFuture, mesh: Mesh) -> bool:
-    return not future.padded and len(future.futures) == mesh.dp_size
 
 
 def _pack_parts(batch: DataProto, parts: int) -> list[wire.Packed]:
