@@ -10,15 +10,14 @@ The actor ends with the sweep's connection to the cluster, and the run with the 
 
 from __future__ import annotations
 
+import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.ending import WRONG_INPUT
 from trainer.sweeps.slots import Slot
 from trainer.sweeps.trial import LocalProcess, Process, usual_environment
 from verl_lite.errors import WorkerDiedError
@@ -57,7 +56,7 @@ class RayPool:
         )
         self.gpus, self._cores, self._cwd, self._most = self._places.gpus, cores, cwd, most
         self._taken: dict[str, Place] = {}
-        self._numbers = 0
+        self._started: list[_RemoteProcess] = []
 
     @property
     def size(self) -> int:
@@ -69,8 +68,7 @@ class RayPool:
         place = self._places.take(avoid)
         if place is None:
             return None
-        self._numbers += 1
-        name = f"{place.machine} #{self._numbers}"
+        name = f"{place.machine} #{len(self._started) + 1}"
         self._taken[name] = place
         settings = (f"trainer.n_gpus_per_node={self.gpus}",) if self.gpus else ()
         return Slot(name, (place.machine,), {"OMP_NUM_THREADS": str(self._cores)}, settings)
@@ -84,10 +82,18 @@ class RayPool:
     def start(self, command: Sequence[str], log: Path, slot: Slot) -> Process:
         """command: whole, python first. log: what the run prints is added to it, on its machine."""
         host = self._places.start(self._taken[slot.name], Host, list(command), log, self._cwd, dict(slot.environment))
-        return _RemoteProcess(host, log, self._places)
+        self._started.append(_RemoteProcess(host, log, self._places))
+        return self._started[-1]
 
     def close(self) -> None:
-        """Leaves the cluster; runs that are left end."""
+        """Leaves the cluster; runs that are left end: Ray sees to it, unless it has lost its head."""
+        if self._places.is_headless:
+            left = [run for run in self._started if run.status is None]
+            for run in left:
+                run.host.ask("kill")
+            deadline = time.monotonic() + _KILL_S
+            for run in left:
+                run.look(max(0.0, deadline - time.monotonic()))
         self._places.close()
 
 
@@ -95,33 +101,26 @@ class Host:
     """In the cluster, on a run's machine: its process. Reached only through `_RemoteProcess`."""
 
     def __init__(self, command: list[str], log: Path, cwd: Path, environment: Mapping[str, str]) -> None:
-        self._process: LocalProcess | None = None
-        self._problem = ""
         usual = {name: value for name, value in usual_environment().items() if not name.startswith("RAY_")}
-        try:
-            self._process = LocalProcess(command, log, cwd, {**usual, **environment})
-        except OSError as error:
-            self._problem = (
-                f"UserError: {socket.gethostname()} cannot start the run: {error}. The study, the project and Python "
-                "must be at the same path on all machines"
-            )
+        self._ray = os.getppid()
+        self._process = LocalProcess(command, log, cwd, {**usual, **environment})
 
-    def wait(self) -> tuple[int, str]:
-        """Its exit status once it has ended and nothing of it is left, and what to add to its log."""
-        if self._process is None:
-            return WRONG_INPUT, self._problem
+    def wait(self) -> int:
+        """Its exit status once it has ended and nothing of it is left. It is killed if this machine's part of Ray ends,
+        which lets this actor live on while it waits."""
         while (status := self._process.poll()) is None:
+            if os.getppid() != self._ray:
+                self._process.kill()
             time.sleep(0.1)
         self._process.clean()
-        return status, ""
+        return status
 
     def interrupt(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process.poll() is None:
             self._process.interrupt()
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        self._process.kill()
 
 
 @dataclass
@@ -132,40 +131,38 @@ class _RemoteProcess:
     log: Path
     places: RayPlaces
     pid: int = 0
+    status: int | None = None
 
     def __post_init__(self) -> None:
         self._ended = self.host.ask("wait")
-        self._status: int | None = None
 
     def poll(self) -> int | None:
         """Its exit status; 1, with a line in the log that says so, if its machine is lost. Raises ClusterLostError
         if the cluster is."""
-        if self._status is None:
+        if self.status is None:
             self.places.require_head()
-            self._look(0.0)
-        return self._status
+            self.look(0.0)
+        return self.status
 
     def interrupt(self) -> None:
         self.host.ask("interrupt")
 
     def kill(self) -> None:
-        if self._status is None:
+        if self.status is None:
             self.host.ask("kill")
-            self._look(_KILL_S)
-            self._status = -signal.SIGKILL if self._status is None else self._status
+            self.look(_KILL_S)
+            self.status = -signal.SIGKILL if self.status is None else self.status
         self.clean()
 
     def clean(self) -> None:
+        self.places.wait_for_head()
         self.host.end()
 
-    def _look(self, wait_s: float) -> None:
+    def look(self, wait_s: float) -> None:
+        """Waits so long for its end."""
         try:
-            found = self.host.answer(self._ended, wait_s)
+            self.status = self.host.answer(self._ended, wait_s)
         except WorkerDiedError as error:
-            found = _LOST, f"WorkerDiedError: {error}"
-        if found is None:
-            return
-        self._status, words = found
-        if words:
+            self.status = _LOST
             with self.log.open("a", encoding="utf-8") as file:
-                file.write(words + "\n")
+                file.write(f"WorkerDiedError: {error}\n")

@@ -103,10 +103,11 @@ class LocalProcess:
 
 
 def _begin_run(parent: int) -> None:
-    """In a run's process: it ends with its sweep, and listens to SIGINT, by which it is asked to end, also where the
-    sweep ignores that: a shell's background job does."""
+    """In a run's process: it ends with its sweep, and hears SIGINT, by which it is asked to end, also where that is
+    ignored here, as in a shell's background job, or blocked, as in the threads of Ray's actors."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def usual_environment() -> dict[str, str]:

@@ -10,6 +10,7 @@ import atexit
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -56,9 +57,18 @@ class JoinedCluster:
     def follow(self, machines: list[Machine]) -> None:
         """Watch the head, and from now on these machines."""
         self.watch.close()
-        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-        places = {HEAD: (host, int(port))} | {machine.name: machine.address for machine in machines}
+        places = {HEAD: self.head} | {machine.name: machine.address for machine in machines}
         self.watch = NodeWatch(places).start()
+
+    @cached_property
+    def head(self) -> Address:
+        """Where the head answers."""
+        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+        return host, int(port)
+
+    def head_answers(self) -> bool:
+        """Whether the head answers at this moment."""
+        return silence_of(self.head) is None
 
     @property
     def is_headless(self) -> bool:

@@ -26,6 +26,8 @@ _ROOM_S = 2.0
 _PATIENCE_S = 30.0
 """Until what Ray has not given is taken for something that others have."""
 _MACHINES_EVERY_S = 10.0
+_SILENCE_S = 0.5
+"""Between looks at a head that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,14 @@ class RayPlaces:
     def room(self) -> int:
         """Places that the machines there are now can hold, whoever has them."""
         if time.monotonic() - self._looked > _MACHINES_EVERY_S:
-            self.require_head()
+            self.wait_for_head()
             self._machines, self._looked = machines(), time.monotonic()
         return self._room()
 
     def take(self, avoid: Collection[str] = ()) -> Place | None:
         """A place that Ray has reserved, not on one of the machines in `avoid` if there is room elsewhere; None while
         there is none."""
-        self.require_head()
+        self.wait_for_head()
         if self._pending is None:
             self._asked = time.monotonic()
         group, self._pending = self._pending or self._reserve(), None
@@ -99,6 +101,7 @@ class RayPlaces:
         return place
 
     def give_back(self, place: Place) -> None:
+        self.wait_for_head()
         remove_placement_group(place.group)
 
     def why_not(self) -> list[str]:
@@ -109,17 +112,30 @@ class RayPlaces:
 
     def start(self, place: Place, kind: type, *arguments: Any) -> Remote:
         """An object of this class on the place's machine."""
+        self.wait_for_head()
         where = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=0)
         options = {"num_cpus": self.cores, "num_gpus": self.gpus, "scheduling_strategy": where, "max_concurrency": 4}
         return Remote(ray.remote(kind).options(**options).remote(*arguments), place.machine)
 
+    @property
+    def is_headless(self) -> bool:
+        """Whether the cluster's head is gone."""
+        return self._cluster.is_headless
+
     def require_head(self) -> None:
         """Raises ClusterLostError if the cluster's head is gone."""
-        if self._cluster.is_headless:
+        if self.is_headless:
             raise ClusterLostError(
-                f"the Ray cluster at {self._cluster.address} is gone: its head does not answer, and what ran there "
-                "ends. To go on from checkpoints: start a cluster, then the same command with its address"
+                f"the Ray cluster at {self._cluster.address} is gone: its head does not answer, and what ran there ends"
             )
+
+    def wait_for_head(self) -> None:
+        """Returns when the head answers, as it must before Ray is asked for anything: from a head that is gone Ray
+        waits for an answer with the interpreter's lock held, and ends this process after a minute. Raises
+        ClusterLostError."""
+        while not self._cluster.head_answers():
+            self.require_head()
+            time.sleep(_SILENCE_S)
 
     def close(self) -> None:
         """Leaves the cluster; what was started there ends."""
@@ -160,9 +176,13 @@ class Remote:
         except GetTimeoutError:
             return None
         except (RayActorError, RaySystemError) as error:
-            lines = str(error).strip().splitlines()  # of an error in the constructor the last line has the cause
-            why = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
-            raise WorkerDiedError(f"{self.machine}, or its part of Ray, is lost: {why}") from error
+            lines = str(error).strip().splitlines()
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                raise WorkerDiedError(
+                    f"{self.machine} cannot start it: {lines[-1]}. Python, the project and the folders it works in "
+                    "must be at the same path on all machines"
+                ) from error
+            raise WorkerDiedError(f"{self.machine}, or its part of Ray, is lost: {lines[0]}") from error
 
     def end(self) -> None:
         """Ends it, whatever it does."""
