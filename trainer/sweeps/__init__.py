@@ -1,1 +1,1 @@
-"""Parts of `python -m trainer.sweep`: see `trainer/SWEEPS.md`, and `runner.py` for the loop."""
+"""Parts of `python -m trainer.sweep`: see `trainer/SWEEPS.md`; `command.py` is all of it, `runner.py` the loop."""

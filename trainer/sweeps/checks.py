@@ -39,7 +39,8 @@ def check_question(question: Question, target: Target, plan: Plan) -> None:
             "--metric is not given: what shall be compared, such as val-core/gsm8k/acc/mean@1 or critic/score/mean? "
             "metrics.jsonl of any run has the names"
         )
-    if question.seeds is not None and any(_key(word) == SEED for word in question.settings):
+    words = [*question.settings, *itertools.chain(*question.space.samples())]
+    if question.seeds is not None and any(_key(word) == SEED for word in words):
         problems.append(f"{SEED} is given, and seeds={list(question.seeds)} gives it to each run: leave one out")
     if not question.space.parameters and question.seeds is None:
         problems.append(
@@ -66,6 +67,8 @@ def _single_problems(question: Question, target: Target) -> Iterator[str]:
             target.load([*_files(question), *question.settings, *sample])
         except ConfigError as error:
             yield from (problem.replace(" (command line)", "") for problem in error.problems)
+            if target.name not in COMMANDS:
+                yield f"words of {target.name} are checked as --options {target.options}; --options none checks nothing"
 
 
 def _files(question: Question) -> list[str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import inspect
+import json
 import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ import psutil
 
 from trainer.sweeps.options import Plan
 from trainer.sweeps.owners import NO_LOCKS
-from trainer.sweeps.space import Choices, Value
-from trainer.sweeps.study import Study
+from trainer.sweeps.space import Value
+from trainer.sweeps.study import Study, damaged
 from verl_lite.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,20 +33,10 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
 _NETWORK = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "cifs",
-    "smb",
-    "ceph",
-    "glusterfs",
-    "afs",
-    "9p",
-    "wekafs",
-    "panfs",
-    "fuse.",
+    *("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph"),
+    *("glusterfs", "afs", "9p", "wekafs", "panfs", "fuse."),
 )
+_FILES = {"sqlite": "study.db", "journal": "journal.log"}
 _NAME = "sweep"
 _SQLITE_PATIENCE_S = 60.0
 
@@ -54,18 +45,22 @@ class Engine:
     """Optuna's side of one study, opened for this process."""
 
     def __init__(self, study: Study) -> None:
+        from sqlalchemy.exc import DatabaseError
+
         optuna = _optuna()
         self.study = study
-        with locked(study.folder):
-            self.storage = _storage(study)
-            self.optuna = optuna.create_study(
-                study_name=_NAME,
-                storage=self.storage,
-                direction="maximize" if study.question.mode == "max" else "minimize",
-                load_if_exists=True,
-                sampler=optuna.samplers.RandomSampler(study.plan.seed),
-                pruner=make_pruner(study.plan),
-            )
+        try:
+            with locked(study.folder):
+                self.storage = _storage(study)
+                self.optuna = optuna.create_study(
+                    study_name=_NAME,
+                    storage=self.storage,
+                    direction="maximize" if study.question.mode == "max" else "minimize",
+                    load_if_exists=True,
+                    pruner=make_pruner(study.plan),
+                )
+        except (DatabaseError, json.JSONDecodeError) as error:
+            raise UserError(damaged(study.folder / _FILES[study.storage], error)) from None
         self._id = self.storage.get_study_id_from_name(_NAME)
 
     def trials(self, *states: str) -> list[FrozenTrial]:
@@ -77,37 +72,33 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------- planning
 
-    def plan(self, add: int = 0, again: bool = False, refused: Any = None) -> int:
+    def plan(self, add: int = 0, again: bool = False, refused: Collection[Mapping[str, Value]] = ()) -> int:
         """Fills the queue up to what the plan says; gives the number of new places.
 
-        add: places beyond those that there are. again: failed trials once more. refused: from a combination of a
-        grid to whether it is left out.
+        add: places beyond those that there are. again: failed trials once more. refused: combinations of a grid that
+        are left out.
         """
         with locked(self.study.folder):
             known = self.trials()
+            taken = [_given(trial) for trial in known]
             places: list[dict[str, Value]] = []
             if again:
-                running = [_given(trial) for trial in known if trial.state.name in ("WAITING", "RUNNING", "COMPLETE")]
-                failed = [dict(trial.params) for trial in known if trial.state.name == "FAIL"]
-                places += [
-                    values
-                    for number, values in enumerate(failed)
-                    if values not in running and values not in failed[:number]
-                ]
+                others = [_given(trial) for trial in known if trial.state.name in ("WAITING", "RUNNING", "COMPLETE")]
+                for trial in known:
+                    if trial.state.name == "FAIL" and trial.params not in others + places:
+                        places.append(dict(trial.params))
             wanted = self.study.plan.trials
+            missing = add if wanted is None else max(0, wanted - len(known)) + add
             if self.study.question.space.is_listed(self.study.plan.kind):
-                left = [values for values in self._combinations() if not (refused and refused(values))]
-                taken = [_given(trial) for trial in known]
-                left = [values for values in left if values not in taken]
-                count = len(left) if wanted is None else max(0, wanted - len(known)) + add
+                left = [values for values in self._combinations() if values not in refused and values not in taken]
                 if add > len(left):
                     raise UserError(
                         f"--add {add}: the grid has {len(left)} combinations left; for trials between its points give "
                         "ranges in a study of its own"
                     )
-                places += left[:count]
+                places += left if wanted is None else left[:missing]
             else:
-                places += [{}] * (max(0, (wanted or 0) - len(known)) + add)
+                places += [{}] * missing
             for values in places:
                 self.optuna.enqueue_trial(values)
         return len(places)
@@ -129,36 +120,21 @@ class Engine:
         """
         from optuna.trial import Trial, TrialState
 
-        trial_id = self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
+        trial_id = self._trial_id(number)
         if self.storage.get_trial(trial_id).state == TrialState.WAITING:
             self.storage.set_trial_state_values(trial_id, TrialState.RUNNING)
         text = f"{self.study.plan.seed} {number}".encode()
         self.optuna.sampler = make_sampler(self.study.plan, int.from_bytes(hashlib.sha256(text).digest()[:4], "big"))
         trial = Trial(self.optuna, trial_id)
-        values: dict[str, Value] = {}
-        for parameter in self.study.question.space.parameters:
-            if isinstance(parameter, Choices):
-                labels = [option.label for option in parameter.options]
-                values[parameter.name] = trial.suggest_categorical(parameter.name, labels)
-            elif parameter.whole:
-                values[parameter.name] = trial.suggest_int(
-                    parameter.name,
-                    int(parameter.low),
-                    int(parameter.high),
-                    step=int(parameter.step or 1),
-                    log=parameter.log,
-                )
-            else:
-                values[parameter.name] = trial.suggest_float(
-                    parameter.name, parameter.low, parameter.high, step=parameter.step, log=parameter.log
-                )
-        return trial, values
+        parameters = self.study.question.space.distributions()  # as `Study.ask` fills in what it is given
+        return trial, {name: trial._suggest(name, distribution) for name, distribution in parameters.items()}
 
     def is_open(self, number: int) -> bool:
         """Whether a trial is not finished, looked at anew."""
-        return not self.storage.get_trial(
-            self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
-        ).state.is_finished()
+        return not self.storage.get_trial(self._trial_id(number)).state.is_finished()
+
+    def _trial_id(self, number: int) -> int:
+        return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def end(self, trial: Trial, state: str, value: float | None = None, error: str = "") -> None:
         """COMPLETE with a value, PRUNED or FAIL."""
@@ -215,27 +191,22 @@ def make_pruner(plan: Plan) -> optuna.pruners.BasePruner:
 
 
 def _storage(study: Study) -> optuna.storages.BaseStorage:
-    storages = _optuna().storages
+    storages, path = _optuna().storages, study.folder / _FILES[study.storage]
     if study.storage == "sqlite":
         arguments = {"connect_args": {"timeout": _SQLITE_PATIENCE_S}}
-        return storages.RDBStorage(f"sqlite:///{study.folder / 'study.db'}", engine_kwargs=arguments)
+        return storages.RDBStorage(f"sqlite:///{path}", engine_kwargs=arguments)
     # a symbolic link as the lock works on every NFS, and is broken when a process that had it is gone
-    return storages.JournalStorage(storages.journal.JournalFileBackend(str(study.folder / "journal.log")))
+    return storages.JournalStorage(storages.journal.JournalFileBackend(str(path)))
 
 
 def storage_for(folder: Path, asked: str) -> str:
     """sqlite, or journal where the folder is on a network file system, on which SQLite's locks do not hold."""
     if asked != "auto":
         return asked
-    return "journal" if is_network_file_system(folder) else "sqlite"
-
-
-def is_network_file_system(folder: Path) -> bool:
-    """By the kind of the mount that it lies in."""
     path = folder.absolute()
     places = {partition.mountpoint: partition.fstype for partition in psutil.disk_partitions(all=True)}
     kind = next((places[str(parent)] for parent in (path, *path.parents) if str(parent) in places), "")
-    return kind.startswith(_NETWORK)
+    return "journal" if kind.startswith(_NETWORK) else "sqlite"
 
 
 @contextmanager

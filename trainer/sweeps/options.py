@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from trainer.sweeps.space import Space, read_parameter, read_space
+from trainer.sweeps.space import Space, as_word, read_parameter, read_space
 from verl_lite.errors import UserError
 from verl_lite.settings.keys import did_you_mean
 from verl_lite.settings.sources import parse_value
@@ -80,6 +80,24 @@ class Means:
     retries: int = 3
     grace_s: float = 120.0
     ray: str | None = None
+
+    def words(self) -> list[str]:
+        """Of a command line that says the same."""
+        words = []
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if value == entry.default:
+                continue
+            words.append("--" + entry.name.removesuffix("_s").replace("_", "-"))
+            if value is not True:
+                words.append(
+                    ",".join(value)
+                    if isinstance(value, tuple)
+                    else f"{value:g}"
+                    if isinstance(value, float)
+                    else str(value)
+                )
+        return words
 
 
 @dataclass(frozen=True)
@@ -184,7 +202,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--file {path}: cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"--file {path}: is no YAML: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"--file {path}: a mapping is expected, with {', '.join(_FROM_FILE)}")
@@ -197,7 +215,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _question(line: argparse.Namespace, file: dict[str, Any]) -> Question:
     space, settings = read_space(_mapping(file, "space"))
-    settings = [f"{key}={_text(value)}" for key, value in _mapping(file, "settings").items()] + settings
+    settings = [f"{key}={as_word(value)}" for key, value in _mapping(file, "settings").items()] + settings
     parameters = {parameter.name: parameter for parameter in space.parameters}
     seeds = file.get("seeds")
     given: set[str] = set()
@@ -241,12 +259,6 @@ def _mapping(file: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{name}: {value!r} is no mapping of keys to values")
     return value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ",".join(_text(item) for item in value) + "]"
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def _seeds(given: Any) -> tuple[int, ...] | None:
@@ -293,7 +305,7 @@ def _plan(line: argparse.Namespace, file: dict[str, Any], asks: bool) -> Plan | 
 def _pruner(given: Any) -> tuple[str, dict[str, float]]:
     if isinstance(given, dict):
         arguments = {str(name): value for name, value in given.items() if name != "name"}
-        given = given.get("name", "none")
+        given = given.get("name", f"{given}, without a name")
     else:
         given, _, rest = str(given).partition(":")
         words = [word.partition("=") for word in rest.split(",") if word]

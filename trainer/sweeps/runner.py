@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trainer.sweeps.checks import Combinations, missing_metric, words_of
 from trainer.sweeps.engine import Engine
@@ -23,24 +23,18 @@ from trainer.sweeps.space import Value
 from trainer.sweeps.study import METRICS, Attempt, RunRecord, Study
 from trainer.sweeps.targets import FOLDER, NAME, RESUME, SEED, Target
 from trainer.sweeps.trial import Launcher, Numbers, Process, end_of, python_command
-from verl_lite.errors import UserError
+from verl_lite.errors import ClusterLostError, UserError
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
+
+    from trainer.sweeps.table import SweepView
 
 LOOK_EVERY_S = 0.3
 _DEVICES_EVERY_S = 3.0
 """Between looks at devices of which none was free."""
 _QUEUE_EVERY_S = 2.0
 """Between looks at a queue that was empty: the last trials run."""
-
-
-class View(Protocol):
-    """Who shows the sweep to people."""
-
-    def event(self, text: str) -> None: ...
-
-    def update(self, sweep: Runner) -> None: ...
 
 
 @dataclass
@@ -93,7 +87,7 @@ class Runner:
         target: Target,
         combinations: Combinations,
         means: Means,
-        view: View,
+        view: SweepView,
     ) -> None:
         self.study, self.engine, self.sweeper, self.pool = study, engine, sweeper, pool
         self.means, self.view, self.active = means, view, dict[int, ActiveTrial]()
@@ -109,6 +103,9 @@ class Runner:
         try:
             while self.step():
                 time.sleep(LOOK_EVERY_S)
+        except ClusterLostError:
+            self.active.clear()  # nothing can be asked of these runs; their records are as after kill -9
+            raise
         finally:
             self.stop_all()
 
@@ -291,25 +288,35 @@ class Runner:
             self._metric_seen = True
         if status is None:
             self._look_for_metric(trial, run)
-            if run.asked_to_end is not None and time.monotonic() - run.asked_to_end > self.means.grace_s:
+            if self._is_out_of_patience(run):
                 self.view.event(f"{self.name(trial, run)} did not end within {self.means.grace_s:g} s, and is killed")
                 run.process.kill()
             return
+        devices = set(run.slot.devices)
+        found = self._file_end(run, status)
+        if run.record.state != "stopped":
+            self._after(trial, run, found, devices)
+        run.record.save()
+
+    def _is_out_of_patience(self, run: ActiveRun) -> bool:
+        return run.asked_to_end is not None and time.monotonic() - run.asked_to_end > self.means.grace_s
+
+    def _file_end(self, run: ActiveRun, status: int) -> Diagnosis:
+        """What is to be done when a run has ended, whatever the reason: its attempt is filed, its place given back.
+        One that was asked to end, and did, is stopped."""
+        assert run.process is not None and run.slot is not None, "it has run"
         run.process.clean()
+        run.numbers.update()
         found = diagnose(status, end_of(run.record.log, since=run.logged))
         stopped = run.asked_to_end is not None and status != 0
         attempt = run.record.attempts[-1]
-        attempt.ended, attempt.status = time.time(), status
+        attempt.ended, attempt.status, attempt.lines = time.time(), status, list(found.lines)
         attempt.cause = Cause.STOPPED if stopped else found.cause
-        attempt.lines = list(found.lines)
-        self.pool.give_back(run.slot, lost=found.cause == Cause.LOST_DEVICE and not stopped)
-        devices = set(run.slot.devices)
-        run.process = run.slot = None
         if stopped:
             run.record.state = "stopped"
-        else:
-            self._after(trial, run, found, devices)
-        run.record.save()
+        self.pool.give_back(run.slot, lost=found.cause == Cause.LOST_DEVICE and not stopped)
+        run.process = run.slot = None
+        return found
 
     def _look_for_metric(self, trial: ActiveTrial, run: ActiveRun) -> None:
         """A validation without the metric, before any run had it: the metric's name is wrong, and all runs in vain."""
@@ -324,7 +331,7 @@ class Runner:
         record, question = run.record, self.study.question
         name = self.name(trial, run)
         if found.cause == Cause.DONE:
-            record.value = run.numbers.value(question.take, question.mode)
+            record.value = self._value(run)
             if record.value is None or record.value != record.value:
                 problem = missing_metric(question.metric, run.numbers.names, name)
                 record.state, trial.error = "failed", problem
@@ -356,6 +363,9 @@ class Runner:
             trial.error = trial.error or found.error
             if found.cause == Cause.WRONG_INPUT:
                 self._drop_waiting(trial)
+
+    def _value(self, run: ActiveRun) -> float | None:
+        return run.numbers.value(self.study.question.take, self.study.question.mode)
 
     def _drop_waiting(self, trial: ActiveTrial) -> None:
         for run in trial.runs:
@@ -424,29 +434,17 @@ class Runner:
             self._ask_to_end(run)
         if running:
             self.view.event(f"stopping {len(running)} runs, which have {self.means.grace_s:g} s to save what they have")
-        for trial, run in running:
-            while run.process is not None and run.process.poll() is None:
-                if run.asked_to_end is None or time.monotonic() - run.asked_to_end > self.means.grace_s:
+        for _, run in running:
+            assert run.process is not None, "it runs"
+            while (status := run.process.poll()) is None:
+                if self._is_out_of_patience(run):
                     run.process.kill()
                 time.sleep(0.05)
-            self._look_at_stopped(trial, run)
+            self._file_end(run, status)
+            if status == 0 and run.numbers.values:  # it was at its end just then
+                run.record.state, run.record.value = "done", self._value(run)
+            run.record.save()
         self.active.clear()
-
-    def _look_at_stopped(self, trial: ActiveTrial, run: ActiveRun) -> None:
-        if run.process is None or run.slot is None:
-            return
-        run.process.clean()
-        run.numbers.update()
-        attempt = run.record.attempts[-1]
-        attempt.ended, attempt.status, attempt.cause = time.time(), run.process.poll(), Cause.STOPPED
-        question = self.study.question
-        run.record.state = "stopped"
-        if attempt.status == 0 and run.numbers.values:  # it was at its end just then
-            run.record.state, run.record.value = "done", run.numbers.value(question.take, question.mode)
-            attempt.cause = Cause.DONE
-        run.record.save()
-        self.pool.give_back(run.slot)
-        run.process = run.slot = None
 
     # -------------------------------------------------------------------------------------------------------- in words
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ class Choices:
     def ends(self) -> list[Value]:
         return self.values()
 
+    def between(self) -> list[Value]:
+        return []
+
     def written(self) -> Any:
         """What a study keeps of it: the labels, or the settings of each where they are more than `key=label`."""
         plain = all(option.settings == (f"{self.name}={option.label}",) for option in self.options)
@@ -112,6 +116,11 @@ class Range:
     def ends(self) -> list[Value]:
         ends = dict.fromkeys((self.low, self.high))
         return [int(end) if self.whole else float(end) for end in ends]
+
+    def between(self) -> list[Value]:
+        """A value that is no whole number, if there is one: an end may be one by chance."""
+        inside = self.values()[1:2] or [self.low + (self.high - self.low) / math.pi]
+        return [value for value in inside if value != int(value)]
 
     def written(self) -> str:
         """The canonical text of it."""
@@ -174,8 +183,9 @@ class Space:
         return [word for parameter in self.parameters for word in parameter.settings(values[parameter.name])]
 
     def samples(self) -> Iterator[list[str]]:
-        """Settings in which each value of each parameter occurs, ranges by their ends: few, to be checked each."""
-        ends = [parameter.ends() for parameter in self.parameters]
+        """Settings in which each value of each parameter occurs, ranges by their ends and a value between: few, to be
+        checked each."""
+        ends = [[*parameter.ends(), *parameter.between()] for parameter in self.parameters]
         for place in range(max(map(len, ends), default=1)):
             chosen = {
                 p.name: values[min(place, len(values) - 1)] for p, values in zip(self.parameters, ends, strict=True)
@@ -198,12 +208,12 @@ def read_space(written: Mapping[str, Any]) -> tuple[Space, list[str]]:
         if isinstance(value, Mapping):
             parameters.append(_variants(str(key), value))
         elif isinstance(value, list | tuple):
-            labels = [_label(item) for item in value]
+            labels = [as_word(item) for item in value]
             parameters.append(_choices(str(key), labels, f"{key}: {list(value)}"))
         else:
-            parameter = read_parameter(f"{key}={_label(value)}")
+            parameter = read_parameter(f"{key}={as_word(value)}")
             if parameter is None:
-                fixed.append(f"{key}={_label(value)}")
+                fixed.append(f"{key}={as_word(value)}")
             else:
                 parameters.append(parameter)
     return Space(tuple(parameters)), fixed
@@ -236,7 +246,7 @@ def _variants(name: str, entries: Mapping[Any, Any]) -> Choices:
     options = []
     for label, settings in entries.items():
         if isinstance(settings, Mapping):
-            words = [f"{key}={_label(value)}" for key, value in settings.items()]
+            words = [f"{key}={as_word(value)}" for key, value in settings.items()]
         elif isinstance(settings, list):
             words = [str(word) for word in settings]
         else:
@@ -247,12 +257,12 @@ def _variants(name: str, entries: Mapping[Any, Any]) -> Choices:
     return Choices(name, tuple(options))
 
 
-def _label(value: Any) -> str:
+def as_word(value: Any) -> str:
     """A value of a YAML file as a command line has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return "[" + ",".join(_label(item) for item in value) + "]"
+        return "[" + ",".join(as_word(item) for item in value) + "]"
     return "null" if value is None else str(value)
 
 

@@ -89,20 +89,20 @@ class RunRecord:
         return {step: row[metric] for step, row in self.metrics().items() if metric in row}
 
     def save(self) -> None:
-        kept: dict[str, Any] = {
-            "seed": self.seed,
-            "command": self.command,
-            "state": self.state,
-            "value": self.value,
-        }
-        kept["attempts"] = [dataclasses.asdict(attempt) for attempt in self.attempts]
+        kept = dataclasses.asdict(self)
+        del kept["folder"]
         write_atomically(self.record, json.dumps(kept, indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
-        kept = json.loads(folder.with_suffix(".json").read_text())
-        attempts = [Attempt(**attempt) for attempt in kept.pop("attempts")]
-        return cls(folder=folder, attempts=attempts, **kept)
+        """Raises UserError if its file is damaged."""
+        path = folder.with_suffix(".json")
+        try:
+            kept = json.loads(path.read_text())
+            attempts = [Attempt(**attempt) for attempt in kept.pop("attempts")]
+            return cls(folder=folder, attempts=attempts, **kept)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(damaged(path, error)) from None
 
 
 @dataclass
@@ -139,26 +139,6 @@ class TrialRecord:
 
 
 @dataclass
-class StudyRecord:
-    """All that is known of a study."""
-
-    folder: Path
-    question: Question
-    plan: Plan
-    cwd: str
-    trials: list[TrialRecord]
-
-    @cached_property
-    def target(self) -> Target:
-        return find_target(self.question.command, self.question.options)
-
-    def finished(self) -> list[TrialRecord]:
-        """Complete trials, the best first."""
-        done = [trial for trial in self.trials if trial.state == "complete" and trial.value is not None]
-        return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.question.mode == "max")
-
-
-@dataclass
 class Study:
     """A study to work on. storage: sqlite | journal."""
 
@@ -183,15 +163,40 @@ class Study:
 
     @classmethod
     def load(cls, folder: Path) -> Study:
-        """Raises UserError if there is none."""
+        """Raises UserError if there is none, or if it is damaged."""
+        path = folder / DESCRIPTION
         try:
-            kept = json.loads((folder / DESCRIPTION).read_text())
+            kept = json.loads(path.read_text())
+            return cls(folder, read_question(kept["question"]), Plan(**kept["plan"]), kept["storage"], kept["cwd"])
         except FileNotFoundError:
             raise UserError(
                 f"--study {folder}: there is no study ({DESCRIPTION}). To begin one, give keys with values "
                 "(actor.optim.lr=1e-6,3e-6) and --metric as well"
             ) from None
-        return cls(folder, read_question(kept["question"]), Plan(**kept["plan"]), kept["storage"], kept["cwd"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(damaged(path, error)) from None
+
+
+@dataclass
+class StudyRecord(Study):
+    """All that is known of a study."""
+
+    trials: list[TrialRecord]
+
+    @cached_property
+    def target(self) -> Target:
+        return find_target(self.question.command, self.question.options)
+
+    def finished(self) -> list[TrialRecord]:
+        """Complete trials, the best first."""
+        done = [trial for trial in self.trials if trial.state == "complete" and trial.value is not None]
+        return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.question.mode == "max")
+
+
+def damaged(path: Path, error: Exception) -> str:
+    """What to say of a study's file that cannot be read."""
+    told = str(error).partition("\n")[0]
+    return f"--study: {path} cannot be read ({told}): put a copy in its place, or begin a study with another name"
 
 
 def write_question(question: Question, cwd: str) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def read_study(folder: Path) -> StudyRecord:
 
     study = Study.load(folder)
     trials = [read_trial(study, frozen) for frozen in Engine(study).trials()]
-    return StudyRecord(folder, study.question, study.plan, study.cwd, trials)
+    return StudyRecord(folder, study.question, study.plan, study.storage, study.cwd, trials)
 
 
 _STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
@@ -290,40 +295,15 @@ def _seed_order(path: Path) -> tuple[int, str]:
 def write_csv(record: StudyRecord, path: Path) -> None:
     """A line for each trial."""
     names = [parameter.name for parameter in record.question.space.parameters]
-    rows: list[Sequence[Any]] = [
-        (
-            "trial",
-            "state",
-            record.question.metric,
-            "ci95",
-            "runs",
-            *names,
-            "seconds",
-            "attempts",
-            "error",
-            "folder",
-            "command",
-        )
-    ]
+    before, after = ("trial", "state", record.question.metric, "ci95", "runs"), ("error", "folder", "command")
+    rows: list[Sequence[Any]] = [(*before, *names, "seconds", "attempts", *after)]
     for trial in record.trials:
         seconds = sum(run.seconds for run in trial.runs)
         attempts = sum(len(run.attempts) for run in trial.runs)
         values = [trial.parameters.get(name, "") for name in names]
         shown = ["" if number is None else f"{number:.6g}" for number in (trial.value, trial.half_width)]
-        rows.append(
-            (
-                trial.number,
-                trial.state,
-                *shown,
-                len(trial.values),
-                *values,
-                f"{seconds:.1f}",
-                attempts,
-                trial.error,
-                trial.folder,
-                trial.command,
-            )
-        )
+        first = (trial.number, trial.state, *shown, len(trial.values))
+        rows.append((*first, *values, f"{seconds:.1f}", attempts, trial.error, trial.folder, trial.command))
     text = io.StringIO(newline="")
     csv.writer(text).writerows(rows)
     write_atomically(path, text.getvalue())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import ROOT, TinyTask
-from trainer.sweep import sweep
+from trainer.sweeps.command import sweep
 from trainer.sweeps.study import read_study
 from verl_lite.errors import UserError
 
@@ -28,22 +28,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
 def words(folder: Path, *more: str, task: TinyTask | None = None) -> list[str]:
     task = task or TinyTask(folder / "task")
     options = [*task.options, "trainer.backend=inline", "reward.num_workers=0", "trainer.total_training_steps=4"]
-    return [
-        *options,
-        "trainer.save_freq=1",
-        "--metric",
-        METRIC,
-        "--study",
-        str(folder / "study"),
-        "--slots",
-        "2",
-        *more,
-    ]
+    return [*options, "trainer.save_freq=1", "--metric", METRIC, "--study", str(folder / "study"), *more]
 
 
 @pytest.mark.slow
 def test_a_sweep_of_main_ppo_killed_in_the_middle_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    argv = words(tmp_path, "actor.optim.lr=1e-3,1e-4", "seeds=[3]", "--file", str(_file(tmp_path)))
+    argv = words(tmp_path, "--slots", "2", "actor.optim.lr=1e-3,1e-4", "seeds=[3]", "--file", str(_file(tmp_path)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     log = tmp_path / "log"
     with log.open("w") as file:
@@ -103,9 +93,11 @@ def test_what_is_wrong_is_said_before_anything_runs(
     assert not (tmp_path / "study").exists()
 
 
-def test_combinations_that_would_be_refused_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.sweep.work", lambda *args: None)
-    assert sweep(words(tmp_path, "actor.ppo_mini_batch_size=2,4,64", "--skip-invalid")) == 0
+def test_combinations_that_would_be_refused_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: TinyTask
+) -> None:
+    monkeypatch.setattr("trainer.sweeps.command.work", lambda _: None)
+    assert sweep(words(tmp_path, "actor.ppo_mini_batch_size=2,4,64", "--skip-invalid", task=task)) == 0
     trials = read_study(tmp_path / "study").trials
     assert [trial.parameters for trial in trials] == [
         {"actor.ppo_mini_batch_size": "2"}, {"actor.ppo_mini_batch_size": "4"},

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from trainer.sweep import sweep
 from trainer.sweeps.checks import Combinations
+from trainer.sweeps.command import sweep
 from trainer.sweeps.slots import CpuPool, Slot
 from trainer.sweeps.study import StudyRecord, TrialRecord, read_study
 from trainer.sweeps.targets import FOLDER, RESUME, SEED, Target
@@ -29,12 +29,6 @@ from verl_lite.errors import UserError
 ROOT = Path(__file__).resolve().parents[3]
 FAKE = Path(__file__).with_name("fake_trial.py")
 METRIC = "val-core/task/acc/mean@1"
-
-
-@pytest.fixture(autouse=True)
-def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a small sweep's time; test_report.py looks at them."""
-    monkeypatch.setattr("trainer.sweeps.pictures.pictures", lambda *_: [])
 
 
 def words(study: Path, *more: str, slots: int = 2) -> list[str]:
@@ -53,8 +47,10 @@ def starts(trial: TrialRecord, run: int = 0) -> list[list[str]]:
 
 
 def test_a_grid_with_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, study = swept(tmp_path, "x=1,2", "y=a,b", "seeds=2", "steps=2")
-    assert status == 0 and [trial.state for trial in study.trials] == ["complete"] * 4
+    status, study = swept(tmp_path, "x=1,2", "y=a,b", "seeds=2", "steps=2", "--storage", "sqlite")
+    assert (
+        (tmp_path / "study.db").exists() and status == 0 and [trial.state for trial in study.trials] == ["complete"] * 4
+    )
     assert [trial.parameters for trial in study.trials] == [{"x": x, "y": y} for x in ("1", "2") for y in ("a", "b")]
     # seeds 1 and 2: x * 2 + 0.01 and x * 2 + 0.02; t(1) = 12.706, standard error 0.005
     assert [trial.value for trial in study.trials] == pytest.approx([2.015, 2.015, 4.015, 4.015])
@@ -159,7 +155,7 @@ def test_when_all_devices_are_lost_it_ends_and_says_so(tmp_path: Path, monkeypat
         def why_not(self) -> list[str]:
             return ["GPU 0 was lost by 2 runs, and is left alone"]
 
-    monkeypatch.setattr("trainer.sweep.make_pool", lambda *_: (Dying(1), None))
+    monkeypatch.setattr("trainer.sweeps.command.make_pool", lambda *_: (Dying(1), None))
     with pytest.raises(UserError, match="no device is left to the sweep:\n  GPU 0 was lost"):
         swept(tmp_path, "x=1,2", "fail=lost")
     assert [trial.state for trial in read_study(tmp_path).trials] == ["running", "waiting"], "it can go on"
@@ -212,19 +208,23 @@ def test_a_pruned_trial_ends_politely_and_keeps_its_folder(tmp_path: Path) -> No
     assert 2 <= max(history) < 3000 and second.value == history[max(second.intermediate)]
 
 
-def test_a_run_can_be_asked_to_end_where_its_sweep_ignores_it(tmp_path: Path) -> None:
-    """`sweep &` in a script: the shell has such a job ignore SIGINT."""
+def test_a_run_can_be_asked_to_end_where_its_sweep_ignores_or_blocks_it(tmp_path: Path) -> None:
+    """`sweep &` in a script: the shell has such a job ignore SIGINT. Ray's actors have threads that block it."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         command = [sys.executable, "-c", "print(end='ready', flush=True); import time; time.sleep(60)"]
         process = LocalLauncher(tmp_path).start(command, tmp_path / "log", Slot("cpu 0", (), {}))
         while not (tmp_path / "log").read_text():
             time.sleep(0.02)
         process.interrupt()
-        while process.poll() is None:
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         assert process.poll() in (-signal.SIGINT, 130, 1)
     finally:
+        process.kill()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
 
 
