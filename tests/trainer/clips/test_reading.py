@@ -205,7 +205,7 @@ def test_bytes_that_are_wrong_anywhere_are_a_sentence_or_another_picture(tmp_pat
         sources.append(tmp_path / f"a.{kind}")
         Image.fromarray(noise[0]).save(sources[-1])
     refused = 0
-    for number in range(20 * len(sources)):
+    for number in range(8 * len(sources)):
         source = sources[number % len(sources)]
         content = bytearray(source.read_bytes())
         if number % 3:
@@ -222,7 +222,7 @@ def test_bytes_that_are_wrong_anywhere_are_a_sentence_or_another_picture(tmp_pat
             assert read_frames(path, numbers, 16, 16).shape == (frames, 16, 16, 3)
         except ClipError:
             refused += 1
-    assert 40 < refused < 140
+    assert 16 < refused < 56
 
 
 def test_a_frame_that_the_decoder_only_guessed_is_refused(tmp_path: Path) -> None:

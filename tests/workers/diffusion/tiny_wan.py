@@ -150,12 +150,15 @@ def flow_config(path: str, **options: Any) -> RewardFlowConfig:
         model=DiffusionModelConfig(
             path=path, **({"lora_rank": 4, "lora_alpha": 8, "target_modules": TARGETS, **NO_CHECKPOINTS} | model)
         ),
-        sampler=FlowSamplerConfig(**sampler),
+        sampler=FlowSamplerConfig(**(STEPS | sampler)),
         reward=FlowRewardConfig(name=f"{MeanColourReward.__module__}:MeanColourReward"),
         actor=FlowActorConfig(optim=optim, fsdp_config=sharding, **options),
         trainer=FlowTrainerConfig(device="cpu", seed=3),
     )
 
+
+STEPS = {"num_inference_steps": 4, "mid_timestep": 2, "final_timestep": 3}
+"""Timesteps 1000 and 937.5 are the high-noise expert's, 833 and 625 learn."""
 
 NO_CHECKPOINTS = {"enable_gradient_checkpointing": False, "checkpoint_steps": False, "checkpoint_decode": False}
 ALL_CHECKPOINTS = dict.fromkeys(NO_CHECKPOINTS, True)
