@@ -54,6 +54,12 @@ def test_a_study_alone_goes_on() -> None:
     assert options.study == Path("runs/sweeps/mine").absolute()
 
 
+def test_means_are_said_again_as_they_were() -> None:
+    words = ["--devices", "0,GPU-1", "--per-trial", "2", "--wait", "--retries", "0", "--grace", "7.5"]
+    assert read_options(["--study", "x", *words]).means.words() == words
+    assert read_options(["--study", "x", "--threads", "1"]).means.words() == []
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -85,6 +91,9 @@ def test_an_unknown_entry_of_a_file_is_refused(tmp_path: Path) -> None:
     file.write_text("spcae: {a: [1, 2]}")
     with pytest.raises(UserError, match="spcae: there is no such entry; did you mean space"):
         read_options(["--file", str(file)])
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="is no YAML: 'utf-8' codec"):
+        read_options(["--file", str(file)])
     file.write_text("- a")
     with pytest.raises(UserError, match="a mapping is expected"):
         read_options(["--file", str(file)])
@@ -96,6 +105,7 @@ def test_an_unknown_entry_of_a_file_is_refused(tmp_path: Path) -> None:
         ("sampler_seed: one", "--sampler-seed one: a whole number"),
         ("config: {a: 1}", "config: {'a': 1} is no file name"),
         ("devices: {a: b}", "devices: {'a': 'b'} is no list of devices"),
+        ("pruner: {kind: asha}", "--pruner {'kind': 'asha'}, without a name: expected none or asha"),
     ],
 )
 def test_entries_of_the_wrong_kind_are_refused(tmp_path: Path, entry: str, said: str) -> None:

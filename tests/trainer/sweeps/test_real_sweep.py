@@ -83,6 +83,9 @@ def _file(folder: Path) -> Path:
         (("rollout.n=2,4", "--metric", "critik/score/mean"), "did you mean critic/score/mean"),
         (("rollout.n=2,4", "--pruner", "asha:rungs=3"), "rungs is none of its parameters"),
         (("rollout.n=2,4", "trainer.logger=[console]"), "add jsonl"),
+        (("trainer.seed=1,2", "seeds=2"), "trainer.seed is given, and seeds=.1, 2. gives it to each run"),
+        (("rollout.n=uniform(2,4)", "--random", "3"), "rollout.n=2.6.*whole number"),
+        (("rollout.n=2,4", "--per-trial", "2"), "--per-trial 2: no GPU can be used here"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(

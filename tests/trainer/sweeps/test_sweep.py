@@ -105,6 +105,20 @@ def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
         sweep(["--study", str(study)])
 
 
+@pytest.mark.parametrize("storage", ["sqlite", "journal"])
+def test_a_damaged_study_is_named(tmp_path: Path, storage: str) -> None:
+    swept(tmp_path, "x=1", "seeds=1", "steps=1", "--storage", storage)
+    with pytest.raises(UserError, match=f"was begun with {storage}; leave it out"):
+        sweep(["--study", str(tmp_path), "--storage", "journal" if storage == "sqlite" else "sqlite"])
+    of_storage = tmp_path / ("study.db" if storage == "sqlite" else "journal.log")
+    for path in (tmp_path / "trials" / "0000" / "seed-1.json", of_storage, tmp_path / "study.json"):
+        whole = path.read_bytes()
+        path.write_bytes(b"no" + whole)
+        with pytest.raises(UserError, match=f"{path.name} cannot be read .*begin a study with another name"):
+            sweep(["--study", str(tmp_path)])
+        path.write_bytes(whole)
+
+
 def test_another_question_is_refused_with_what_changed(tmp_path: Path) -> None:
     swept(tmp_path, "x=1,2", "steps=1")
     with pytest.raises(UserError) as refused:
