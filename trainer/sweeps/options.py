@@ -166,23 +166,26 @@ def parser() -> argparse.ArgumentParser:
 def read_options(argv: Sequence[str]) -> Options:
     """The options of a command line. Raises UserError."""
     line = parser().parse_intermixed_args(list(argv))
-    file = _read_file(Path(line.file)) if line.file else {}
     asks = bool(line.words or line.file or line.config or line.command or line.metric)
-    question = _question(line, file) if asks else None
-    study = line.study or file.get("study")
-    if question is None and study is None:
+    file = _read_file(Path(line.file)) if line.file else {}
+    for name in ("add", "grace", "stale"):
+        if getattr(line, name) < 0:
+            raise UserError(f"--{name} {getattr(line, name)}: expected 0 or more")
+    if line.random is not None or line.optuna is not None:
+        file = {name: value for name, value in file.items() if name not in ("random", "optuna")}
+    for name in _FROM_FILE:
+        if getattr(line, name, None) is None:
+            setattr(line, name, file.get(name))
+    if not asks and line.study is None:
         raise UserError(
             "nothing to search: give keys with values (actor.optim.lr=1e-6,3e-6) and --metric, or --file sweep.yaml, "
             "or --study NAME to go on with one"
         )
-    for name in ("add", "grace", "stale"):
-        if getattr(line, name) < 0:
-            raise UserError(f"--{name} {getattr(line, name)}: expected 0 or more")
     return Options(
-        question=question,
-        plan=_plan(line, file, asks),
-        means=_means(line, file),
-        study=None if study is None else study_folder(str(study)),
+        question=_question(line) if asks else None,
+        plan=_plan(line, asks),
+        means=_means(line),
+        study=None if line.study is None else study_folder(str(line.study)),
         add=line.add,
         again=line.again,
         skip_invalid=line.skip_invalid,
@@ -213,11 +216,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _question(line: argparse.Namespace, file: dict[str, Any]) -> Question:
-    space, settings = read_space(_mapping(file, "space"))
-    settings = [f"{key}={as_word(value)}" for key, value in _mapping(file, "settings").items()] + settings
+def _question(line: argparse.Namespace) -> Question:
+    space, settings = read_space(_mapping(line, "space"))
+    settings = [f"{key}={as_word(value)}" for key, value in _mapping(line, "settings").items()] + settings
     parameters = {parameter.name: parameter for parameter in space.parameters}
-    seeds = file.get("seeds")
+    seeds = line.seeds
     given: set[str] = set()
     for word in line.words:
         key, equals, raw = word.partition("=")
@@ -236,26 +239,25 @@ def _question(line: argparse.Namespace, file: dict[str, Any]) -> Question:
         else:
             parameters[name] = parameter
             given.add(name)
-    files = line.config or file.get("config") or ()
-    files = [files] if isinstance(files, str) else files
+    files = [line.config] if isinstance(line.config, str) else line.config or ()
     if not isinstance(files, list | tuple) or not all(isinstance(name, str) for name in files):
         raise UserError(f"config: {files!r} is no file name, nor a list of them")
     usual = Question()
     return Question(
-        command=str(line.command or file.get("command", usual.command)),
-        options=line.options or file.get("options"),
+        command=str(line.command or usual.command),
+        options=line.options,
         files=tuple(str(Path(name).expanduser()) for name in files),
         settings=tuple(settings),
         space=Space(tuple(parameters.values())),
         seeds=_seeds(seeds),
-        metric=str(line.metric or file.get("metric") or ""),
-        mode=_one_of("mode", line.mode or file.get("mode", usual.mode), ("max", "min")),
-        take=_one_of("take", line.take or file.get("take", usual.take), ("last", "best")),
+        metric=str(line.metric or ""),
+        mode=_one_of("mode", line.mode or usual.mode, ("max", "min")),
+        take=_one_of("take", line.take or usual.take, ("last", "best")),
     )
 
 
-def _mapping(file: dict[str, Any], name: str) -> dict[str, Any]:
-    value = file.get(name) or {}
+def _mapping(line: argparse.Namespace, name: str) -> dict[str, Any]:
+    value = getattr(line, name) or {}
     if not isinstance(value, dict):
         raise UserError(f"{name}: {value!r} is no mapping of keys to values")
     return value
@@ -266,13 +268,9 @@ def _seeds(given: Any) -> tuple[int, ...] | None:
         return None
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return tuple(range(1, given + 1))
-    if (
-        isinstance(given, list)
-        and given
-        and all(isinstance(seed, int) for seed in given)
-        and len(set(given)) == len(given)
-    ):
-        return tuple(given)
+    if isinstance(given, list) and given and all(isinstance(seed, int) for seed in given):
+        if len(set(given)) == len(given):
+            return tuple(given)
     raise UserError(f"seeds={given}: expected how many (seeds=3 runs the seeds 1, 2, 3), or which: seeds=[1,5,9]")
 
 
@@ -282,24 +280,21 @@ def _one_of(name: str, value: Any, known: Sequence[str]) -> str:
     return str(value)
 
 
-def _plan(line: argparse.Namespace, file: dict[str, Any], asks: bool) -> Plan | None:
-    if line.random is not None and line.optuna is not None:
-        raise UserError("--random and --optuna: choose one of them")
-    chosen = {name: getattr(line, name) for name in ("random", "optuna") if getattr(line, name) is not None}
-    chosen = chosen or {name: file[name] for name in ("random", "optuna") if file.get(name) is not None}
+def _plan(line: argparse.Namespace, asks: bool) -> Plan | None:
+    chosen = [(kind, getattr(line, kind)) for kind in ("random", "optuna") if getattr(line, kind) is not None]
     if len(chosen) > 1:
         raise UserError("random and optuna: choose one of them")
-    pruner = line.pruner or file.get("pruner")
-    if not asks and not chosen and pruner is None:
+    if not asks and not chosen and line.pruner is None:
         return None
-    kind, trials = next(iter(chosen.items()), ("grid", None))
-    if trials is not None and (not isinstance(trials, int) or trials < 1):
-        raise UserError(f"--{kind} {trials}: expected how many trials, at least 1")
-    name, arguments = _pruner(pruner or "none")
-    seed = line.sampler_seed if line.sampler_seed is not None else file.get("sampler_seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise UserError(f"--sampler-seed {seed}: a whole number of at least 0 is expected")
-    return Plan(kind, trials, name, arguments, seed)
+    kind, trials = (chosen[0][0], _whole(*chosen[0], 1)) if chosen else ("grid", None)
+    name, arguments = _pruner(line.pruner or "none")
+    return Plan(kind, trials, name, arguments, _whole("sampler-seed", line.sampler_seed or 0, 0))
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"--{name} {value}: a whole number of at least {least} is expected")
+    return value
 
 
 def _pruner(given: Any) -> tuple[str, dict[str, float]]:
@@ -317,26 +312,24 @@ def _pruner(given: Any) -> tuple[str, dict[str, float]]:
     return str(given), arguments
 
 
-def _means(line: argparse.Namespace, file: dict[str, Any]) -> Means:
-    usual = Means()
-    devices = line.devices if line.devices is not None else file.get("devices")
-    if not isinstance(devices, list | str | int | None):
-        raise UserError(f"devices: {devices!r} is no list of devices, such as 0,1")
-    words = devices if isinstance(devices, list) else str(devices).split(",") if devices is not None else None
-    values: dict[str, Any] = {}
+def _means(line: argparse.Namespace) -> Means:
+    found: dict[str, Any] = {"wait": line.wait, "grace_s": line.grace, "ray": line.ray}
     for name, least in (("slots", 1), ("per_trial", 1), ("threads", 1), ("retries", 0)):
-        value = getattr(line, name) if getattr(line, name) is not None else file.get(name, getattr(usual, name))
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise UserError(f"--{name.replace('_', '-')} {value}: a whole number of at least {least} is expected")
-        values[name] = value
-    share = line.share if line.share is not None else file.get("share", usual.share)
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise UserError(f"--share {share}: a share of a device's memory is above 0 and at most 1, such as 0.5")
-    if share < 1 and values["per_trial"] > 1:
-        raise UserError(f"--share {share:g} with --per-trial {values['per_trial']}: runs that share have one device")
-    if line.ray and (share < 1 or words is not None):
-        given = "--share" if share < 1 else "--devices"
+        if getattr(line, name) is not None:
+            found[name] = _whole(name.replace("_", "-"), getattr(line, name), least)
+    if line.devices is not None:
+        if not isinstance(line.devices, list | str | int):
+            raise UserError(f"devices: {line.devices!r} is no list of devices, such as 0,1")
+        words = line.devices if isinstance(line.devices, list) else str(line.devices).split(",")
+        found["devices"] = tuple(str(word).strip() for word in words)
+    if line.share is not None:
+        if not isinstance(line.share, int | float) or not 0 < line.share <= 1:
+            raise UserError(f"--share {line.share}: a share of a device's memory is above 0 and at most 1, such as 0.5")
+        found["share"] = float(line.share)
+    means = Means(**found)
+    if means.share < 1 and means.per_trial > 1:
+        raise UserError(f"--share {means.share:g} with --per-trial {means.per_trial}: runs that share have one device")
+    if means.ray and (means.share < 1 or means.devices is not None):
+        given = "--share" if means.share < 1 else "--devices"
         raise UserError(f"--ray with {given}: Ray chooses the devices, whole ones; leave {given} out")
-    found = None if words is None else tuple(str(word).strip() for word in words)
-    values |= {"devices": found, "share": float(share), "wait": line.wait, "grace_s": line.grace, "ray": line.ray}
-    return dataclasses.replace(usual, **values)
+    return means

@@ -53,8 +53,7 @@ class Sweeper:
         self._descriptor = -1
         self._beats = 0
         self._ended = threading.Event()
-        self._seen: dict[int, tuple[int, float]] = {}  # of other sweeps: beat, and when it was new to this one
-        self._first_beat: dict[int, int] = {}
+        self._seen: dict[int, list[tuple[int, float]]] = {}  # of others: beats, and when each was new
 
     def __enter__(self) -> Sweeper:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -107,17 +106,14 @@ class Sweeper:
         locked = _is_locked(path) if told.get("boot") == self.place.boot else None
         if locked is not None:
             return locked
-        beat = int(told.get("beat", 0))
-        if self._seen.get(number, (-1, 0.0))[0] != beat:
-            self._seen[number] = beat, time.monotonic()
-            self._first_beat.setdefault(number, beat)
-        return time.monotonic() - self._seen[number][1] < self.stale_s
+        beat, seen = int(told.get("beat", 0)), self._seen.setdefault(number, [])
+        if not seen or seen[-1][0] != beat:
+            seen[1:] = [(beat, time.monotonic())]  # the first one and the last
+        return time.monotonic() - seen[-1][1] < self.stale_s
 
     def is_undecided(self, number: int) -> bool:
         """Whether a sweep elsewhere counts as alive only because it was not watched for long enough."""
-        if not self.is_alive(number) or number not in self._seen:
-            return False
-        return self._seen[number][0] == self._first_beat[number]
+        return self.is_alive(number) and len(self._seen.get(number, ())) == 1
 
     # ------------------------------------------------------------------------------------------------------- trials
 

@@ -129,7 +129,7 @@ class Runner:
             return True
         if self.pool.size == 0:
             raise UserError("no device is left to the sweep:\n  " + "\n  ".join(self.pool.why_not()))
-        while self._running() < self.pool.size and (self._next_run() or self._has_claimable()):
+        while len(self.running()) < self.pool.size and (self._next_run() or self._has_claimable()):
             waiting = self._next_run()
             slot = self.pool.take(waiting[1].avoid if waiting else ())
             if slot is None:
@@ -141,15 +141,16 @@ class Runner:
             self._start(*found, slot)
         return self._is_undecided()
 
-    def _running(self) -> int:
-        return sum(run.process is not None for trial in self.active.values() for run in trial.runs)
+    def running(self) -> list[tuple[ActiveTrial, ActiveRun]]:
+        """Runs that have a process, with their trials."""
+        return [(trial, run) for trial in self.active.values() for run in trial.runs if run.process is not None]
 
     def _without_a_slot(self) -> bool:
         self._looked_at_devices = time.monotonic()
         reasons = self.pool.why_not()
         if not reasons:
             return True
-        busy = self._running() > 0
+        busy = bool(self.running())
         if not busy and not self.means.wait:
             raise UserError(
                 "no device is free:\n  " + "\n  ".join(reasons) + "\nWait for them with --wait, or choose others "
@@ -161,11 +162,8 @@ class Runner:
 
     def _next_run(self) -> tuple[ActiveTrial, ActiveRun] | None:
         """A run that waits for a place, of the oldest trial."""
-        for trial in self.active.values():
-            for run in trial.runs:
-                if run.record.state == "waiting" and not trial.pruned:
-                    return trial, run
-        return None
+        pairs = ((trial, run) for trial in self.active.values() if not trial.pruned for run in trial.runs)
+        return next((pair for pair in pairs if pair[1].record.state == "waiting"), None)
 
     def _has_claimable(self) -> bool:
         if time.monotonic() < self._nothing_until:
@@ -206,9 +204,8 @@ class Runner:
             trial = self._begin(number)
             if trial is not None:
                 self.active[number] = trial
-                waiting = next((run for run in trial.runs if run.record.state == "waiting"), None)
-                if waiting is not None:
-                    return trial, waiting
+                if found := self._next_run():
+                    return found
         return None
 
     def _begin(self, number: int) -> ActiveTrial | None:
@@ -429,7 +426,7 @@ class Runner:
 
     def stop_all(self) -> None:
         """Ends all runs: politely, then not. They go on from their checkpoints when the study does."""
-        running = [(trial, run) for trial in self.active.values() for run in trial.runs if run.process is not None]
+        running = self.running()
         for _, run in running:
             self._ask_to_end(run)
         if running:

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.console import format_seconds
-from trainer.sweeps.runner import ActiveRun, ActiveTrial, Runner, shown_values
-from trainer.sweeps.study import TrialRecord, read_trial
+from trainer.sweeps.runner import ActiveRun, Runner, shown_values
+from trainer.sweeps.study import StudyRecord, TrialRecord, read_trial
 
 _UPDATE_EVERY_S = 1.0
 _LINE_EVERY_S = 60.0
@@ -60,7 +60,7 @@ class SweepView:
         elif self._live is None and now - self._line >= _LINE_EVERY_S:
             self._line = now
             trials = self._trials(sweep)
-            running = [f"{sweep.name(trial, run)} {progress(run)}" for trial, run in _running(sweep)]
+            running = [f"{sweep.name(trial, run)} {progress(run)}" for trial, run in sweep.running()]
             self.event("; ".join([heading(sweep, trials), *running]))
 
     def _trials(self, sweep: Runner) -> list[TrialRecord]:
@@ -88,7 +88,7 @@ def seconds_left(sweep: Runner, trials: list[TrialRecord]) -> float | None:
         for trial in trials
         if trial.state in ("waiting", "running")
     )
-    spent = sum(time.time() - run.record.attempts[-1].started for _, run in _running(sweep))
+    spent = sum(time.time() - run.record.attempts[-1].started for _, run in sweep.running())
     return max(0.0, waiting * statistics.mean(done) - spent) / max(1, sweep.pool.size)
 
 
@@ -116,31 +116,16 @@ def table(sweep: Runner, trials: list[TrialRecord]) -> Table:
     found = Table(title=heading(sweep, trials), title_justify="left", expand=True)
     for name in ("trial", "state", "parameters", "step", question.metric, "left", "on"):
         found.add_column(name, overflow="fold", no_wrap=name in ("trial", "step", "left"))
-    for trial, run in _running(sweep):
-        left = run_seconds_left(run, sweep.steps_of_a_run)
+    for trial, run in sweep.running():
+        number, left = sweep.name(trial, run).removeprefix("trial "), run_seconds_left(run, sweep.steps_of_a_run)
         step, _, value = progress(run).removeprefix("step ").partition(", ")
-        again = f" ({len(run.record.attempts)}.)" if len(run.record.attempts) > 1 else ""
-        found.add_row(
-            sweep.name(trial, run).removeprefix("trial "),
-            f"running{again}",
-            shown_values(trial.values),
-            step,
-            value,
-            "" if left is None else format_seconds(left),
-            run.slot.name if run.slot else "",
-        )
-    done = [trial for trial in trials if trial.state == "complete" and trial.value is not None]
-    done.sort(key=lambda trial: trial.value or 0.0, reverse=question.mode == "max")
-    for place, record in enumerate(done[:_BEST_SHOWN]):
-        found.add_row(
-            str(record.number),
-            "best" if place == 0 else "done",
-            shown_values(record.parameters),
-            "",
-            shown_value(record),
-            "",
-            "",
-        )
+        state = "running" + (f" ({len(run.record.attempts)}.)" if len(run.record.attempts) > 1 else "")
+        shown, where = "" if left is None else format_seconds(left), run.slot.name if run.slot else ""
+        found.add_row(number, state, shown_values(trial.values), step, value, shown, where)
+    study = StudyRecord(**vars(sweep.study), trials=trials)
+    for place, record in enumerate(study.finished()[:_BEST_SHOWN]):
+        state, parameters = "done" if place else "best", shown_values(record.parameters)
+        found.add_row(str(record.number), state, parameters, "", shown_value(record), "", "")
     for record in [trial for trial in trials if trial.state == "failed"][-_FAILED_SHOWN:]:
         found.add_row(str(record.number), "failed", shown_values(record.parameters), "", record.error, "", "")
     return found
@@ -152,7 +137,3 @@ def shown_value(trial: TrialRecord) -> str:
         return ""
     width = trial.half_width
     return f"{trial.value:.4g}" + ("" if width is None else f" +- {width:.2g}")
-
-
-def _running(sweep: Runner) -> list[tuple[ActiveTrial, ActiveRun]]:
-    return [(trial, run) for trial in sweep.active.values() for run in trial.runs if run.process is not None]

@@ -70,7 +70,7 @@ def test_means_are_said_again_as_they_were() -> None:
         (["a=1,2", "seeds=[1,1]"], "seeds="),
         (["a=1,2", "--mode", "up"], "--mode up: expected max or min"),
         (["a=1,2", "--random", "3", "--optuna", "4"], "choose one of them"),
-        (["a=1,2", "--random", "0"], "--random 0: expected how many"),
+        (["a=1,2", "--random", "0"], "--random 0: a whole number of at least 1"),
         (["a=1,2", "--pruner", "ash"], "--pruner ash: expected none or asha"),
         (["a=1,2", "--pruner", "asha:x=y"], "a number is expected"),
         (["a=1,2", "--share", "2"], "--share 2"),
@@ -104,6 +104,7 @@ def test_an_unknown_entry_of_a_file_is_refused(tmp_path: Path) -> None:
     [
         ("sampler_seed: one", "--sampler-seed one: a whole number"),
         ("config: {a: 1}", "config: {'a': 1} is no file name"),
+        ("optuna: true", "--optuna True: a whole number"),
         ("devices: {a: b}", "devices: {'a': 'b'} is no list of devices"),
         ("pruner: {kind: asha}", "--pruner {'kind': 'asha'}, without a name: expected none or asha"),
     ],
