@@ -163,9 +163,6 @@ class VideoDataset:
                 self._cache_bytes += frames.nbytes
 
 
-# -------------------------------------------------------------------------------------------------------------- batches
-
-
 def steps_per_epoch(num_rows: int, config: VideoDataConfig) -> int:
     """Optimizer steps of one pass; its last batch may be smaller."""
     return -(-num_rows * config.repeat // config.train_batch_size)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import torch
 
-SCORE_BASELINE = 0.54
-SCORE_STD = 0.16
-SCORE_COEF = 0.1
-KL_COEF = 1.0
-
 
 def reward_flow_loss(
     face_score: torch.Tensor,
     kl_loss: torch.Tensor,
     *,
-    baseline: float = SCORE_BASELINE,
-    std: float = SCORE_STD,
-    coef: float = SCORE_COEF,
-    kl_coef: float = KL_COEF,
+    baseline: float = 0.54,
+    std: float = 0.16,
+    coef: float = 0.1,
+    kl_coef: float = 1.0,
 ) -> torch.Tensor:
     """-(face_score - baseline) / std * coef + kl_coef * kl_loss, of each sample, in the shape of the arguments.
 

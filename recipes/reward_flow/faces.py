@@ -100,8 +100,6 @@ def _paint_people(cast: Cast) -> torch.Tensor:
     return paint(picture, lips, ellipse(0, 10, 5.5, 1.2 + 1.8 * cast.mouth[..., None, None]))
 
 
-# ------------------------------------------------------------------------------------------------------ what sees them
-
 KEYPOINTS = ((-6.5, -2.0), (6.5, -2.0), (0.0, 5.0), (-5.0, 10.0), (5.0, 10.0))
 """Eyes, nose, corners of the mouth: (x, y) from the middle of the head, in pixels."""
 

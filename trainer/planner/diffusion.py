@@ -168,8 +168,9 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
     always, adapter = _always(config, shape, slots, size)
     high, text = (shape.experts - 1) * size * shape.transformer.parameters, size * shape.text_parameters
     brought = config.model.offload_frozen
-    kept, kept_on_host = _kept(config, step, decode, shape, latents)
     numbers = FP32 * math.prod(latents) * shape.channels
+    kept = _kept(config, step, decode, shape.transformer.num_layers, numbers)
+    kept = {name: samples * value for name, value in kept.items()}
     phases = [
         Phase("prompts", {"text encoder": text * brought}),
         Phase("first frame", {"VAE": samples * (decode.cache + decode.work / 2 + decode.frames)}),
@@ -177,10 +178,10 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
             "steps without gradient",
             {"high-noise expert": high * brought, "block": samples * step.forward_work, "latents": samples * numbers},
         ),
-        *_gradient_phases(config, step, decode, shape, kept, samples, frames),
+        *_gradient_phases(config, step, decode, shape.transformer.num_layers, kept, frames),
         Phase("optimizer step", {}),
     ]
-    host = {name: bytes_ * samples for name, bytes_ in kept_on_host.items()}
+    host = dict(kept) if config.model.activation_offload else {}
     if brought:
         host |= {"high-noise expert": high, "text encoder": text}
     return Plan((frames, height, width), tokens, adapter, always, phases, {k: v for k, v in host.items() if v})
@@ -232,40 +233,29 @@ def _decoding(
 
 
 def _kept(
-    config: RewardFlowConfig,
-    step: StepMemory,
-    decode: DecodeMemory,
-    shape: PipelineShape,
-    latents: tuple[int, int, int],
-) -> tuple[dict[str, float], dict[str, float]]:
-    """What forward leaves for backward, of one sample: on the device, on the host."""
+    config: RewardFlowConfig, step: StepMemory, decode: DecodeMemory, layers: int, numbers: int
+) -> dict[str, float]:
+    """What forward leaves for backward, of one sample. numbers: bytes of its latents."""
     model, sampler = config.model, config.sampler
-    steps = sampler.final_timestep - sampler.mid_timestep + 1
-    layers = shape.transformer.num_layers
-    numbers = FP32 * math.prod(latents) * shape.channels
-    if model.checkpoint_steps:
-        of_steps = 3 * numbers * steps
-    elif model.enable_gradient_checkpointing:
-        of_steps = (3 * numbers + layers * step.block_input + step.shared) * steps
-    else:
-        of_steps = (3 * numbers + layers * step.block + step.shared) * steps
-    of_decode = decode.caches if model.checkpoint_decode else decode.chunks
-    kept = {"steps' activations": float(of_steps), "decoder's activations": float(of_decode)}
-    return ({}, kept) if model.activation_offload else (kept, {})
+    of_step = 3.0 * numbers
+    if not model.checkpoint_steps:
+        of_step += layers * (step.block_input if model.enable_gradient_checkpointing else step.block) + step.shared
+    return {
+        "steps' activations": of_step * (sampler.final_timestep - sampler.mid_timestep + 1),
+        "decoder's activations": float(decode.caches if model.checkpoint_decode else decode.chunks),
+    }
 
 
 def _gradient_phases(
     config: RewardFlowConfig,
     step: StepMemory,
     decode: DecodeMemory,
-    shape: PipelineShape,
+    layers: int,
     kept: Mapping[str, float],
-    samples: int,
     frames: int,
 ) -> Iterator[Phase]:
-    model, layers = config.model, shape.transformer.num_layers
-    of_steps = samples * kept.get("steps' activations", 0.0)
-    of_decode = samples * kept.get("decoder's activations", 0.0)
+    model, samples = config.model, config.actor.micro_batch_size_per_gpu
+    of_steps, of_decode = (0.0, 0.0) if model.activation_offload else kept.values()
     clip = {"frames": 3.0 * samples * decode.frames}
     yield Phase("steps with gradient", {"kept": of_steps, "block": samples * step.forward_work})
     after = {"kept of the steps": of_steps, "kept of decoding": of_decode}

@@ -159,9 +159,6 @@ def suppress(boxes: torch.Tensor, scores: torch.Tensor, overlap: float) -> torch
     return order[stays]
 
 
-# ------------------------------------------------------------------------------------------------------ ONNX files
-
-
 def load_onnx(path: str, option: str) -> nn.Module:
     """The model of an ONNX file as a frozen torch module. option: the key that names it, for messages.
 

@@ -110,9 +110,6 @@ def pooled_similarity(vectors: torch.Tensor, reference: torch.Tensor) -> torch.T
     return cosines.mean()
 
 
-# ------------------------------------------------------------------------------------------------------- alignment
-
-
 def align(pixels: torch.Tensor, keypoints: torch.Tensor, size: int) -> torch.Tensor:
     """Crops (n, 3, size, size) in which the points lie on ArcFace's template, bilinear, black beyond the frame;
     differentiable in the pixels.
@@ -153,9 +150,6 @@ def _to_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
 
 def _from_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_tensor([[2 / width, 0, 1 / width - 1], [0, 2 / height, 1 / height - 1], [0, 0, 1]])
-
-
-# ----------------------------------------------------------------------------------------------------------- parts
 
 
 def _make_part(role: str, given: Any) -> Any:

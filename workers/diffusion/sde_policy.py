@@ -211,11 +211,8 @@ def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
 def load_network(options: FlowModelConfig) -> nn.Module:
     """The `FlowNetwork` that model.network names, read from model.path.
 
-    Raises UserError if either is missing, there is no such class, or it has not what `FlowNetwork` asks for.
+    Raises UserError if there is no such class or folder, or the class has not what `FlowNetwork` asks for.
     """
-    for key, value in (("model.path", options.path), ("model.network", options.network)):
-        if value is None:
-            raise UserError(f"{key}=null: expected the folder and the class (pkg.module:Class) of a flow network")
     try:
         found: Any = find_entry({}, "network", str(options.network))
     except ValueError as error:

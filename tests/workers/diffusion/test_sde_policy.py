@@ -208,8 +208,6 @@ def test_wrong_networks_are_one_sentence(path: str, tmp_path: Path) -> None:
     def options(**changes: Any) -> Any:
         return config_of(path, **changes).model
 
-    with pytest.raises(UserError, match=r"model\.network=null"):
-        load_network(options(network=None))
     with pytest.raises(UserError, match=r"model\.network='no\.such:thing'"):
         load_network(options(network="no.such:thing"))
     with pytest.raises(UserError, match=r"has no from_pretrained, latent_shape, encode, decode"):
