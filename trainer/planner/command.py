@@ -47,6 +47,9 @@ def run(argv: list[str]) -> int:
     assumed = Efficiency(training=given.compute, bandwidth=given.bandwidth)
     _check_numbers(given.memory_gb, given.mean_response, assumed)
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
+    longest = config.data.max_response_length
+    if given.mean_response is not None and given.mean_response > longest:
+        raise UserError(f"--mean_response {given.mean_response:g} is more than data.max_response_length={longest}")
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         if given.like is not None:
             _take_like(config, given.like, Path(folder))

@@ -18,6 +18,7 @@ from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.options.agentic import is_agentic
 from workers.rollout.base import resolve_engine_name
 
+OF_THE_TRAINING = ("model.lora_rank=", "actor.ppo_mini_batch_size=")
 LEAST_SAVED = 0.01  # share of the memory below which a change is not worth a line
 
 
@@ -28,6 +29,11 @@ class Remedy:
     keys: tuple[str, ...]
     device_bytes: float
     fits: bool
+
+    @property
+    def changes_training(self) -> bool:
+        """Whether another model comes of it; the others give the same gradients, up to rounding."""
+        return any(key.startswith(OF_THE_TRAINING) for key in self.keys)
 
 
 def fits(plan: MemoryPlan, memory_bytes: float) -> bool:
@@ -52,15 +58,30 @@ def remedies(
 def together(
     config: PPOConfig, networks: Networks, device: Accelerator, memory_bytes: float, single: list[Remedy]
 ) -> Remedy | None:
-    """Changes that are enough together, those first that cost no more devices; None where they are not."""
-    keys: dict[str, str] = {}
-    more_devices = [remedy for remedy in single if _adds_devices(remedy)]
-    for remedy in [remedy for remedy in single if not _adds_devices(remedy)] + more_devices[:1]:
-        keys = {key.partition("=")[0]: key for key in remedy.keys} | keys
-        plan = _planned(config, networks, device, tuple(keys.values()))
-        if fits(plan, memory_bytes):
-            return Remedy(tuple(keys.values()), plan.device_bytes, True)
-    return None
+    """Changes that are enough together and none of which can be spared: first those that leave the training and the
+    number of devices as they are; None where all are not enough."""
+    taken: list[Remedy] = []
+    for remedy in sorted(single, key=lambda remedy: (_adds_devices(remedy), remedy.changes_training)):
+        if any(_names(remedy) & _names(other) for other in taken):
+            continue  # the more effective value of the same key is there
+        taken.append(remedy)
+        if fits(_planned(config, networks, device, _keys(taken)), memory_bytes):
+            break
+    else:
+        return None
+    for remedy in list(reversed(taken)):
+        fewer = [other for other in taken if other is not remedy]
+        if fits(_planned(config, networks, device, _keys(fewer)), memory_bytes):
+            taken = fewer
+    return Remedy(_keys(taken), _planned(config, networks, device, _keys(taken)).device_bytes, True)
+
+
+def _keys(remedies: list[Remedy]) -> tuple[str, ...]:
+    return tuple(key for remedy in remedies for key in remedy.keys)
+
+
+def _names(remedy: Remedy) -> set[str]:
+    return {key.partition("=")[0] for key in remedy.keys}
 
 
 def _adds_devices(remedy: Remedy) -> bool:

@@ -98,6 +98,7 @@ def verdict_lines(
         yield "change one of these, the most effective first; GiB it would then need:"
     for remedy in single[:MOST_REMEDIES]:
         enough = "   enough" if remedy.fits else ""
+        enough += "   (another training)" if remedy.changes_training else ""
         yield f"  {' '.join(remedy.keys):<72}{remedy.device_bytes / GIB:8.2f}{enough}"
     if any(remedy.fits for remedy in single):
         return
@@ -106,7 +107,8 @@ def verdict_lines(
         yield "no single one is enough, nor all together: take a smaller model, shorter answers or larger devices"
         return
     yield "no single one is enough; these together are:"
-    yield f"  {' '.join(both.keys)}   {both.device_bytes / GIB:.2f}"
+    another = "   (another training)" if both.changes_training else ""
+    yield f"  {' '.join(both.keys)}   {both.device_bytes / GIB:.2f}{another}"
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from trainer.console import Console
 from trainer.planner.command import check, run, slots_of
 from trainer.planner.model_shape import ModelShape, config_like, shape_of
-from trainer.planner.remedies import candidates, fits, remedies, together
+from trainer.planner.remedies import Remedy, candidates, fits, remedies, together
 from trainer.planner.report import device_memory_gib, expected_rows, measured_line, stage_seconds
 from trainer.planner.run_memory import (
     MemoryPlan,
@@ -118,6 +118,13 @@ def test_several_changes_together_where_one_is_not_enough() -> None:
     found = remedies(config, networks, 16, H100, 80e9)
     both = together(config, networks, H100, 80e9, found)
     assert both is not None and both.device_bytes <= 80e9
+    # a way that leaves the training as it is was looked for first, and each of its keys is needed
+    neutral = [remedy for remedy in found if not remedy.changes_training and remedy.keys[0][:8] != "trainer."]
+    assert ("actor.fsdp_config.reduce_every_micro_batch=true",) in [remedy.keys for remedy in neutral]
+    assert "actor.ppo_mini_batch_size" not in str(both.keys), "it gives what reduce_every_micro_batch gives"
+    for keys in both.keys:
+        fewer = [Remedy((key,), 0.0, False) for key in both.keys if key != keys]
+        assert together(config, networks, H100, 80e9, fewer) is None
 
 
 def test_disk_is_weights_and_moments_of_what_learns() -> None:
@@ -162,6 +169,10 @@ def test_the_command_plans_a_cluster_from_a_config_alone(
         (["--like", "qwen2.5-7b", "--device", "b200"], "--device b200: expected one of h100"),
         (["--like", "qwen-7b"], r"--like qwen-7b: expected one of .*did you mean qwen"),
         (["--like", "qwen2.5-7b", "model.path=somewhere"], "contradict each other"),
+        (
+            ["--like", "qwen2.5-7b", "rollout.n=8", "--mean_response", "9999"],
+            "9999 is more than data.max_response_length",
+        ),
         (["--like", "qwen2.5-7b", "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
         (["--like", "qwen2.5-7b", "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
         (["--like", "qwen2.5-7b", "trainer.nodes=2"], "nnodes"),
