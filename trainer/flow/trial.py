@@ -18,12 +18,11 @@ from verl_lite.errors import UserError
 from verl_lite.options.diffusion import FlowRewardConfig
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 
-_BUDGET_S = 20.0
 _NOISE = 0.02  # of the trial's frames beside the reference: far enough from the best score for a gradient
 
 
 def try_reward(
-    options: FlowRewardConfig, data: VideoDataset, tell: Callable[[str], None], budget_s: float = _BUDGET_S
+    options: FlowRewardConfig, data: VideoDataset, tell: Callable[[str], None], budget_s: float = 20.0
 ) -> None:
     """Raises UserError for a reward that cannot be made, gives no gradient, or finds nothing to compare with in a clip,
     whose file and row are named. tell: hears how many clips were not tried in `budget_s` seconds."""

@@ -366,6 +366,6 @@ def _verdict(
     yield f"does not fit {memory_gib:g} GiB; change, one after the other:"
     needed = found.device_bytes
     for name, needed in remedies(config, shape, slots, memory_gib * GIB, size=size):
-        yield f"  {name:<42}{needed / GIB:8.2f}"
+        yield f"  {name:<58}{needed / GIB:8.2f}"
     if needed > memory_gib * GIB:
         yield "  and that is not enough: take more devices (trainer.n_gpus_per_node), or larger ones"

@@ -45,11 +45,8 @@ def check_visual_reward(
     score = _score_with_gradient(reward, frames, reference)
     again = score_frames(reward, frames, reference).value
     _require(torch.equal(score.value.detach(), again), "the same frames have the same score")
-    _require(again.dtype == torch.float32, "the score is fp32, of frames of any precision", str(again.dtype))
-    _require(
-        score_frames(reward, frames.bfloat16(), reference).value.dtype == torch.float32,
-        "the score is fp32, of frames of any precision",
-    )
+    for value in (again, score_frames(reward, frames.bfloat16(), reference).value):
+        _require(value.dtype == torch.float32, "the score is fp32, of frames of any precision", str(value.dtype))
     if depends_on_reference:
         unlike = score_frames(reward, other * 2 - 1, reference).value.item()
         _require(

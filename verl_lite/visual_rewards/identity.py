@@ -121,7 +121,7 @@ def align(pixels: torch.Tensor, keypoints: torch.Tensor, size: int) -> torch.Ten
     template = (keypoints.new_tensor(ARCFACE_TEMPLATE) + 0.5) * (size / TEMPLATE_SIZE) - 0.5
     to_crop = similarity_transform(keypoints, template)
     height, width = pixels.shape[-2:]
-    theta = _from_pixels(height, width, to_crop) @ torch.linalg.inv(to_crop) @ _to_pixels(size, size, to_crop)
+    theta = torch.linalg.inv(to_crop @ _to_pixels(height, width, to_crop)) @ _to_pixels(size, size, to_crop)
     grid = F.affine_grid(theta[:, :2], [len(pixels), pixels.shape[1], size, size], align_corners=False)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
@@ -146,10 +146,6 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
 def _to_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
     """From grid_sample's [-1, 1] (borders of the picture) to pixels with centres at whole numbers."""
     return like.new_tensor([[width / 2, 0, (width - 1) / 2], [0, height / 2, (height - 1) / 2], [0, 0, 1]])
-
-
-def _from_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
-    return like.new_tensor([[2 / width, 0, 1 / width - 1], [0, 2 / height, 1 / height - 1], [0, 0, 1]])
 
 
 def _make_part(role: str, given: Any) -> Any:

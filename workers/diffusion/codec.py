@@ -47,7 +47,7 @@ class LatentCodec:
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Normalised latents (b, C, T, h, w) of a clip (b, 3, F, H, W) in [-1, 1]: the most likely ones."""
-        video = video.to(self._dtype)
+        video = video.to(self.vae.dtype)
         if hasattr(self.vae, "encode_video"):
             latents = self.vae.encode_video(video)
         else:
@@ -58,10 +58,5 @@ class LatentCodec:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Frames (b, F, 3, H, W) in [-1, 1] of normalised latents (b, C, T, h, w), differentiable."""
         plain = latents * self._std.to(latents.device) + self._mean.to(latents.device)
-        video = self.vae.decode(plain.to(self._dtype), return_dict=False)[0]
+        video = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)[0]
         return video.float().clamp(-1, 1).transpose(1, 2)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.vae.dtype
-        return dtype

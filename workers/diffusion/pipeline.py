@@ -95,21 +95,15 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype, *, with_weigh
 
 
 def read_index(model: DiffusionModelConfig) -> dict[str, Any]:
-    """model_index.json: for each component its [library, class], and the pipeline's own settings.
-
-    Raises UserError if there is none, or one that lacks a component.
-    """
-    if model.path is None:
-        raise UserError("model.path=null: expected the folder of an image-to-video pipeline in diffusers format")
-    file = Path(model.path).expanduser() / INDEX
-    remedy = "expected the folder of an image-to-video pipeline in diffusers format, as save_pretrained writes it"
-    if not file.is_file():
-        raise UserError(f"model.path={model.path!r} has no {INDEX}: {remedy}")
-    with told_as(f"model.path={model.path!r}: {INDEX} cannot be read", remedy):
-        index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    """model_index.json: for each component its [library, class], and the pipeline's own settings. Raises UserError for
+    one that lacks a component; that there is one, `verl_lite.checks.diffusion` sees before."""
+    index: dict[str, Any] = json.loads((Path(str(model.path)).expanduser() / INDEX).read_text(encoding="utf-8"))
     missing = [name for name in NEEDED if not _is_there(index, name)]
     if missing:
-        raise UserError(f"model.path={model.path!r}: {INDEX} names no {', '.join(missing)}; {remedy}")
+        raise UserError(
+            f"model.path={model.path!r}: {INDEX} names no {', '.join(missing)}; expected the folder of an "
+            "image-to-video pipeline in diffusers format, as save_pretrained writes it"
+        )
     return index
 
 

@@ -176,7 +176,7 @@ class RewardFlowPolicy(EngineNetwork):
         """Latents (n, C, T, h, w) after the last step, and the divergence (n,)."""
         sampler, high = self.config.sampler, self._frozen.high_noise
         first, last = sampler.mid_timestep, sampler.final_timestep + 1
-        keep = partial(_first_frame_kept, first=inputs.condition) if self.expand_timesteps else _as_it_is
+        keep = partial(_first_frame_kept, first=inputs.condition) if self.expand_timesteps else lambda x: x
         x = keep(inputs.noise)
         if high is not None and self.high_steps:
             with self.placement.at_work(high):
@@ -226,10 +226,6 @@ class _Frozen:
 
     high_noise: nn.Module | None
     reward: VisualReward
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _first_frame_kept(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

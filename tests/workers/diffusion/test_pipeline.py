@@ -172,11 +172,6 @@ def test_a_folder_that_is_no_such_pipeline(
         load_pipeline(flow_config(path).model, torch.float32)
 
 
-def test_a_folder_without_an_index(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no model_index.json: expected the folder of an image-to-video pipeline"):
-        load_pipeline(flow_config(str(tmp_path)).model, torch.float32)
-
-
 def test_weights_that_are_not_there(folders: dict[str, str], tmp_path: Path) -> None:
     shutil.copytree(folders["i2v"], tmp_path / "broken")
     for file in (tmp_path / "broken" / "transformer_2").glob("*.safetensors"):
