@@ -14,7 +14,7 @@ from typing import Any
 from trainer.resume import flat_config
 from trainer.sweeps.options import Plan, Question
 from trainer.sweeps.space import Space, Value
-from trainer.sweeps.targets import COMMANDS, OWN_KEYS, SEED, Target, logs_numbers
+from trainer.sweeps.targets import COMMANDS, OWN_KEYS, SEED, Target
 from verl_lite.errors import UserError
 from verl_lite.settings.keys import ConfigError
 
@@ -135,7 +135,7 @@ class Combinations:
         if self._target.schema is None:
             return
         config = self._target.load(words_of(self._question, values)).config
-        if not logs_numbers(config):
+        if "jsonl" not in getattr(config.trainer, "logger", ("jsonl",)):
             raise UserError(
                 f"trainer.logger={list(config.trainer.logger)}: a sweep reads metrics.jsonl; add jsonl to the list"
             )

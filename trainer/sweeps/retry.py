@@ -115,7 +115,8 @@ def smaller(config: Mapping[str, Any]) -> list[str]:
 
     config: of the run, flat: dotted keys and values, as `trainer.resume.flat_config` gives them.
     """
-    longest = config.get("data.max_length") or _prompt_and_response(config)
+    prompt_and_response = [int(config.get(f"data.max_{part}_length") or 0) for part in ("prompt", "response")]
+    longest = config.get("data.max_length") or sum(prompt_and_response)
     words = []
     for key, value in config.items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -134,10 +135,6 @@ def smaller(config: Mapping[str, Any]) -> list[str]:
         ]
         words = [f"{key}=true" for key in keys]
     return words
-
-
-def _prompt_and_response(config: Mapping[str, Any]) -> int:
-    return int(config.get("data.max_prompt_length") or 0) + int(config.get("data.max_response_length") or 0)
 
 
 def _is_dynamic(key: str, config: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ the trial when all its runs have.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from trainer.sweeps.slots import Pool, Slot, shared_memory
 from trainer.sweeps.space import Value
 from trainer.sweeps.study import METRICS, Attempt, RunRecord, Study
 from trainer.sweeps.targets import FOLDER, NAME, RESUME, SEED, Target
-from trainer.sweeps.trial import Launcher, Numbers, Process, end_of, python_command
+from trainer.sweeps.trial import Launcher, Numbers, Process, end_of
 from verl_lite.errors import ClusterLostError, UserError
 
 if TYPE_CHECKING:
@@ -256,8 +257,7 @@ class Runner:
         if record.attempts and self._target.has(RESUME):
             settings.append(f"{RESUME}=auto")
         run.logged = record.log.stat().st_size if record.log.exists() else 0
-        command = python_command([*record.command[1:], *settings])
-        run.process = self._launcher.start(command, record.log, slot)
+        run.process = self._launcher.start([sys.executable, *record.command[1:], *settings], record.log, slot)
         run.slot, run.asked_to_end, record.state = slot, None, "running"
         run.begun = run.numbers.step
         attempt = Attempt(time.time(), slot.name, run.process.pid, self.sweeper.number, list(run.extra))

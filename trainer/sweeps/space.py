@@ -144,13 +144,8 @@ class Space:
 
     def size(self) -> int | None:
         """Number of combinations; None if there is no end of them."""
-        total = 1
-        for parameter in self.parameters:
-            count = parameter.count()
-            if count is None:
-                return None
-            total *= count
-        return total
+        counts = [count for parameter in self.parameters if (count := parameter.count()) is not None]
+        return math.prod(counts) if len(counts) == len(self.parameters) else None
 
     def is_listed(self, kind: str) -> bool:
         """Whether trials are combinations of a list: those of a grid, and of a random choice where one can be made."""

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from verl_lite.config_loader import LoadedConfig, load_schema
 from verl_lite.errors import UserError
@@ -126,8 +126,3 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):
         return False
-
-
-def logs_numbers(config: Any) -> bool:
-    """Whether the command writes metrics.jsonl with this configuration."""
-    return "jsonl" in cast(list[str], getattr(config.trainer, "logger", ["jsonl"]))

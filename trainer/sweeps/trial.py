@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -121,11 +120,6 @@ def usual_environment() -> dict[str, str]:
     return environment
 
 
-def python_command(words: Sequence[str]) -> list[str]:
-    """A command of this Python."""
-    return [sys.executable, *words]
-
-
 class Numbers:
     """What a run has logged so far of one metric, read as the file grows.
 
@@ -140,8 +134,8 @@ class Numbers:
         self.names: set[str] = set()
         self.step = 0
 
-    def update(self) -> bool:
-        """Reads what is new; whether anything was."""
+    def update(self) -> None:
+        """Reads what is new."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._offset:  # begun anew
@@ -149,12 +143,11 @@ class Numbers:
                 file.seek(self._offset)
                 text = file.read()
         except FileNotFoundError:
-            return False
+            return
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
             self._add(line)
-        return bool(whole)
 
     def _add(self, line: bytes) -> None:
         try:

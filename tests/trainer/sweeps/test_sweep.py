@@ -88,7 +88,7 @@ def test_a_choice_that_the_command_would_refuse_is_not_run(
 ) -> None:
     """Found when a trial is drawn, since a space without end cannot be looked through before."""
     monkeypatch.setattr(Combinations, "problem", lambda _, values: "x is in the way" if 3 < values["x"] < 7 else None)
-    ended, study = swept(tmp_path, "x=int(1,9)", "--optuna", "8", "steps=1", *words_more)
+    ended, study = swept(tmp_path, "x=int(1,9)", "--optuna", "6", "steps=1", *words_more)
     refused = [trial for trial in study.trials if 3 < trial.parameters["x"] < 7]
     assert refused and ended == status and {trial.state for trial in refused} == {state}
     assert all("x is in the way" in trial.error and not trial.runs for trial in refused)
