@@ -89,7 +89,9 @@ def train(loaded: LoadedConfig[FlowGRPOConfig], slots: int, argv: list[str], sta
         actor.export(str(run_dir / "model"))
     if (findings := closing_findings(run_dir)) is not None:
         console.print(findings)
-    console.print(final_report(result, run_dir, pictures(result, val_prompts, run_dir), {}))
+    module, _, network = str(config.model.network).partition(":")
+    use = {"use it": f'{network}.from_pretrained("{run_dir / "model"}")   # of {module}'}
+    console.print(final_report(result, run_dir, pictures(result, val_prompts, run_dir), use))
     if result.stopped:
         console.print(how_to_continue([*COMMAND, *argv], run_dir))
         return INTERRUPTED

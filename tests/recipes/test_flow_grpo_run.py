@@ -87,12 +87,13 @@ def test_it_learns_from_a_count(tmp_path: Path, options: dict[str, object]) -> N
     assert (tmp_path / "run" / "curve.png").is_file() and (tmp_path / "run" / "before_after.png").is_file()
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = {"trainer__total_training_steps": 4, "trainer__save_freq": 2, "actor__optim__lr_warmup_steps": 4}
     assert run_flow_grpo(arguments(tmp_path, "whole", **common)) == 0
     at_two = f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_2'}"
     resumed = [*arguments(tmp_path, "resumed", **common), "trainer.resume_mode=resume_path", at_two]
     assert run_flow_grpo(resumed) == 0
+    assert f'TinyField.from_pretrained("{tmp_path / "resumed" / "model"}")' in capsys.readouterr().out
     networks = [TinyField.from_pretrained(str(tmp_path / run / "model")) for run in ("whole", "resumed")]
     for name, weight in networks[0].state_dict().items():
         assert torch.equal(networks[1].state_dict()[name], weight), name
