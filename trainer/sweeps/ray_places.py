@@ -107,10 +107,11 @@ class Host:
 
     def wait(self) -> int:
         """Its exit status once it has ended and nothing of it is left. It is killed if this machine's part of Ray ends,
-        which lets this actor live on while it waits."""
+        which would let this actor live on while it waits."""
         while (status := self._process.poll()) is None:
             if os.getppid() != self._ray:
                 self._process.kill()
+                os._exit(1)  # so that the sweep takes the machine for lost, and not the run for killed
             time.sleep(0.1)
         self._process.clean()
         return status
