@@ -111,7 +111,10 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def keep_freed_memory(device: torch.device, mapped_bytes: int = 256 << 20, kept_bytes: int = 1 << 30) -> None:
+KEPT_FREED_BYTES = 1 << 30
+
+
+def keep_freed_memory(device: torch.device, mapped_bytes: int = 256 << 20, kept_bytes: int = KEPT_FREED_BYTES) -> None:
     """On a CPU: lets the C library keep freed memory for the next tensor instead of returning it to the system.
 
     Otherwise each tensor above 128 KiB may be mapped anew and its pages cleared by the kernel on first touch, which

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.planner.model_shape import ModelShape
+from verl_lite.device import KEPT_FREED_BYTES
 
 FP32 = 4
 MOMENTS = 2 * FP32  # AdamW's two, of each number that learns
@@ -49,10 +50,14 @@ class HeldNetwork:
         """This rank's shard of AdamW's state."""
         return MOMENTS * self.trained / self.ranks
 
-    @property
-    def sharded_gradients(self) -> float:
-        """This rank's shard of the reduced gradients, in fp32 as the masters."""
-        return FP32 * self.trained / self.ranks
+    def gradient_shard(self, micro_batches: int) -> float:
+        """This rank's shard of the reduced gradients, in fp32 as the masters. Where whole ones have added up, it takes
+        their place layer by layer; counted is what it needs beyond them."""
+        shard = FP32 * self.trained / self.ranks
+        return max(0.0, shard - self.whole_gradients(micro_batches)) if self._adds_up(micro_batches) else shard
+
+    def _adds_up(self, micro_batches: int) -> bool:
+        return micro_batches > 1 and not self.reduces_each
 
     @property
     def gathered(self) -> float:
@@ -68,7 +73,7 @@ class HeldNetwork:
         if not self.trained:
             return 0.0
         shape = self.shape
-        if micro_batches > 1 and not self.reduces_each:
+        if self._adds_up(micro_batches):
             return float(self.reduce * self.trained)
         if self.adapter:
             return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers
@@ -164,7 +169,14 @@ def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkp
         parts["logits and output layer"] = at_head
     else:
         parts["one layer"] = work
-    return parts | {"gradients, this rank's shard": network.sharded_gradients}
+    return parts | {"gradients, this rank's shard": network.gradient_shard(micro_batches)}
+
+
+def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
+    """On a CPU, of a training pass: what the C library keeps (`verl_lite.device.keep_freed_memory`) in pieces that the
+    next micro-batch, of other lengths, cannot use. Measured: about as much as comes and goes in one micro-batch."""
+    comes_and_goes = sum(size for name, size in parts.items() if not name.startswith("gradients"))
+    return min(float(KEPT_FREED_BYTES), comes_and_goes) if micro_batches > 1 else 0.0
 
 
 # -- rollout and sync --------------------------------------------------------------------------------------------------

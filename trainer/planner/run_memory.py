@@ -21,6 +21,7 @@ from trainer.planner.memory import (
     engine_weights,
     engine_work,
     forward_only,
+    kept_when_freed,
     kv_bytes_per_token,
     sync_bytes,
     training_pass,
@@ -298,6 +299,10 @@ def _train_phases(
         run = _pass(config, together, config.data.train_batch_size, network.compute, entropy)
         return Phase(name, forward_only(network, run)), role
 
+    def update(network: HeldNetwork, run: Pass, count: int, checkpointing: bool) -> dict[str, float]:
+        parts = training_pass(network, run, count, checkpointing=checkpointing)
+        return parts | ({"freed, kept by the C library": kept_when_freed(parts, count)} if plan.on_cpu else {})
+
     if networks.reward_model is not None:
         yield forward("reward model", "reward model", micro_batching.of_reward_model(config))
     if needs_old_log_prob(config):
@@ -314,14 +319,14 @@ def _train_phases(
         network = engines["critic"].network
         run = _pass(config, together, prompts, network.compute, entropy=False)
         checkpointing = critic.model.enable_gradient_checkpointing
-        yield Phase("critic update", training_pass(network, run, count, checkpointing=checkpointing)), "critic"
+        yield Phase("critic update", update(network, run, count, checkpointing)), "critic"
     prompts = mini_batch_prompts(config, actor.ppo_mini_batch_size)
     mini = _mini_batch_rows(config, prompts)
     together, plan.micro_batches = _micro_batch(config, micro_batching.of_update(config), math.ceil(mini / slots))
     network = engines["actor"].network
     run = _pass(config, together, prompts, network.compute, actor.calculate_entropy or actor.entropy_coeff != 0)
     checkpointing = config.model.enable_gradient_checkpointing
-    yield Phase("update", training_pass(network, run, plan.micro_batches, checkpointing=checkpointing)), "actor"
+    yield Phase("update", update(network, run, plan.micro_batches, checkpointing)), "actor"
 
 
 def _sync_phase(

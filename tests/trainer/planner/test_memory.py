@@ -14,6 +14,7 @@ from trainer.planner.memory import (
     Pass,
     engine_weights,
     forward_only,
+    kept_when_freed,
     kv_bytes_per_token,
     layer_activations,
     logits_bytes,
@@ -84,11 +85,14 @@ def test_seven_billion_parameters_on_eight_ranks() -> None:
     network = HeldNetwork(SEVEN, ranks=8, compute=2, trained=SEVEN.parameters)
     assert network.weights == 3_807_808_256
     assert network.moments == 7_615_616_512
-    assert network.sharded_gradients == 3_807_808_256
+    assert network.gradient_shard(1) == 3_807_808_256
     # embedding and output layer of 152064 x 3584 each, the last norm, and two layers of 233,057,792, in bf16
     assert network.gathered == 2 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
     # several micro-batches: whole gradients on every rank, in fp32, whatever the number of ranks
     assert network.whole_gradients(2) == 4 * 7_615_616_512
+    assert network.gradient_shard(2) == 0, "it takes the place of the whole ones"
+    one = HeldNetwork(SEVEN, ranks=1, compute=2, reduce=2, trained=SEVEN.parameters)
+    assert one.gradient_shard(2) == (4 - 2) * 7_615_616_512, "fp32 in place of bf16"
     assert network.whole_gradients(1) == 6 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
     assert replace(network, reduce=2).whole_gradients(2) == 2 * 7_615_616_512
     frozen = replace(network, trained=0)
@@ -128,6 +132,13 @@ def test_gradient_checkpointing_keeps_a_layers_input() -> None:
     assert with_it == 2 * 1000 * 8 * 4 + ends
     without = training_pass(network, run, 1, checkpointing=False)["kept activations"]
     assert without == 2 * layer_activations(SMALL, run) + ends
+
+
+def test_freed_memory_in_pieces_is_kept_where_micro_batches_follow_each_other() -> None:
+    parts = {"gathered weights": 3.0, "logits and output layer": 4.0, "gradients before their reduction": 9.0}
+    assert kept_when_freed(parts, 1) == 0
+    assert kept_when_freed(parts, 2) == 7
+    assert kept_when_freed({"logits and output layer": 5e9}, 2) == 1 << 30, "the C library is told to keep no more"
 
 
 def test_logits_exist_in_chunks() -> None:
