@@ -17,6 +17,7 @@ from verl_lite.device import KEPT_FREED_BYTES
 FP32 = 4
 MOMENTS = 2 * FP32  # AdamW's two, of each number that learns
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm: up to this size they are kept for the backward pass
+SHARD = "gradients, this rank's shard"
 GATHERED_LAYERS = 2  # the layer that computes, and the next one on its way
 
 
@@ -169,13 +170,13 @@ def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkp
         parts["logits and output layer"] = at_head
     else:
         parts["one layer"] = work
-    return parts | {"gradients, this rank's shard": network.gradient_shard(micro_batches)}
+    return parts | {SHARD: network.gradient_shard(micro_batches)}
 
 
 def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
     """On a CPU, of a training pass: what the C library keeps (`verl_lite.device.keep_freed_memory`) in pieces that the
-    next micro-batch, of other lengths, cannot use. Measured: about as much as comes and goes in one micro-batch."""
-    comes_and_goes = sum(size for name, size in parts.items() if not name.startswith("gradients"))
+    next micro-batch, of other lengths, cannot use. Measured: about as much as comes and goes in a mini-batch."""
+    comes_and_goes = sum(size for name, size in parts.items() if name != SHARD)
     return min(float(KEPT_FREED_BYTES), comes_and_goes) if micro_batches > 1 else 0.0
 
 

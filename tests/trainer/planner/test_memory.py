@@ -135,7 +135,7 @@ def test_gradient_checkpointing_keeps_a_layers_input() -> None:
 
 
 def test_freed_memory_in_pieces_is_kept_where_micro_batches_follow_each_other() -> None:
-    parts = {"gathered weights": 3.0, "logits and output layer": 4.0, "gradients before their reduction": 9.0}
+    parts = {"gathered weights": 3.0, "logits and output layer": 4.0, "gradients, this rank's shard": 9.0}
     assert kept_when_freed(parts, 1) == 0
     assert kept_when_freed(parts, 2) == 7
     assert kept_when_freed({"logits and output layer": 5e9}, 2) == 1 << 30, "the C library is told to keep no more"
