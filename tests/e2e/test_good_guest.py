@@ -126,11 +126,11 @@ def test_kill_9_of_the_driver_leaves_nothing(task: TinyTask, runs: list[TinyRun]
 
 
 def test_a_closed_terminal_saves_and_leaves_nothing(task: TinyTask, runs: list[TinyRun]) -> None:
-    options = ["trainer.backend=inline", "trainer.save_freq=1000000"]
-    run = task.start("hangup", *options, steps=FOREVER, env={"TIDY": "1"})
+    """SIGHUP, as SIGTERM of `timeout` and of batch systems, goes to all of the driver's process group."""
+    run = task.start("hangup", "trainer.save_freq=1000000", steps=FOREVER, env={"TIDY": "1"})
     runs.append(run)
     run.wait_for_step(2)
-    run.send(signal.SIGHUP)
+    os.killpg(run.process.pid, signal.SIGHUP)
     assert run.wait() == 130, run.output()
     assert "To go on:" in run.output() and list(run.run_dir.glob("global_step_*"))
     run.leaves_nothing(within_s=0)

@@ -9,6 +9,7 @@ and shared memory with it; see `guard.py`.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import secrets
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
+from ray._private import services
 
 from verl_lite.device import cpu_count
 from verl_lite.single_controller import watcher
@@ -35,6 +37,7 @@ _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
 _STARTS = 3
+_POPEN = "ConsolePopen"  # what ray._private.services starts its daemons with
 _TOO_SLOW = "timed out during startup"
 _LEFT_TO_OTHERS = 0.5  # share of the free shared memory that is not taken: NCCL and neighbours need some too
 
@@ -129,7 +132,7 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list
         }
     )
     _cluster = _Cluster(guard, owns_guard, previous)
-    with ExitStack() as undo, _signal_handlers_kept():
+    with ExitStack() as undo, _signal_handlers_kept(), _daemons_in_own_groups():
         undo.callback(stop_ray)
         _init_patiently(
             guard,
@@ -201,6 +204,18 @@ def _signal_handlers_kept() -> Iterator[None]:
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _daemons_in_own_groups() -> Iterator[None]:
+    """Ray starts its daemons in process groups of their own, and so their workers. Else what a terminal that closes,
+    `timeout` or a batch system sends to the group of the driver ends them before the driver can save."""
+    popen = getattr(services, _POPEN)
+    setattr(services, _POPEN, functools.partial(popen, process_group=0))
+    try:
+        yield
+    finally:
+        setattr(services, _POPEN, popen)
 
 
 def stop_ray() -> None:
