@@ -26,7 +26,7 @@ from pathlib import Path
 
 from recipes import common_task
 from recipes.comparison_report import Outcome, Point, report
-from trainer.environment import prepare_driver
+from trainer.ending import command
 from workers.children.inside import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,13 +122,10 @@ class Run:
         return Outcome(self.algorithm.name, self.seed, saved["cpu_s"], [Point(**point) for point in saved["points"]])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 1 if a run failed."""
-    prepare_driver()
-    options = parser().parse_args(argv)
-    from trainer.ending import run_command
-
-    return run_command(lambda: compare(options))
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status: 1 if a run failed."""
+    return compare(parser().parse_args(argv))
 
 
 def compare(options: argparse.Namespace) -> int:

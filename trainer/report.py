@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.ending import run_command
+from trainer.ending import command
 
 PAGE = Path(__file__).parent / "reports" / "run_page"
 SCRIPTS = [PAGE / name for name in ("charts.js", "panels.js", "samples.js", "run.js")]
@@ -37,17 +37,15 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Runs as one self-contained page.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help=f"the file to write; RUN/{NAME} if not given")
-    given = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    given = parser.parse_args(argv)
     folders = [path.parent if path.is_file() else path for path in (path.expanduser() for path in given.runs)]
-    return run_command(lambda: _report(folders, given.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))))
-
-
-def _report(folders: Sequence[Path], out: Path) -> int:
+    out = given.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
     began = time.monotonic()
     write_report(folders, out)
     size = out.stat().st_size / 2**20

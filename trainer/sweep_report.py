@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+
+from trainer.ending import command
 
 PAGE = "report.html"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    from trainer.ending import run_command
-
-    return run_command(lambda: report(sys.argv[1:] if argv is None else argv))
-
-
-def report(argv: Sequence[str]) -> int:
-    """The whole command; returns the exit status."""
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status."""
     from trainer.sweeps.options import study_folder
 
     parser = argparse.ArgumentParser(

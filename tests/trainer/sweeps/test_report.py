@@ -13,14 +13,13 @@ import pytest
 from matplotlib.colors import to_hex
 
 from tests.trainer.reports.pages.test_page import Reader
-from trainer.sweep_report import report, write_report
+from trainer.sweep_report import main, write_report
 from trainer.sweeps.engine import Engine
 from trainer.sweeps.importance import importance_of
 from trainer.sweeps.options import Plan, Question
 from trainer.sweeps.pictures import WORST_TO_BEST, Colours, curve_of
 from trainer.sweeps.space import read_space
 from trainer.sweeps.study import METRICS, Attempt, RunRecord, Study, read_study
-from verl_lite.errors import UserError
 
 METRIC = "val-core/task/acc/mean@1"
 FAKE = str(Path(__file__).with_name("fake_trial.py"))
@@ -123,9 +122,8 @@ def test_a_study_without_anything_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "No trial is finished yet. To go on: python -m trainer.sweep" in words(made.page())
     made.add("FAIL", [{}], error="wrong input: no such file", lr=1e-3, kind_of="a")
     assert "No trial is complete. Trial 3: wrong input: no such file." in words(made.page())
-    assert report([str(tmp_path / "s")]) == 0 and "report.html" in capsys.readouterr().out
-    with pytest.raises(UserError, match="there is no study"):
-        report([str(tmp_path / "other" / "t")])
+    assert main([str(tmp_path / "s")]) == 0 and "report.html" in capsys.readouterr().out
+    assert main([str(tmp_path / "other" / "t")]) == 2 and "there is no study" in capsys.readouterr().err
 
 
 def test_a_metric_that_is_nan_everywhere(tmp_path: Path) -> None:
