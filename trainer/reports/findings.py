@@ -29,8 +29,11 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What to change, with the keys: `lower the learning rate (actor.optim.lr)`."""
-        return f"{self.change} ({', '.join(self.keys)})" if self.keys else self.change
+        """What to change, with the keys and what they are: `lower the learning rate (now actor.optim.lr=1e-05)`."""
+        if not self.keys:
+            return self.change
+        have_values = all("=" in key for key in self.keys)
+        return f"{self.change} ({'now ' if have_values else ''}{', '.join(self.keys)})"
 
 
 def number(value: float) -> str:

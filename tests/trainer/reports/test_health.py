@@ -6,6 +6,7 @@ import ast
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,13 @@ def test_keys_come_with_the_values_of_the_run_and_only_where_it_has_them() -> No
 def test_the_worst_comes_first() -> None:
     series: Series = {"rollout/idle_frac": steps(*[0.5] * 9), "reward/timeout_rate": steps(*[0.2] * 9)}
     assert [finding.grade for finding in worst(judge(series, reference=REFERENCE), 5)] == [BAD, LOOK]
+
+
+def test_advice_shows_what_an_option_is_and_not_what_to_set() -> None:
+    finding = Finding(LOOK, "grad_norm", "seen", change="lower the rate", keys=("actor.optim.lr",))
+    assert finding.advice == "lower the rate (actor.optim.lr)"
+    assert replace(finding, keys=("actor.optim.lr=0.1",)).advice == "lower the rate (now actor.optim.lr=0.1)"
+    assert replace(finding, keys=()).advice == "lower the rate"
 
 
 def test_advice_of_trends_names_options_that_there_are() -> None:
