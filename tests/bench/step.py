@@ -69,8 +69,10 @@ class Side:
         return json.loads(line)
 
     def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # what waits for a line goes on, and finds the signal
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(60)
         self.log.close()
 
 
