@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from trainer.data.files import RowTable
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
+from verl_lite.settings.sources import is_unicode
 
 Chat = list[dict[str, str]]
 
@@ -311,7 +312,7 @@ def check_prompt(prompt: Any, where: str) -> None:
         for name in ("role", "content"):
             if not isinstance(message[name], str):
                 raise UserError(f"{where}: a message's {name} is {message[name]!r:.200}, expected text")
-            if not _is_unicode(message[name]):
+            if not is_unicode(message[name]):
                 raise UserError(f"{where}: a message's {name} is {message[name]!r:.200}, {_SURROGATE}")
 
 
@@ -336,7 +337,7 @@ def read_tools(path: str) -> list[dict[str, Any]]:
 def _check_source(source: Any, place: str) -> None:
     if not isinstance(source, str) or not source:
         raise UserError(f"{place}: found {source!r:.200}, expected a name, as {EXAMPLE_ROW['data_source']!r}")
-    if not _is_unicode(source):
+    if not is_unicode(source):
         raise UserError(f"{place}: found {source!r:.200}, {_SURROGATE}")
 
 
@@ -375,12 +376,3 @@ def _at(raw: dict[str, Any], name: str) -> Any:
     first, _, rest = name.partition(".")
     inner = raw.get(first)
     return _at(inner, rest) if isinstance(inner, dict) else None
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it has an encoding: half of a surrogate pair, which json can spell, has none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -83,7 +83,7 @@ def parse_command_line(argv: Iterable[str], schema: Schema) -> CommandLine:
 
 def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Iterator[Assignment]:
     """`key=value`, `+key=value`, `++key=value` or `~key` as assignments (several if the value is a mapping)."""
-    if not _is_unicode(argument):
+    if not is_unicode(argument):
         problems.append(f"{argument!r} is not UTF-8 text; its \\udc.. stand for bytes that are no character")
         return
     body = argument.lstrip("+~") if argument.strip() else ""
@@ -118,7 +118,8 @@ def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Itera
         yield assignment
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether it has an encoding: half of a surrogate pair, which json can spell, has none."""
     try:
         text.encode()
     except UnicodeEncodeError:
