@@ -1,4 +1,4 @@
-"""The budget of each room of the house in lines, and of the whole in files: `rooms.json` says which files belong where.
+"""The budget of each room in lines, and of the whole house in files: `rooms.json` says which files belong where.
 
 Counted is what a reader has to read: Python, js, css and templates, blank lines and docstrings included. A room's
 `budget` is where it has to be; `lines` is what it may have until then, and only falls.

@@ -1,0 +1,104 @@
+"""Which faults in the core files the tests of their own room notice.
+
+    python -m tests.mutation [--count 120] [--seed 1] [--out FILE] [--room NAME] [--list] [--only FILE]
+
+A seeded draw of faults (signs, masks, denominators, borders, lost rows, swallowed exceptions, order of arguments,
+forgotten state and resets); each is put into a copy of the project, and the room's tests run there. Prints a line for
+each and a table; exit status 1 where one survives that is not in `equivalent.txt` with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.mutation.mutants import Mutant, draw
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("verl_lite", "workers", "trainer", "recipes", "tests")
+KNOWN = Path(__file__).parent / "equivalent.txt"
+TIMEOUT_S = 300  # a fault may also hang
+
+Room = tuple[tuple[str, ...], tuple[str, ...]]
+ROOMS: dict[str, Room] = json.loads((Path(__file__).parent / "rooms.json").read_text())
+"""Of each room: globs of its core files, and the tests that hold it."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=120, help="faults to draw")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--room", choices=ROOMS, help="of this room alone")
+    parser.add_argument("--list", action="store_true", help="show them, run nothing")
+    parser.add_argument("--out", type=Path, help="write a JSON line for each")
+    args = parser.parse_args()
+    room_of = {path: room for room, (globs, _) in ROOMS.items() for glob in globs for path in sorted(ROOT.glob(glob))}
+    paths = [path for path, room in room_of.items() if args.room in (None, room)]
+    mutants = draw(paths, ROOT, args.count, args.seed)
+    if args.list:
+        print("\n".join(mutant.name for mutant in mutants))
+        return 0
+    outcomes: Counter[tuple[str, str]] = Counter()
+    survivors: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in FOLDERS:
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "setup.py"):
+            shutil.copy(ROOT / name, copy / name)
+        for mutant in mutants:
+            tests = ROOMS[room_of[ROOT / mutant.path]][1]
+            began = time.monotonic()
+            outcome = run(mutant, copy, tests)
+            took = time.monotonic() - began
+            outcomes[mutant.kind, outcome] += 1
+            if outcome == "survived":
+                survivors.append(mutant.name)
+            print(f"{outcome:9} {took:5.1f} s  {mutant.name}", flush=True)
+            if args.out:
+                line = {"mutant": mutant.name, "outcome": outcome, "seconds": round(took, 1)}
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    print(f"\n{'kind':12} killed  survived")
+    for kind in sorted({kind for kind, _ in outcomes}):
+        print(f"{kind:12} {outcomes[kind, 'killed']:6}  {outcomes[kind, 'survived']:8}")
+    known = KNOWN.read_text(encoding="utf-8") if KNOWN.exists() else ""
+    unknown = [name for name in survivors if name.split(" ", 1)[1] not in known]
+    killed = len(mutants) - len(survivors)
+    print(f"{killed} of {len(mutants)} killed, {len(survivors) - len(unknown)} of the others known")
+    return 1 if unknown else 0
+
+
+def run(mutant: Mutant, copy: Path, tests: tuple[str, ...]) -> str:
+    """`killed` or `survived`: the tests of the room on the copy with this one fault."""
+    file = copy / mutant.path
+    source = file.read_text(encoding="utf-8")
+    file.write_text(mutant.apply(source), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow and not gpu and not long", *(test for test in tests if list(copy.glob(test)))]
+    command = [part for word in command for part in (sorted(map(str, copy.glob(word))) if "*" in word else [word])]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **quiet)
+        try:
+            return "survived" if process.wait(timeout=TIMEOUT_S) == 0 else "killed"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return "killed"
+    finally:
+        file.write_text(source, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
