@@ -18,9 +18,10 @@ from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import DynamicSampling, PromptStream
 from trainer.environment import worker_environment
-from trainer.needs import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import worker_modules
+from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
+from trainer.resources import join_ray, start_workers, wish_of
 from trainer.rewards.failures import FailureLog
 from trainer.rewards.groups import check_entries, names_entry
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
@@ -28,7 +29,6 @@ from trainer.rewards.scores import Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.samples.files import SampleFiles
 from trainer.saving import Saver, checkpoint_bytes
-from trainer.starting import join_ray, start_workers, wish_of
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig

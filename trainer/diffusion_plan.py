@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.ending import command
+from trainer.cli import command
 
 
 @command

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.ending import command
+from trainer.cli import command
 
 
 @command

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.ending import command
+from trainer.cli import command
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.checkpoint import saved_steps
-from trainer.ending import failure_text
+from trainer.cli import failure_text
 from trainer.trackers.base import check_trackers
 from verl_lite.config import RunOptions
 from verl_lite.config_loader import LoadedConfig, help_config, print_config

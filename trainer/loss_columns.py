@@ -1,7 +1,7 @@
 """What some policy losses read of the whole batch: chosen tokens, scores of answers. Made just before the update.
 
 A choice among all tokens cannot be left to ranks, which see parts of the batch; so the driver makes it, once, and sends
-it as a column. Which losses read it says their signature (`trainer.needs`).
+it as a column. Which losses read it says their signature (`trainer.requirements`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from trainer.needs import needs_scores, needs_selected
+from trainer.requirements import needs_scores, needs_selected
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import outcome_scores

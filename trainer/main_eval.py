@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.ending import command
+from trainer.cli import command
 from verl_lite.config_loader import load_config
 from verl_lite.errors import UserError
 from verl_lite.options.agentic import is_agentic

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainer.ending import command
+from trainer.cli import command
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import load_config
 from verl_lite.errors import UserError

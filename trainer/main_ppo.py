@@ -1,14 +1,14 @@
 """`python -m trainer.main_ppo key=value ...`: parse, check, plan, build, fit, report.
 
 With no arguments it runs the embedded default, `recipes/quickstart`. Nothing heavy is imported before the command line
-has been understood. Exit status: see `trainer.ending`.
+has been understood. Exit status: see `trainer.cli`.
 """
 
 from __future__ import annotations
 
 import sys
 
-from trainer.ending import command
+from trainer.cli import command
 
 
 @command

@@ -3,14 +3,14 @@ differentiable reward.
 
 With neither model nor data it runs the embedded default, `recipes/reward_flow`. `--help-config` lists the options,
 `--print-config` shows them resolved. Nothing heavy is imported before the command line has been understood. Exit
-status: see `trainer.ending`.
+status: see `trainer.cli`.
 """
 
 from __future__ import annotations
 
 import sys
 
-from trainer.ending import command
+from trainer.cli import command
 
 
 @command

@@ -3,7 +3,7 @@
 Learns from pairs of answers in parquet, json or jsonl with the columns `prompt`, `chosen` and `rejected`; writes a
 model that reward_model.model.path takes to trainer.default_local_dir/hf, with metrics.jsonl and config.yaml beside it.
 model.path: a causal language model with a chat template, or a reward model to go on with. `--help-config` lists the
-options. Exit status: see `trainer.ending`.
+options. Exit status: see `trainer.cli`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.ending import command
+from trainer.cli import command
 from verl_lite.options.reward_training import RewardTrainingConfig
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Learns from parquet, json or jsonl with a `messages` column, or `prompt` and `response` columns; writes the model in
 Hugging Face format to trainer.default_local_dir/hf, with metrics.jsonl and config.yaml beside it. `--help-config` lists
-the options. Exit status: see `trainer.ending`.
+the options. Exit status: see `trainer.cli`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.ending import command
+from trainer.cli import command
 from verl_lite.config import SFTConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from trainer.ending import command
+from trainer.cli import command
 from verl_lite.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("recipe_template")

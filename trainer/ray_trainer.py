@@ -20,7 +20,7 @@ from trainer.agentic.advantage import shape_scores, token_estimator
 from trainer.checkpoint import find_checkpoint, read_state, saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import ANSWERS, DynamicSampling, NothingToLearn
-from trainer.needs import needs_greedy_baseline
+from trainer.requirements import needs_greedy_baseline
 from trainer.resume import flat_config
 from trainer.rewards.baselines import take_greedy_baselines
 from trainer.rewards.groups import group_shares

@@ -12,7 +12,7 @@ import pdb
 import sys
 from pathlib import Path
 
-from trainer.ending import command
+from trainer.cli import command
 
 USAGE = "usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]"
 
@@ -36,7 +36,7 @@ def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str],
 
 def replay(folder: Path, overrides: list[str]) -> int:
     """Runs the step; returns the exit status of the run."""
-    from trainer.capsule import read_capsule
+    from trainer.crash_dump import read_capsule
     from trainer.recipe import recipe_overrides, trainer_of
     from trainer.run import run_ppo
     from verl_lite.config_loader import load_config

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.ending import command
+from trainer.cli import command
 
 PAGE = Path(__file__).parent / "reports" / "run_page"
 SCRIPTS = [PAGE / name for name in ("charts.js", "panels.js", "samples.js", "run.js")]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from trainer import micro_batching
 from trainer.loss_columns import loss_columns
 from trainer.micro_batching import MicroBatching
-from trainer.needs import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
+from trainer.requirements import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
 from trainer.rewards.model_inputs import RewardInputs
 from trainer.saving import Savable, SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
@@ -101,7 +101,7 @@ class ActorRole(ModelRole, SavedByWorkers):
 
     @property
     def needs_old_log_prob(self) -> bool:
-        """Whether the step has a pass that computes the log-probs of before the update; see `trainer.needs`."""
+        """Whether the step has a pass that computes the log-probs of before the update; see `trainer.requirements`."""
         return needs_old_log_prob(self.config)
 
     def generate(self, prompts: DataProto) -> DataProto:

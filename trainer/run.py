@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trainer.build import RunData, build_trainer, load_data
-from trainer.capsule import capsule_on_failure
+from trainer.cli import stopping_on_signal
 from trainer.console import Console
-from trainer.ending import stopping_on_signal
+from trainer.crash_dump import capsule_on_failure
 from trainer.final_report import final_report
 from trainer.launch import (
     INTERRUPTED,
@@ -30,9 +30,9 @@ from trainer.planner.run_memory import read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import prepare_recipe, recipe_overrides, trainer_of
 from trainer.reports.terminal import closing_findings
+from trainer.resources import claimed_devices, wish_of
 from trainer.resume import refuse_another_run
 from trainer.saving import checkpoint_bytes, require_room_for_checkpoints
-from trainer.starting import claimed_devices, wish_of
 from trainer.steps import count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig

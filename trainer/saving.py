@@ -22,7 +22,7 @@ from trainer.checkpoint import (
     removed_on_failure,
     require_space,
 )
-from trainer.needs import needs_critic
+from trainer.requirements import needs_critic
 from trainer.step_counter import StepCounter
 from verl_lite.config import PPOConfig, RunConfig
 from verl_lite.errors import UserError

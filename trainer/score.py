@@ -8,7 +8,7 @@ of them to a parquet file beside (out=FILE names another). `--help-config` lists
 
 Rewards run in supervised processes, as in training. The score is that of the reward function: no reward model, no
 penalty of long answers. Exit status 1 if more than reward.max_error_rate of the rewards failed; else see
-`trainer.ending`.
+`trainer.cli`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from trainer.ending import command
+from trainer.cli import command
 from verl_lite.checks.reward import reward_function
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import ConfigError, help_config, load_config, load_schema

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from trainer.ending import command
+from trainer.cli import command
 
 
 @command

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.ending import command
+from trainer.cli import command
 
 PAGE = "report.html"
 

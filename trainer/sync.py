@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cli import command
 from trainer.console import Console
-from trainer.ending import command
 from trainer.samples.sample import Sample
 from trainer.trackers.base import TRACKERS, TrackedRun, check_trackers
 from trainer.trackers.spool import LastStep, Message, Spool, spooled_trackers

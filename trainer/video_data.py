@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trainer.cli import WRONG_INPUT, command
 from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
 from trainer.clips.table import VideoRow, read_tables
-from trainer.ending import WRONG_INPUT, command
 from verl_lite.checks.video import video_data
 from verl_lite.errors import UserError
 from verl_lite.options.diffusion import VideoDataConfig

@@ -33,7 +33,7 @@ from workers.loss_metrics import loss_metrics, policy_movement
 REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
 LOSS_COLUMNS = ("selected", "scores")
-"""Columns that the driver sends where the policy loss names them: see `trainer.needs`."""
+"""Columns that the driver sends where the policy loss names them: see `trainer.requirements`."""
 
 
 def actor_loss(

@@ -1,14 +1,14 @@
 """`python -m recipes.flow_grpo key=value ...`: policy gradients for a flow-matching model.
 
 With neither model nor data it runs the embedded default. `--help-config` lists the options, `--print-config` shows them
-resolved. Exit status: see `trainer.ending`.
+resolved. Exit status: see `trainer.cli`.
 """
 
 from __future__ import annotations
 
 import sys
 
-from trainer.ending import command
+from trainer.cli import command
 
 
 @command

@@ -11,8 +11,8 @@ from recipes.flow_grpo.checks import validate
 from recipes.flow_grpo.picture import draw_before_after
 from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.trainer import FitResult, FlowActor, FlowGRPOTrainer, PromptSteps
+from trainer.cli import stopping_on_signal
 from trainer.console import Console
-from trainer.ending import stopping_on_signal
 from trainer.final_report import final_report
 from trainer.launch import (
     INTERRUPTED,
@@ -26,9 +26,9 @@ from trainer.launch import (
 from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
 from trainer.recipe import prepare_recipe, recipe_modules, recipe_overrides
 from trainer.reports.terminal import closing_findings
+from trainer.resources import claimed_devices, join_ray, start_workers
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
-from trainer.starting import claimed_devices, join_ray, start_workers
 from trainer.tracking import Tracking
 from verl_lite.config_loader import LoadedConfig, load_schema, save_config
 from verl_lite.errors import UserError
@@ -99,7 +99,7 @@ def train(loaded: LoadedConfig[FlowGRPOConfig], slots: int, argv: list[str], sta
 
 
 def wish_of(config: FlowGRPOConfig, slots: int) -> Wish:
-    """What the run takes of one machine; see `trainer.starting`."""
+    """What the run takes of one machine; see `trainer.resources`."""
     trainer = config.trainer
     return Wish(slots // trainer.nnodes, str(run_folder(config)), shared=trainer.share_devices)
 

@@ -17,8 +17,8 @@ import torch
 
 from tests.e2e.test_exact_resume import ACTOR, CRITIC, Runs, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
-from trainer.capsule import read_capsule
 from trainer.checkpoint import MARKER
+from trainer.crash_dump import read_capsule
 from trainer.replay import main as replay
 from trainer.tracking import read_metrics
 

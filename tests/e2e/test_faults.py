@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.faulty_parts import DYING
 from tests.tiny_run import TinyTask
-from trainer.ending import failure_text
+from trainer.cli import failure_text
 from trainer.run import run_ppo
 from trainer.tracking import read_metrics
 from verl_lite.config import RayInitConfig

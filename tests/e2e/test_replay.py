@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_exact_resume import Runs
-from trainer.capsule import read_capsule
+from trainer.crash_dump import read_capsule
 from trainer.replay import main as replay
 from verl_lite.errors import UserError
 

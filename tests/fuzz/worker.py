@@ -68,7 +68,7 @@ def prepare() -> None:
 
 def run(argv: list[str]) -> dict[str, str]:
     """What became of the command: ran, planned, refused (kind, message), or failed (kind, message)."""
-    from trainer.ending import WRONG_INPUT, run_command
+    from trainer.cli import WRONG_INPUT, run_command
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.run import INTERRUPTED, run_ppo
     from verl_lite.errors import UserError

@@ -8,8 +8,8 @@ import pytest
 
 from recipes import common_task
 from recipes.quickstart import recipe as quickstart
-from trainer.needs import needs_critic, needs_greedy_baseline
 from trainer.recipe import load_recipe, recipe_overrides
+from trainer.requirements import needs_critic, needs_greedy_baseline
 from trainer.resume import flat_config
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import load_config, validate

@@ -9,7 +9,7 @@ import pytest
 from recipes.ppo_gae import recipe
 from recipes.quickstart import recipe as quickstart
 from tests.e2e.test_main_job import metrics, run
-from trainer.needs import needs_critic
+from trainer.requirements import needs_critic
 from trainer.run import recipe_overrides
 from verl_lite.config_loader import load_config, validate
 

@@ -15,9 +15,9 @@ from trainer import main_sft
 from trainer.build import worker_classes
 from trainer.export import main as export
 from trainer.planner.batch import launch_table
+from trainer.resources import host_bytes
 from trainer.run import run_ppo
 from trainer.saving import checkpoint_bytes
-from trainer.starting import host_bytes
 from trainer.tracking import read_metrics
 from verl_lite.checks.config import ConfigError
 from verl_lite.config import PPOConfig

@@ -11,7 +11,7 @@ from tests.fuzz.cases import good_row
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer.build import check_context, check_vocabulary
 from trainer.data.prompts import PromptDataset
-from trainer.starting import told_of
+from trainer.resources import told_of
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig
 from verl_lite.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import PROMPTS, Parts, make
-from trainer.needs import needs_old_log_prob
+from trainer.requirements import needs_old_log_prob
 from trainer.roles import ActorRole
 from verl_lite.config import PPOConfig, RolloutCorrectionConfig
 from verl_lite.metrics import Metric

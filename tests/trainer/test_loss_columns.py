@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.loss_columns import loss_columns
-from trainer.needs import needs_old_log_prob
+from trainer.requirements import needs_old_log_prob
 from trainer.roles import ActorRole
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
@@ -110,6 +110,6 @@ def test_topr_gets_scores_and_others_get_neither() -> None:
 def test_a_loss_of_ones_own_that_nobody_chooses_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(old_log_prob: Any, log_prob: Any, selected: Any) -> None: ...
 
-    monkeypatch.setattr("trainer.needs.get_policy_loss_fn", lambda name: loss)
+    monkeypatch.setattr("trainer.requirements.get_policy_loss_fn", lambda name: loss)
     with pytest.raises(Exception, match="loss_mode=mine:loss takes `selected`.*TOKEN_SELECTIONS"):
         loss_columns(batch(), config_of("mine:loss"), 1)

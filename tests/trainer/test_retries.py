@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from trainer import launch, run
-from trainer.ending import failure_text
+from trainer.cli import failure_text
 from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError
 
 ARGV = ["trainer.device=cpu", "model.path=m", "data.train_files=d.jsonl", "trainer.default_local_dir=/runs/x"]

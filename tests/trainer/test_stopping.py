@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trainer.ending import stopping_on_signal
+from trainer.cli import stopping_on_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -32,7 +32,7 @@ def test_the_device_is_held_as_long_as_the_worker_lives(tmp_path: Path, monkeypa
 
 def test_it_is_the_first_role_and_only_in_joined_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.build.device_type", lambda name: "cuda")
-    monkeypatch.setattr("trainer.starting.device_type", lambda name: "cuda")
+    monkeypatch.setattr("trainer.resources.device_type", lambda name: "cuda")
     config = PPOConfig()
     assert "devices" not in worker_classes(config, 10, None, tmp_path)
     config.ray_kwargs.ray_init.address = "10.0.0.1:6379"

@@ -15,8 +15,8 @@ from trainer.flow.actor import LORA, AdapterExport, FlowActorRole
 from trainer.flow.reward_flow import RewardFlowTrainer
 from trainer.flow.steps import ClipSteps, count_steps, fingerprint
 from trainer.recipe import recipe_modules
+from trainer.resources import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, start_workers
 from trainer.saving import Savable, Saver
-from trainer.starting import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, start_workers
 from trainer.tracking import Tracking
 from trainer.video_data import VideoDataset, VideoLoader, collate, noise_seeds, steps_per_epoch
 from verl_lite.device import device_type
@@ -30,7 +30,7 @@ from workers.diffusion.actor import ActorWorker
 
 
 def wish_of(config: RewardFlowConfig, slots: int, run_dir: Path) -> Wish:
-    """What the run takes of one machine; see `trainer.starting`."""
+    """What the run takes of one machine; see `trainer.resources`."""
     here = slots // config.trainer.nnodes
     model = Path(config.model.path or "")
     held = WORKER_BYTES + (folder_bytes(model) if model.is_dir() else 0)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from trainer.cli import stopping_on_signal
 from trainer.clips.picture import BeforeAfter, before_after, before_after_gif
 from trainer.console import Console
-from trainer.ending import stopping_on_signal
 from trainer.final_report import final_report
 from trainer.flow.actor import LORA
 from trainer.flow.reward_flow import FlowResult, RewardFlowTrainer
@@ -32,9 +32,9 @@ from trainer.picture import draw_panels, draw_validation, series_panel, time_pan
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.reports.terminal import closing_findings
+from trainer.resources import claimed_devices
 from trainer.resume import refuse_another_run
 from trainer.saving import require_room_for_checkpoints
-from trainer.starting import claimed_devices
 from trainer.tracking import TRACKERS, Tracking
 from trainer.video_data import VideoDataset, steps_per_epoch
 from verl_lite.checks.diffusion import validate

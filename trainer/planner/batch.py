@@ -12,7 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.needs import is_on_policy, needs_critic, needs_greedy_baseline, needs_old_log_prob, needs_reward_function
+from trainer.requirements import (
+    is_on_policy,
+    needs_critic,
+    needs_greedy_baseline,
+    needs_old_log_prob,
+    needs_reward_function,
+)
 from verl_lite.config import PPOConfig
 from verl_lite.options.agentic import is_agentic
 from verl_lite.rewards.parts import reward_parts

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.needs import needs_critic, needs_reference_model
 from trainer.planner.run_memory import MemoryPlan, Networks, longest_row, memory_plan
 from trainer.planner.step_time import Accelerator
+from trainer.requirements import needs_critic, needs_reference_model
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.options.agentic import is_agentic
 from workers.rollout.base import resolve_engine_name

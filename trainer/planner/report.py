@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.needs import needs_old_log_prob, needs_reference
 from trainer.planner.batch import PlanRow
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.remedies import fits, remedies, together
@@ -43,6 +42,7 @@ from trainer.planner.step_time import (
 )
 from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, listed, part_lines, phase_lines
 from trainer.reports.run_data import METRICS
+from trainer.requirements import needs_old_log_prob, needs_reference
 from trainer.tracking import read_metrics
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.errors import UserError

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from trainer import micro_batching
 from trainer.micro_batching import MicroBatching
-from trainer.needs import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
 from trainer.planner.memory import (
     FP32,
     HeldNetwork,
@@ -29,6 +28,7 @@ from trainer.planner.memory import (
 from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.planner.step_time import Accelerator
 from trainer.planner.table import GIB, Phase, with_context
+from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.options.agentic import is_agentic
 from workers.critic import critic_network

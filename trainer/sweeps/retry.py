@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from trainer.ending import WRONG_INPUT
+from trainer.cli import WRONG_INPUT
 
 _SHOWN_LINES = 3
 _LINE_LENGTH = 300

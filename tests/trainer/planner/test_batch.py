@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.needs import is_on_policy
 from trainer.planner.batch import launch_rows, launch_table
+from trainer.requirements import is_on_policy
 from verl_lite.config import PPOConfig
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.checkpoint import saved_steps
-from trainer.ending import failure_text
+from trainer.cli import failure_text
 from trainer.ray_trainer import RayPPOTrainer
 from verl_lite.errors import UserError, circumstances
 from verl_lite.protocol import DataProto

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_model import tiny_qwen2
-from trainer.starting import claimed_devices, wish_of
+from trainer.resources import claimed_devices, wish_of
 from verl_lite.config import PPOConfig
 from verl_lite.config_loader import load_config
 from workers.policy.loading import count_parameters

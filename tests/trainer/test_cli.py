@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.ending import failure_text, run_command, signals_interrupt
+from trainer.cli import failure_text, run_command, signals_interrupt
 from verl_lite.errors import UserError, add_circumstances, circumstances, during
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_what_was_ignored_stays_ignored() -> None:
 
 def test_the_second_signal_ends_at_once() -> None:
     program = (
-        "import os, signal, time\nfrom trainer.ending import run_command\n"
+        "import os, signal, time\nfrom trainer.cli import run_command\n"
         "def command():\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(60)\n"

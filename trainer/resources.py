@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.environment import worker_environment
-from trainer.needs import needs_critic, needs_reference_model
+from trainer.requirements import needs_critic, needs_reference_model
 from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.device import cpu_count, device_type
 from verl_lite.errors import UserError
