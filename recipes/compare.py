@@ -98,8 +98,7 @@ class Run:
         are not accepted."""
         from trainer.resume import flat_config
         from trainer.run import recipe_overrides
-        from verl_lite.config import PPOConfig
-        from verl_lite.config_loader import load_config
+        from verl_lite.config import PPOConfig, load_config
 
         usual = flat_config(PPOConfig())
         found = flat_config(load_config(self.arguments, recipe_loader=recipe_overrides).config)
@@ -178,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
 def prepare_once() -> None:
     """Makes the model that all runs begin with, before several want it at once."""
     from trainer.run import recipe_overrides
-    from verl_lite.config_loader import load_config
+    from verl_lite.config import load_config
 
     common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)
 

@@ -35,7 +35,6 @@ from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
-from verl_lite.options.agentic import is_agentic
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
 from verl_lite.single_controller.worker_group import WorkerGroup
@@ -73,7 +72,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     tries their environments. trains: a run that only answers has no other prompts than those of the validation. scores:
     whether rewards are asked for."""
     tokenizer = load_tokenizer(config.model)
-    if is_agentic(config):
+    if config.is_agentic:
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
@@ -172,7 +171,7 @@ def worker_classes(
     if config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
-    if is_agentic(config):
+    if config.is_agentic:
         modules, log_dir = env_modules(), str(run_dir / "logs")
         roles["actor_rollout"] = ClassWithInitArgs(AgentRolloutWorker, config, actor_steps, modules, log_dir)
     else:
@@ -221,7 +220,7 @@ def build_trainer(
 def sample_files(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> SampleFiles:
     """What keeps the samples; agents write episodes of their own where others have jsonl."""
     trainer = config.trainer
-    folders = () if is_agentic(config) else (trainer.rollout_data_dir, trainer.validation_data_dir)
+    folders = () if config.is_agentic else (trainer.rollout_data_dir, trainer.validation_data_dir)
     return SampleFiles(run_dir, trainer.samples_max_mb << 20, tell, *folders)
 
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from trainer.final_report import validation_line
-from verl_lite.settings.sources import Verbosity
+from verl_lite.config import Verbosity
 
 _REFRESH_PER_SECOND = 2  # each refresh takes processor time from the training
 _STEPS_OF_ESTIMATE = 30

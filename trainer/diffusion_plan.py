@@ -19,9 +19,9 @@ def main(argv: list[str]) -> int:
     from trainer.planner.diffusion_shapes import FP32
     from trainer.planner.table import GIB
     from trainer.recipe import prepare_recipe, recipe_overrides
-    from verl_lite.config_loader import load_schema
+    from verl_lite.config import load_schema
+    from verl_lite.config.diffusion import RewardFlowConfig
     from verl_lite.errors import UserError
-    from verl_lite.options.diffusion import RewardFlowConfig
 
     parser = argparse.ArgumentParser(prog="python -m trainer.diffusion_plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--like", choices=sorted(PUBLISHED), help="published shapes, in place of model.path")

@@ -17,8 +17,7 @@ from typing import TypeVar
 from trainer.checkpoint import saved_steps
 from trainer.cli import failure_text
 from trainer.trackers.base import check_trackers
-from verl_lite.config import RunOptions
-from verl_lite.config_loader import LoadedConfig, help_config, print_config
+from verl_lite.config import LoadedConfig, RunOptions, help_config, print_config
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
 from verl_lite.machine.lease import Holder, LeaseTaken, leased_file

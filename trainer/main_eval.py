@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cli import command
-from verl_lite.config_loader import load_config
+from verl_lite.config import load_config
 from verl_lite.errors import UserError
-from verl_lite.options.agentic import is_agentic
 
 if TYPE_CHECKING:
     from trainer.validation.targets import Target
@@ -51,7 +50,7 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     if loaded.action != "run":
         return Evaluated(run_ppo(argv))
-    if is_agentic(loaded.config):
+    if loaded.config.is_agentic:
         return _evaluate_agents(target, argv, overrides)
     prepare_recipe(loaded.config)
     settings = answer_settings(loaded.config)

@@ -13,10 +13,8 @@ import sys
 from pathlib import Path
 
 from trainer.cli import command
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
+from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
-from verl_lite.options.agentic import is_agentic
 
 USAGE = "usage: python -m trainer.main_generate RUN_OR_CHECKPOINT_OR_MODEL output=FILE.parquet [key=value ...]"
 OUTPUT = "output="
@@ -66,7 +64,7 @@ def output_file(options: list[str]) -> tuple[Path, list[str]]:
 
 def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
     """Raises UserError for options that a file of answers knows nothing of."""
-    if is_agentic(config):
+    if config.is_agentic:
         raise UserError(
             "main_generate answers the prompts of a dataset; agents act in environments: `python -m trainer.main_eval` "
             "with trainer.validation_data_dir=FOLDER keeps their episodes"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.cli import command
-from verl_lite.options.reward_training import RewardTrainingConfig
+from verl_lite.config import RewardTrainingConfig
 
 if TYPE_CHECKING:
     from trainer.supervised.loop import Trained

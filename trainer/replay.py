@@ -39,13 +39,12 @@ def replay(folder: Path, overrides: list[str]) -> int:
     from trainer.crash_dump import read_capsule
     from trainer.recipe import recipe_overrides, trainer_of
     from trainer.run import run_ppo
-    from verl_lite.config_loader import load_config
-    from verl_lite.options.agentic import is_agentic
+    from verl_lite.config import load_config
     from verl_lite.protocol import DataProto
 
     failed = read_capsule(folder)
     config = load_config(["--config", str(folder / "config.yaml")], recipe_loader=recipe_overrides).config
-    arguments = replay_arguments(folder, failed.checkpoint, overrides, acts=is_agentic(config))
+    arguments = replay_arguments(folder, failed.checkpoint, overrides, acts=config.is_agentic)
     trainer = trainer_of(config)
 
     class Replay(trainer):  # type: ignore[misc, valid-type]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
-from verl_lite.options.agentic import is_agentic
 from verl_lite.registry import takes
 
 
@@ -16,7 +15,7 @@ def is_on_policy(config: PPOConfig) -> bool:
     """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs. Episodes give as many
     rows as they have steps, so there only a mini-batch that is all of them is one."""
     actor = config.actor
-    whole = not is_agentic(config) and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    whole = not config.is_agentic and actor.ppo_mini_batch_size >= config.data.train_batch_size
     return actor.ppo_epochs == 1 and (whole or actor.ppo_mini_batch_size == -1)
 
 
@@ -36,7 +35,7 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
 
 def needs_reward_function(config: PPOConfig) -> bool:
     """Whether a reward function is called; without it a reward model alone scores, or environments do."""
-    return config.reward.function_weight != 0 and not is_agentic(config)
+    return config.reward.function_weight != 0 and not config.is_agentic
 
 
 def needs_rollout_is_weights(config: PPOConfig) -> bool:

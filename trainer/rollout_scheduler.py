@@ -21,11 +21,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl_lite.config import PPOConfig
+from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric, combine
-from verl_lite.options.agentic import EnvManagerConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams, derive_seed
 from workers.rollout.episodes import EpisodeSpec

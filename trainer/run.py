@@ -35,9 +35,8 @@ from trainer.resume import refuse_another_run
 from trainer.saving import checkpoint_bytes, require_room_for_checkpoints
 from trainer.steps import count_steps
 from trainer.tracking import Tracking
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import LoadedConfig, load_config, save_config, validate
-from verl_lite.options.agentic import is_agentic
+from verl_lite.config import LoadedConfig, PPOConfig, load_config, save_config
+from verl_lite.config.checks import validate
 from verl_lite.random_state import seed_random_state
 
 COMMAND = ["python", "-m", "trainer.main_ppo"]
@@ -141,7 +140,7 @@ def dry_run(loaded: LoadedConfig[PPOConfig], slots: int, trainer_class: type[Ray
 def next_commands(config: PPOConfig, run_dir: Path) -> dict[str, str]:
     """What a user may want to type when the run has ended."""
     more = "rollout.val_kwargs.n=8"
-    if is_agentic(config) and config.agentic.val_batch_size > 0:
+    if config.is_agentic and config.agentic.val_batch_size > 0:
         more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
     return {
         "look": f"python -m trainer.report {run_dir}",

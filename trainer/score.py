@@ -25,12 +25,9 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from trainer.cli import command
-from verl_lite.checks.reward import reward_function
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import ConfigError, help_config, load_config, load_schema
+from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, help_config, load_config, load_schema
+from verl_lite.config.checks.reward import reward_function
 from verl_lite.errors import UserError
-from verl_lite.options.agentic import is_agentic
-from verl_lite.options.score import ScoreConfig
 from verl_lite.rewards import RewardResult, reward_modules
 
 if TYPE_CHECKING:
@@ -85,7 +82,7 @@ def run_config(target: Path) -> PPOConfig | None:
     if not file.is_file():
         return None
     config = load_config(["--config", str(file)]).config
-    if is_agentic(config):
+    if config.is_agentic:
         raise UserError(f"{target}: environments gave the rewards of this run, and no function could give them anew")
     return config
 

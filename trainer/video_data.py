@@ -24,9 +24,9 @@ import torch
 from trainer.cli import WRONG_INPUT, command
 from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
 from trainer.clips.table import VideoRow, read_tables
-from verl_lite.checks.video import video_data
+from verl_lite.config.checks.video import video_data
+from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import VideoDataConfig
 from verl_lite.protocol import DataProto
 
 _SHOWN_PROBLEMS = 5

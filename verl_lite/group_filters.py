@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from verl_lite.options.agentic import AgenticConfig, EnvManagerConfig
+from verl_lite.config import AgenticConfig, EnvManagerConfig
 from verl_lite.protocol import DataProto
 from verl_lite.registry import Registry
 

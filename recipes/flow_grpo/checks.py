@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.tracking import TRACKERS
-from verl_lite.checks.algorithm import losses
-from verl_lite.checks.checkpoint import checkpoints
-from verl_lite.checks.config import ranges
-from verl_lite.checks.run import group_size, run, slots
-from verl_lite.config import ActorConfig, AlgorithmConfig
+from verl_lite.config import ActorConfig, AlgorithmConfig, ConfigError, unknown_value
+from verl_lite.config.checks import ranges
+from verl_lite.config.checks.algorithm import losses
+from verl_lite.config.checks.checkpoint import checkpoints
+from verl_lite.config.checks.run import group_size, run, slots
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
-from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.registry import takes
-from verl_lite.settings.keys import ConfigError, unknown_value
 
 Problems = Iterator[str]
 

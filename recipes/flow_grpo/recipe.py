@@ -14,7 +14,7 @@ from recipes.embedded import cache_folder as folder_of
 from recipes.flow_grpo.start import NAME, build, made_from
 
 if TYPE_CHECKING:
-    from verl_lite.options.flow_grpo import FlowGRPOConfig
+    from verl_lite.config.flow_grpo import FlowGRPOConfig
 
 STEPS = 150
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+from verl_lite.config.diffusion import FlowRewardConfig
+from verl_lite.config.flow_grpo import FlowScoreConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import FlowRewardConfig
-from verl_lite.options.flow_grpo import FlowScoreConfig
 from verl_lite.registry import find_entry
 from verl_lite.visual_rewards import VISUAL_REWARDS, build_visual_reward
 

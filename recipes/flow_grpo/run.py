@@ -30,10 +30,10 @@ from trainer.resources import claimed_devices, join_ray, start_workers
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.tracking import Tracking
-from verl_lite.config_loader import LoadedConfig, load_schema, save_config
+from verl_lite.config import LoadedConfig, load_schema, save_config
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Wish
-from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller import ClassWithInitArgs
 from workers.diffusion.sde_actor import FlowActorWorker

@@ -27,9 +27,9 @@ from trainer.step_metrics import frac_reward_zero_std
 from trainer.timing import timed
 from trainer.tracking import Tracking
 from trainer.validation.metrics import name_metrics, process_validation_metrics
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
-from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.seqlen_balance import BatchPlan, plan_batch

@@ -15,7 +15,7 @@ from recipes.embedded import cache_folder as folder_of
 from recipes.reward_flow.start import NAME, build, face_reward, made_from
 
 if TYPE_CHECKING:
-    from verl_lite.options.diffusion import RewardFlowConfig
+    from verl_lite.config.diffusion import RewardFlowConfig
 
 STEPS = 60
 

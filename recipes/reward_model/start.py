@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from recipes.quickstart import start as quickstart
 
 if TYPE_CHECKING:
-    from verl_lite.options.reward_training import RewardTrainingConfig
+    from verl_lite.config import RewardTrainingConfig
 
 NAME = "reward_model"
 PAIRS_SEED = 1
@@ -35,12 +35,15 @@ def build(folder: Path, policy: Path) -> None:
 def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
     """Of the reward model's training, which writes folder/training."""
     from recipes.embedded import ONE_GROUP
-    from verl_lite.config import FSDPConfig, NetworkConfig, OptimConfig, WrapPolicyConfig
-    from verl_lite.options.reward_training import (
+    from verl_lite.config import (
+        FSDPConfig,
+        NetworkConfig,
+        OptimConfig,
         PreferenceDataConfig,
         RewardLossConfig,
         RewardTrainerConfig,
         RewardTrainingConfig,
+        WrapPolicyConfig,
     )
 
     return RewardTrainingConfig(

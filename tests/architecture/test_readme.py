@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_lite.config_loader import load_config
+from verl_lite.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("recipes", "verl_lite", "trainer", "tests")

@@ -196,8 +196,8 @@ class Bench:
         self.engine.load_weights(weights.items(), 0)
 
     def episodes(self, latency_ms: int, *, lock_step: bool) -> Trace:
+        from verl_lite.config import EnvPoolConfig
         from verl_lite.envs import EnvTemplate
-        from verl_lite.options.agentic import EnvPoolConfig
         from workers.envs.pool import EnvPool
         from workers.rollout.base import SamplingParams
         from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
@@ -280,8 +280,8 @@ def main(arguments: list[str]) -> None:
 
 def _print_round_trips(calls: int = 1000) -> None:
     """What a step costs beside the environment's own time, from the call to its reply."""
+    from verl_lite.config import EnvPoolConfig
     from verl_lite.envs import EnvTemplate
-    from verl_lite.options.agentic import EnvPoolConfig
     from workers.envs.pool import EnvPool
 
     template = EnvTemplate("slow", "tests.bench.agentic_env:Slow", env_config={"seconds": 0.0})

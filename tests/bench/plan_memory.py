@@ -137,7 +137,7 @@ def measure(argv: list[str]) -> None:
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
     from trainer.run import run_ppo
-    from verl_lite.config_loader import load_config
+    from verl_lite.config import load_config
 
     config = load_config(argv, recipe_loader=recipe_overrides).config
     plan = memory_plan(config, read_networks(config), 1, accelerator("cpu"))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from tests.workers.diffusion.tiny_wan import flow_config, planned
 from trainer.planner.diffusion import FP32, plan, read_shape
-from verl_lite.options.diffusion import RewardFlowConfig
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from workers.diffusion import memory
 from workers.diffusion.actor import ActorWorker

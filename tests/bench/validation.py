@@ -30,7 +30,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.model is None or given.data is None:
         from recipes.quickstart.recipe import overrides, prepare
-        from verl_lite.config_loader import load_config
+        from verl_lite.config import load_config
 
         config = load_config([], recipe_loader=lambda name: overrides()).config
         prepare(config)

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_model import tiny_qwen2
-from verl_lite.config import PPOConfig
-from verl_lite.options.reward_training import RewardTrainingConfig
-from verl_lite.settings.keys import KEYS, schema_of
+from verl_lite.config import KEYS, PPOConfig, RewardTrainingConfig, schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "trainer" / "REWARD_MODELS.md").read_text()

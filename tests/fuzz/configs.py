@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.cases import Case, Part
-from verl_lite.checks.run import TRACKERS
-from verl_lite.config import PPOConfig
+from verl_lite.config import Key, PPOConfig, schema_of
+from verl_lite.config import verl_keys as compat
+from verl_lite.config.checks import TRACKERS
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-from verl_lite.settings import compat
-from verl_lite.settings.keys import Key, schema_of
 
 SCHEMA = schema_of(PPOConfig)
 KEYS = list(SCHEMA.keys.values())

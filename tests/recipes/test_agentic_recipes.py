@@ -17,8 +17,7 @@ from recipes.agentic_frozen_lake.data import best_moves, clumsy, lake_player, pl
 from recipes.agentic_frozen_lake.model import WORDS, grid_tokenizer, write_model
 from recipes.agentic_sokoban.worlds import room_player
 from trainer.run import recipe_overrides
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
+from verl_lite.config import PPOConfig, load_config
 from verl_lite.envs import env_templates
 from verl_lite.envs.grid import GridEnv
 

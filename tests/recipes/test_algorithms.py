@@ -11,8 +11,8 @@ from recipes.quickstart import recipe as quickstart
 from trainer.recipe import load_recipe, recipe_overrides
 from trainer.requirements import needs_critic, needs_greedy_baseline
 from trainer.resume import flat_config
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config, validate
+from verl_lite.config import PPOConfig, load_config
+from verl_lite.config.checks import validate
 
 OWN = {
     "grpo": {"actor.loss_agg_mode"},

@@ -14,7 +14,7 @@ from recipes import common_task, compare, comparison_report
 from recipes.compare import ALGORITHMS, Failure, Run, outcomes_of, read_points
 from recipes.comparison_report import BEGIN, END, Interval, Outcome, Point, interval, markdown, own_table
 from trainer.recipe import recipe_overrides
-from verl_lite.config_loader import load_config
+from verl_lite.config import load_config
 
 VALIDATION = {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.75, "val-aux/a/greedy/acc/mean@1": 0.8}
 

@@ -10,7 +10,7 @@ from recipes import common_task
 from recipes.dapo import recipe
 from recipes.quickstart import recipe as quickstart
 from trainer.recipe import recipe_overrides
-from verl_lite.config_loader import load_config
+from verl_lite.config import load_config
 
 
 def test_it_is_the_common_task_with_dapos_four_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.run import read_prompts
 from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, PromptSteps, data_metrics
 from recipes.flow_grpo.world import PLACES, PROMPTS, captioned_images, connected, describe, draw, follows_prompt
+from verl_lite.config import ConfigError
+from verl_lite.config.flow_grpo import FlowGRPOConfig, FlowScoreConfig
 from verl_lite.errors import UserError
-from verl_lite.options.flow_grpo import FlowGRPOConfig, FlowScoreConfig
 from verl_lite.protocol import DataProto
-from verl_lite.settings.keys import ConfigError
 
 # ------------------------------------------------------------------------------------------------------------- world
 
@@ -114,7 +114,7 @@ def test_settings_that_cannot_work_are_one_sentence(options: dict[str, Any], exp
 
 def test_the_recipe_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.recipe import recipe_overrides
-    from verl_lite.config_loader import load_schema
+    from verl_lite.config import load_schema
 
     loaded = load_schema([], FlowGRPOConfig, recipe_loader=recipe_overrides, default_recipe="flow_grpo")
     validate(loaded.config)

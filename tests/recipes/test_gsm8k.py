@@ -17,7 +17,8 @@ from recipes.embedded import byte_tokenizer
 from recipes.gsm8k import prepare, problems, recipe
 from recipes.gsm8k.rows import INSTRUCTION
 from trainer.recipe import recipe_overrides
-from verl_lite.config_loader import load_config, validate
+from verl_lite.config import load_config
+from verl_lite.config.checks import validate
 from verl_lite.rewards.dispatch import default_compute_score
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from recipes.quickstart.data import write_data
 from recipes.quickstart.model import write_model
 from tests.e2e.test_main_job import metrics
 from trainer.recipe import load_recipe, recipe_overrides, trainer_of, worker_modules
-from verl_lite.config_loader import load_config
+from verl_lite.config import load_config
 from verl_lite.contracts import check_adv_estimator, check_policy_loss
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl_lite.envs import ENVS, env_templates

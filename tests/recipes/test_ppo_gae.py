@@ -11,7 +11,8 @@ from recipes.quickstart import recipe as quickstart
 from tests.e2e.test_main_job import metrics, run
 from trainer.requirements import needs_critic
 from trainer.run import recipe_overrides
-from verl_lite.config_loader import load_config, validate
+from verl_lite.config import load_config
+from verl_lite.config.checks import validate
 
 SMALL = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "critic.ppo_mini_batch_size=16"]
 

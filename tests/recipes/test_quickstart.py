@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.quickstart import data, recipe, start
 from recipes.quickstart.model import character_tokenizer, write_model
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
+from verl_lite.config import PPOConfig, load_config
 from verl_lite.rewards import default_compute_score
 
 SPLITS = ("test", "train", "demonstrations")

@@ -20,8 +20,8 @@ from recipes.reasoning_gym.curriculum import BOUND, STEPS, Curriculum
 from recipes.reasoning_gym.tasks import LEVELS, TOKENS, WEIGHTS, source
 from trainer.data.order import SamplerBatches
 from trainer.recipe import recipe_overrides
-from verl_lite.config import DataConfig
-from verl_lite.config_loader import load_config, validate
+from verl_lite.config import DataConfig, load_config
+from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards.dispatch import default_compute_score

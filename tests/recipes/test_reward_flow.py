@@ -9,10 +9,9 @@ import pytest
 from recipes.reward_flow import recipe
 from trainer.recipe import recipe_overrides
 from trainer.tracking import read_metrics
-from verl_lite.checks.diffusion import validate
-from verl_lite.config_loader import load_schema
-from verl_lite.options.diffusion import RewardFlowConfig
-from verl_lite.settings.keys import ConfigError
+from verl_lite.config import ConfigError, load_schema
+from verl_lite.config.checks.diffusion import validate
+from verl_lite.config.diffusion import RewardFlowConfig
 
 CORE = "val-core/cosine_identity/reward/mean@1"
 

@@ -25,7 +25,7 @@ from recipes.reward_flow.faces import (
 )
 from recipes.reward_flow.start import face_reward
 from recipes.reward_flow.world import WorldSize, write_world
-from verl_lite.options.diffusion import FlowRewardConfig
+from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.visual_rewards import CosineIdentityReward, build_visual_reward
 from verl_lite.visual_rewards.contract import check_visual_reward
 
@@ -140,7 +140,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_the_world_is_the_same_each_time_and_loads_as_a_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    from verl_lite.options.diffusion import DiffusionModelConfig
+    from verl_lite.config.diffusion import DiffusionModelConfig
     from workers.diffusion.pipeline import load_pipeline
 
     first, second = tmp_path / "first", tmp_path / "second"

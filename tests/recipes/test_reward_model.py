@@ -18,7 +18,8 @@ from recipes.reward_model.start import training_settings
 from trainer.recipe import recipe_overrides
 from trainer.requirements import needs_reference
 from trainer.run import run_ppo
-from verl_lite.config_loader import load_config, validate
+from verl_lite.config import load_config
+from verl_lite.config.checks import validate
 
 # -------------------------------------------------------------------------------------------------------------- pairs
 

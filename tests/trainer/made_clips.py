@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from trainer.clips.reading import Frames
-from verl_lite.options.diffusion import VideoDataConfig
+from verl_lite.config.diffusion import VideoDataConfig
 
 STEP = 10
 """Frame f of a clip is grey of this brightness times f, so that its mean says which frame it is."""

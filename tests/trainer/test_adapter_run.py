@@ -19,8 +19,7 @@ from trainer.resources import host_bytes
 from trainer.run import run_ppo
 from trainer.saving import checkpoint_bytes
 from trainer.tracking import read_metrics
-from verl_lite.checks.config import ConfigError
-from verl_lite.config import PPOConfig
+from verl_lite.config import ConfigError, PPOConfig
 from verl_lite.errors import UserError
 
 OPTIONS = [

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from trainer.advantage import ESTIMATOR_COLUMNS, compute_advantage, compute_token_reward, reward_postprocess
-from verl_lite.checks.algorithm import OF_AGENTS
 from verl_lite.config import AlgorithmConfig
+from verl_lite.config.checks.algorithm import OF_AGENTS
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     AdaptiveKLController,

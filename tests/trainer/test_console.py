@@ -14,9 +14,7 @@ import rich.console
 from trainer.console import Console, following, format_seconds
 from trainer.final_report import final_report, printable, steps_table, validation_line, validation_means
 from trainer.samples.sample import Sample
-from verl_lite.config import SFTConfig
-from verl_lite.config_loader import ConfigError, load_config, load_schema
-from verl_lite.settings.sources import Verbosity
+from verl_lite.config import ConfigError, SFTConfig, Verbosity, load_config, load_schema
 
 METRICS = {
     "training/global_step": 7.0,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainer.launch import make_run_dir
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import RewardFlowConfig
 
 
 def config_of(folder: Path, resume_mode: str = "disable") -> RewardFlowConfig:

@@ -20,11 +20,10 @@ from trainer import metrics_reference
 from trainer.metrics_reference import DECLARATION, PAGE, ROOT, Reference, declared_in, main, render, sections
 from trainer.validation.answering import share_scored
 from trainer.validation.metrics import validation_metrics
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, RolloutCorrectionConfig, schema_of
+from verl_lite.config.rollout_correction import REJECTION_OPTIONS
 from verl_lite.metric_docs import Health, MetricDoc
-from verl_lite.options.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig
 from verl_lite.rollout_correction import correct_rollout
-from verl_lite.settings.keys import schema_of
 
 PARTS_OF_COMMANDS = {"actor", "critic", "train", "val", "greedy", "val-core", "val-aux", "perf"}
 """Segments that stand for a role or a command: the module that computes the number need not name them."""

@@ -15,7 +15,8 @@ from recipes.quickstart.model import write_model
 from tests.e2e.test_main_job import metrics
 from trainer.new_recipe import FILES, main, write_recipe
 from trainer.recipe import load_recipe, recipe_overrides
-from verl_lite.config_loader import load_config, validate
+from verl_lite.config import load_config
+from verl_lite.config.checks import validate
 from verl_lite.contracts import check_adv_estimator
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.errors import UserError

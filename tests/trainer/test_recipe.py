@@ -14,8 +14,7 @@ import pytest
 from trainer.agentic.agentic_pipeline import AgenticPipeline
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import built_in_recipes, load_recipe, prepare_recipe, recipe_overrides, trainer_of, worker_modules
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import ConfigError, load_config, save_config
+from verl_lite.config import ConfigError, PPOConfig, load_config, save_config
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 from verl_lite.errors import UserError
 

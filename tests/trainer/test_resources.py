@@ -8,8 +8,7 @@ import pytest
 
 from tests.tiny_model import tiny_qwen2
 from trainer.resources import claimed_devices, wish_of
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
+from verl_lite.config import PPOConfig, load_config
 from workers.policy.loading import count_parameters
 
 GIB = 1 << 30

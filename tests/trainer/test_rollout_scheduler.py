@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from trainer.rollout_scheduler import REPLACEMENTS_FROM, EnvironmentsExhausted, RolloutScheduler, env_groups
-from verl_lite.config import PPOConfig
+from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values
-from verl_lite.options.agentic import EnvManagerConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeSpec

@@ -19,9 +19,8 @@ from trainer.samples.sample import Sample, plain_value
 from trainer.samples.saved_answers import SavedAnswer, read_saved
 from trainer.samples.score_report import comparison_table, truth_text
 from trainer.score import main, run_config, score
-from verl_lite.config_loader import ConfigError, load_config, save_config
+from verl_lite.config import ConfigError, ScoreConfig, load_config, save_config
 from verl_lite.errors import UserError
-from verl_lite.options.score import ScoreConfig
 from verl_lite.rewards import RewardItem, RewardResult
 
 PROMPT = [{"role": "user", "content": "What is 70 + 2?"}]

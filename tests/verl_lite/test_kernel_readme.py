@@ -14,10 +14,9 @@ import pytest
 
 from tests.verl_lite import test_differences
 from verl_lite import core_algos
-from verl_lite.checks.algorithm import OF_AGENTS, estimator, losses
-from verl_lite.config_loader import load_config
+from verl_lite.config import KEYS, load_config
+from verl_lite.config.checks.algorithm import OF_AGENTS, estimator, losses
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
-from verl_lite.settings.keys import KEYS
 
 PAGE = (Path(core_algos.__file__).parent / "README.md").read_text()
 SECTIONS = {part.split("\n", 1)[0].strip(): part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from verl_lite.algos.rollout_diff import mismatch_metrics
-from verl_lite.metrics import combine, values
-from verl_lite.options.rollout_correction import (
+from verl_lite.config import RolloutCorrectionConfig
+from verl_lite.config.rollout_correction import (
     REJECTION_OPTIONS,
     WEIGHT_LEVELS,
     Correction,
     FilterConfig,
     IsWeightConfig,
     Rejection,
-    RolloutCorrectionConfig,
     TrainInferCorrectionConfig,
     Weighting,
     rejections_of,
 )
+from verl_lite.metrics import combine, values
 from verl_lite.rollout_correction import (
     compute_train_infer_correction,
     correct_rollout,

@@ -26,9 +26,8 @@ from verl_lite.algos.agentic_rewards import (
     normalization,
 )
 from verl_lite.algos.masked import Labels
-from verl_lite.config import PPOConfig
+from verl_lite.config import AgenticConfig, PPOConfig, RewardNormalizationConfig
 from verl_lite.metric_docs import MetricDoc
-from verl_lite.options.agentic import AgenticConfig, RewardNormalizationConfig, is_agentic
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
 
@@ -41,7 +40,7 @@ def shape_scores(
 ) -> tuple[DataProto, Numbers]:
     """`reward_postprocess` with config.algorithm; for a run of agents, of what config.agentic makes of episodes."""
     metrics: Numbers = {}
-    if is_agentic(config):
+    if config.is_agentic:
         data, metrics = compute_response_level_rewards(data, config.agentic, config.algorithm.adv_estimator)
     data, more = reward_postprocess(data, config.algorithm, running_ctrl)
     return data, metrics | more
@@ -50,7 +49,7 @@ def shape_scores(
 def token_estimator(config: PPOConfig) -> str:
     """The estimator from token_level_rewards on."""
     chosen = config.algorithm.adv_estimator
-    return "reinforce" if is_agentic(config) and chosen in OF_EPISODES else chosen
+    return "reinforce" if config.is_agentic and chosen in OF_EPISODES else chosen
 
 
 @torch.no_grad()

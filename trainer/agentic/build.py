@@ -17,14 +17,13 @@ from trainer.steps import EpisodeSteps
 from trainer.validation.answering import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
-from verl_lite.options.agentic import is_agentic, validates
 from workers.envs.pool import EnvPool
 from workers.rollout.conversation import ChatJoins
 
 
 def trainer_for(config: PPOConfig) -> type[RayPPOTrainer]:
     """The trainer that the configuration asks for."""
-    return AgenticPipeline if is_agentic(config) else RayPPOTrainer
+    return AgenticPipeline if config.is_agentic else RayPPOTrainer
 
 
 def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -46,7 +45,7 @@ def episode_parts(config: PPOConfig, agent: AgentRole, run_dir: Path, tell: Call
     agentic = config.agentic
     train = RolloutScheduler(config, agentic.train_env_manager, agent, training_sampling(config))
     val = None
-    if validates(config):
+    if config.validates:
         val = RolloutScheduler(
             config,
             agentic.val_env_manager,

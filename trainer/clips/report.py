@@ -18,12 +18,10 @@ from rich.text import Text
 from trainer.clips.reading import ClipError, read_frames
 from trainer.console import Console
 from trainer.video_data import Plan, VideoDataset, steps_per_epoch
-from verl_lite.checks.config import ranges
-from verl_lite.config_loader import help_config, load_schema
+from verl_lite.config import ConfigError, at_least, help_config, load_schema, opt, section
+from verl_lite.config.checks import ranges
+from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import VideoDataConfig
-from verl_lite.options.fields import at_least, opt, section
-from verl_lite.settings.keys import ConfigError
 
 USAGE = "usage: python -m trainer.video_data FILE.csv [data.KEY=VALUE ...] [decode=true] [out=USABLE.csv]"
 

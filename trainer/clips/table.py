@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import VideoDataConfig
 
 TABLE_NAME = "metadata.csv"
 _SYNONYMS = {

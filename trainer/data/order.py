@@ -24,10 +24,9 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.data.prompts import PromptDataset
-from verl_lite.config import DataConfig, PPOConfig
+from verl_lite.config import DataConfig, PPOConfig, source_options
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import MetricDoc
-from verl_lite.options.data import source_options
 from verl_lite.protocol import DataProto
 from verl_lite.user_code import load_object
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.schema import check_prompt
 from trainer.data.sft import Chat, Example, collate, question_of, rows_of
+from verl_lite.config import PreferenceDataConfig
 from verl_lite.errors import UserError
-from verl_lite.options.reward_training import PreferenceDataConfig
 from verl_lite.protocol import DataProto
 
 

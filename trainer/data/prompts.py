@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.schema import PromptRow, RowSchema
 from trainer.data.sources import open_sources
 from trainer.data.tokens import Prompt, encode_prompts, truncate
-from verl_lite.config import DataConfig
+from verl_lite.config import DataConfig, source_options
 from verl_lite.errors import UserError
-from verl_lite.options.data import source_options
 from verl_lite.protocol import DataProto, as_column
 
 _SUBSET_SEED = 1

@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 
 from trainer.data.files import RowTable
 from verl_lite.config import DataConfig
+from verl_lite.config.sources import is_unicode
 from verl_lite.errors import UserError
-from verl_lite.settings.sources import is_unicode
 
 Chat = list[dict[str, str]]
 

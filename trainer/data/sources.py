@@ -17,9 +17,8 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.files import SUFFIXES, ListedRows, RowTable, read_data_file
-from verl_lite.config import DataConfig
+from verl_lite.config import HUB_NAME, DataConfig
 from verl_lite.errors import UserError
-from verl_lite.options.data import HUB_NAME
 from verl_lite.registry import accepts, takes
 from verl_lite.user_code import load_object
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.saving import SavedByWorkers
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.metrics import Metric, join
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup

@@ -19,9 +19,9 @@ from trainer.resources import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, s
 from trainer.saving import Savable, Saver
 from trainer.tracking import Tracking
 from trainer.video_data import VideoDataset, VideoLoader, collate, noise_seeds, steps_per_epoch
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.device import device_type
 from verl_lite.machine.claim import Wish
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from verl_lite.registry import foreign_modules
 from verl_lite.single_controller import ClassWithInitArgs

@@ -20,9 +20,9 @@ from trainer.samples.sample import Sample
 from trainer.saving import Saver
 from trainer.timing import timed
 from trainer.tracking import Tracking
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric, values
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import get_random_state, set_random_state
 

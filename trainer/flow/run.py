@@ -37,10 +37,10 @@ from trainer.resume import refuse_another_run
 from trainer.saving import require_room_for_checkpoints
 from trainer.tracking import TRACKERS, Tracking
 from trainer.video_data import VideoDataset, steps_per_epoch
-from verl_lite.checks.diffusion import validate
-from verl_lite.config_loader import LoadedConfig, load_schema, save_config
+from verl_lite.config import LoadedConfig, load_schema, save_config
+from verl_lite.config.checks.diffusion import validate
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.device import device_type
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.random_state import seed_random_state
 
 COMMAND = ["python", "-m", "trainer.main_reward_flow"]

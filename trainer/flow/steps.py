@@ -10,8 +10,8 @@ from pathlib import Path
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.step_counter import StepCounter
 from trainer.video_data import VideoDataset
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 
 

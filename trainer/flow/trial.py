@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from trainer.video_data import VideoDataset, collate
+from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import FlowRewardConfig
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 
 _NOISE = 0.02  # of the trial's frames beside the reference: far enough from the best score for a gradient

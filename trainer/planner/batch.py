@@ -20,7 +20,6 @@ from trainer.requirements import (
     needs_reward_function,
 )
 from verl_lite.config import PPOConfig
-from verl_lite.options.agentic import is_agentic
 from verl_lite.rewards.parts import reward_parts
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
@@ -49,7 +48,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
 
     slots: devices of the whole run. total_steps: training steps, where the size of the data is known.
     """
-    first = _episode_rows(config) if is_agentic(config) else _prompt_rows(config, slots)
+    first = _episode_rows(config) if config.is_agentic else _prompt_rows(config, slots)
     trainer = config.trainer
     engines = max(1, slots // config.rollout.tensor_model_parallel_size)
     return [
@@ -155,7 +154,7 @@ def _filter_rows(config: PPOConfig) -> list[PlanRow]:
 def _on_policy_row(config: PPOConfig) -> PlanRow:
     """Whether all that is learnt from was sampled with the weights that learn, and if not, why."""
     name, correction = "strictly on-policy", config.algorithm.rollout_correction
-    if is_agentic(config) and config.agentic.async_generation_ratio:
+    if config.is_agentic and config.agentic.async_generation_ratio:
         corrected = correction.rollout_is is not None or correction.bypass_mode
         how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
         return PlanRow(name, "no", f"samples are of earlier weights, {how}")

@@ -22,8 +22,8 @@ from trainer.planner.report import memory_lines, time_lines
 from trainer.planner.run_memory import Networks, memory_plan, read_networks
 from trainer.planner.step_time import ACCELERATORS, Accelerator, Efficiency, accelerator
 from trainer.planner.table import GIB
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_schema, validate
+from verl_lite.config import PPOConfig, load_schema
+from verl_lite.config.checks import validate
 from verl_lite.device import visible_devices
 from verl_lite.errors import UserError
 

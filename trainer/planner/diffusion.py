@@ -27,9 +27,9 @@ from trainer.planner.diffusion_shapes import (
     umt5_parameters,
 )
 from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, Phase, part_lines, phase_lines, with_context
-from verl_lite.checks.values import value_of
+from verl_lite.config.checks.values import value_of
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import RewardFlowConfig
 
 ADAM_BYTES = 4 * FP32  # weight, gradient and two moments of what learns
 FACE_MODEL_BYTES = 280_000_000  # glintr100 (65 M parameters) and scrfd_10g (4 M), fp32

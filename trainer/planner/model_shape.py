@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl_lite.config import NetworkConfig
+from verl_lite.config import NetworkConfig, did_you_mean
 from verl_lite.errors import UserError
-from verl_lite.settings.keys import did_you_mean
 
 WITH_BIAS = ("qwen2", "qwen2_moe")  # on query, key and value
 WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")

@@ -15,7 +15,6 @@ from trainer.planner.run_memory import MemoryPlan, Networks, longest_row, memory
 from trainer.planner.step_time import Accelerator
 from trainer.requirements import needs_critic, needs_reference_model
 from verl_lite.config import FSDPConfig, PPOConfig
-from verl_lite.options.agentic import is_agentic
 from workers.rollout.base import resolve_engine_name
 
 OF_THE_TRAINING = ("model.lora_rank=", "actor.ppo_mini_batch_size=")
@@ -140,7 +139,7 @@ def _of_the_batch(config: PPOConfig, slots: int) -> Iterator[tuple[str, ...]]:
 def _parallel_sizes(config: PPOConfig, networks: Networks) -> Iterator[int]:
     """Into how many devices of a machine an engine could be split further: vLLM wants whole heads on each."""
     rollout, per_node = config.rollout, config.trainer.n_gpus_per_node or 1
-    if resolve_engine_name(rollout.name) != "vllm" or is_agentic(config):
+    if resolve_engine_name(rollout.name) != "vllm" or config.is_agentic:
         return
     for size in (2, 4, 8):
         if rollout.tensor_model_parallel_size < size and not per_node % size and not networks.policy.heads % size:

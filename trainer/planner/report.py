@@ -47,7 +47,6 @@ from trainer.tracking import read_metrics
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Host
-from verl_lite.options.agentic import is_agentic
 
 MOST_REMEDIES = 12
 
@@ -130,7 +129,7 @@ def stage_seconds(
     engines = max(1, slots // rollout.tensor_model_parallel_size)
     plan = memory_plan(config, networks, slots, device)
     size = compute_size(config.actor.fsdp_config.mixed_precision.param_dtype, device)
-    prompts = rows if is_agentic(config) else rows / rollout.n
+    prompts = rows if config.is_agentic else rows / rollout.n
     generation = Generation(
         sequences=rows / engines,
         prompts=max(1.0, prompts / engines),

@@ -30,7 +30,6 @@ from trainer.planner.step_time import Accelerator
 from trainer.planner.table import GIB, Phase, with_context
 from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
 from verl_lite.config import FSDPConfig, PPOConfig
-from verl_lite.options.agentic import is_agentic
 from workers.critic import critic_network
 from workers.rollout.base import resolve_engine_name
 
@@ -241,20 +240,20 @@ def _cpu_engine_work(config: PPOConfig, shape: ModelShape, size: int, sequences:
 
 def rows_per_step(config: PPOConfig) -> int:
     """Answers (of agents: episodes) of a training step."""
-    if is_agentic(config):
+    if config.is_agentic:
         return config.agentic.rollout_batch_size
     return config.data.train_batch_size * config.rollout.n
 
 
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     """Prompts (of agents: episodes) of an optimizer step; size: the option, -1 = the whole batch."""
-    whole = config.agentic.rollout_batch_size if is_agentic(config) else config.data.train_batch_size
+    whole = config.agentic.rollout_batch_size if config.is_agentic else config.data.train_batch_size
     return whole if size == -1 else min(whole, size)
 
 
 def _mini_batch_rows(config: PPOConfig, prompts: int) -> int:
     """Rows of an optimizer step over so many prompts."""
-    return prompts if is_agentic(config) else prompts * config.rollout.n
+    return prompts if config.is_agentic else prompts * config.rollout.n
 
 
 def _micro_batch(config: PPOConfig, cut: MicroBatching, rows: int) -> tuple[int, int]:
@@ -270,7 +269,7 @@ def _micro_batch(config: PPOConfig, cut: MicroBatching, rows: int) -> tuple[int,
 def distinct_prompts(config: PPOConfig, rows: int, prompts: int) -> int:
     """Prompts, at most, of which `rows` answers to a batch of `prompts` consist in a packed row; one for each row where
     nothing is shared (`workers.engine.packing`)."""
-    return min(rows, prompts) if config.model.use_remove_padding and not is_agentic(config) else rows
+    return min(rows, prompts) if config.model.use_remove_padding and not config.is_agentic else rows
 
 
 def _pass(config: PPOConfig, rows: int, prompts: int, size: int, entropy: bool) -> Pass:

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from trainer.planner.model_shape import ModelShape
+from verl_lite.config import did_you_mean
 from verl_lite.errors import UserError
-from verl_lite.settings.keys import did_you_mean
 
 GB = 10**9
 

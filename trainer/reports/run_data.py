@@ -117,7 +117,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
-    """The options of a saved configuration (`settings.printing.save_config`) by dotted key, and its notes; nothing
+    """The options of a saved configuration (`config.save_config`) by dotted key, and its notes; nothing
     of both where the file is missing."""
     if not path.is_file():
         return {}, ()

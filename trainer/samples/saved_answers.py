@@ -17,9 +17,8 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.samples.files import FOLDER, JSON, TRAIN, VAL
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, ScoreConfig
 from verl_lite.errors import UserError
-from verl_lite.options.score import ScoreConfig
 from verl_lite.rewards import RewardItem
 
 SUFFIXES = (".jsonl", ".parquet")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainer.console import Console, following
-from verl_lite.config import SupervisedConfig
-from verl_lite.config_loader import help_config, load_schema, print_config, save_config
+from verl_lite.config import SupervisedConfig, help_config, load_schema, print_config, save_config
 
 if TYPE_CHECKING:
     from trainer.supervised.loop import Trained

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from trainer.environment import worker_environment
-from verl_lite.checks.config import ranges
-from verl_lite.config import SupervisedConfig
-from verl_lite.config_loader import ConfigError
+from verl_lite.config import ConfigError, SupervisedConfig
+from verl_lite.config.checks import ranges
 from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Wish, claimed_gpus

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 
 from trainer.data.preferences import collate_pairs, load_pairs, texts_of
 from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, train
-from verl_lite.config import ModelConfig
+from verl_lite.config import ModelConfig, RewardTrainingConfig
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
-from verl_lite.options.reward_training import RewardTrainingConfig
 from verl_lite.protocol import DataProto
 from workers.policy.loading import load_model_config
 from workers.policy.sequence_score import new_sequence_score, scored_rows

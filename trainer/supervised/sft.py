@@ -12,8 +12,8 @@ import torch
 
 from trainer.data.sft import collate, load_examples
 from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, train
-from verl_lite.checks.model import adapter
 from verl_lite.config import SFTConfig
+from verl_lite.config.checks.model import adapter
 from verl_lite.errors import UserError
 from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric

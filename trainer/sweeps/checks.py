@@ -15,8 +15,8 @@ from trainer.resume import flat_config
 from trainer.sweeps.options import Plan, Question
 from trainer.sweeps.space import Space, Value
 from trainer.sweeps.targets import COMMANDS, OWN_KEYS, SEED, Target
+from verl_lite.config import ConfigError
 from verl_lite.errors import UserError
-from verl_lite.settings.keys import ConfigError
 
 MOST_CORNERS = 64
 """Of a space that are looked at before it starts; every other combination is, before it runs."""

@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 import yaml
 
 from trainer.sweeps.space import Space, as_word, read_parameter, read_space
+from verl_lite.config import did_you_mean, parse_value
 from verl_lite.errors import UserError
-from verl_lite.settings.keys import did_you_mean
-from verl_lite.settings.sources import parse_value
 
 PRUNERS = ("none", "asha", "hyperband", "median")
 _FROM_FILE = (

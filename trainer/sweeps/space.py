@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_lite.config import split_choices
 from verl_lite.errors import UserError
-from verl_lite.settings.sources import split_choices
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

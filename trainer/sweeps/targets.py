@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_lite.config_loader import LoadedConfig, load_schema
+from verl_lite.config import LoadedConfig, Schema, did_you_mean, load_schema, schema_of
 from verl_lite.errors import UserError
-from verl_lite.settings.keys import Schema, did_you_mean, schema_of
 
 SCHEMAS = {
     "ppo": "verl_lite.config:PPOConfig",
     "sft": "verl_lite.config:SFTConfig",
-    "rm": "verl_lite.options.reward_training:RewardTrainingConfig",
-    "reward_flow": "verl_lite.options.diffusion:RewardFlowConfig",
+    "rm": "verl_lite.config.reward_training:RewardTrainingConfig",
+    "reward_flow": "verl_lite.config.diffusion:RewardFlowConfig",
 }
 """Classes of options by name; `none` is a command whose words are not looked at."""
 
@@ -99,11 +98,11 @@ class Target:
             config.trainer.n_gpus_per_node = devices
         if self.options == "ppo":
             from trainer.launch import resolve_slots
-            from verl_lite.config_loader import validate
+            from verl_lite.config.checks import validate
 
             validate(config, slots=resolve_slots(config), available=devices)
         elif self.options == "reward_flow":
-            from verl_lite.checks.diffusion import validate as validate_flow
+            from verl_lite.config.checks.diffusion import validate as validate_flow
 
             validate_flow(config, count=devices, available=devices)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from verl_lite.options.reward import RewardConfig
+from verl_lite.config import RewardConfig
 from verl_lite.rewards.dispatch import (
     NAMED,
     REWARDS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_lite.options.reward import RemoteRewardConfig
+from verl_lite.config import RemoteRewardConfig
 from verl_lite.rewards.json_post import JsonPost, token_of
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import FlowRewardConfig
 from verl_lite.registry import Registry
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.device import device_memory
 from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import write_lora

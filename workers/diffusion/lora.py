@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from verl_lite.config.diffusion import DiffusionModelConfig
+from verl_lite.config.flow_grpo import FlowModelConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import DiffusionModelConfig
-from verl_lite.options.flow_grpo import FlowModelConfig
 from workers.policy.adapter import ALL_LINEAR
 
 if TYPE_CHECKING:

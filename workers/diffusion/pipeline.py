@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
+from verl_lite.config.diffusion import DiffusionModelConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import DiffusionModelConfig
 from workers.diffusion.codec import LatentCodec
 from workers.policy.guarded import told_as
 
@@ -96,7 +96,7 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype, *, with_weigh
 
 def read_index(model: DiffusionModelConfig) -> dict[str, Any]:
     """model_index.json: for each component its [library, class], and the pipeline's own settings. Raises UserError for
-    one that lacks a component; that there is one, `verl_lite.checks.diffusion` sees before."""
+    one that lacks a component; that there is one, `verl_lite.config.checks.diffusion` sees before."""
     index: dict[str, Any] = json.loads((Path(str(model.path)).expanduser() / INDEX).read_text(encoding="utf-8"))
     missing = [name for name in NEEDED if not _is_there(index, name)]
     if missing:

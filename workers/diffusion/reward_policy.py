@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 from verl_lite.flow_match import TRAIN_TIMESTEPS, flow_sigmas, high_noise_steps
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from verl_lite.reward_flow import reward_flow_loss
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.metrics import Metric
-from verl_lite.options.flow_grpo import FlowGRPOConfig
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.sde_policy import load_network, network_weights, sde_policy

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from verl_lite.config.flow_grpo import FlowGRPOConfig, FlowModelConfig
 from verl_lite.errors import UserError
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.flow_sde import step_kl, step_log_prob, step_mean, step_std
-from verl_lite.options.flow_grpo import FlowGRPOConfig, FlowModelConfig
 from verl_lite.protocol import DataProto
 from verl_lite.registry import find_entry
 from workers.diffusion.lora import adapter_config

@@ -17,9 +17,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError
-from verl_lite.options.agentic import EnvPoolConfig
 from workers.envs.host import EnvHost
 from workers.envs.messages import Act, Begin, Call, EnvId, EnvReply, Trial
 from workers.envs.processes import EnvProcesses

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
-from verl_lite.options.agentic import EnvPoolConfig
 from workers.envs.checks import digest
 from workers.envs.handle import EnvProcess
 from workers.envs.messages import Act, Begin, Call, EnvId, EnvReply, Rebuild, Trial

@@ -21,8 +21,7 @@ from trainer.agentic.advantage import (
     token_estimator,
 )
 from verl_lite.algos.agentic_rewards import ADJUST_MODES, adjusted_rows, get_score_normalize_fn
-from verl_lite.config import AlgorithmConfig, PPOConfig
-from verl_lite.options.agentic import AgenticConfig, EnvManagerConfig, RewardNormalizationConfig
+from verl_lite.config import AgenticConfig, AlgorithmConfig, EnvManagerConfig, PPOConfig, RewardNormalizationConfig
 from verl_lite.protocol import DataProto, as_column
 
 Scores = list[float]

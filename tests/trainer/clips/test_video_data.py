@@ -24,8 +24,8 @@ from trainer.video_data import (
     rows_of_step,
     steps_per_epoch,
 )
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.schema import check
 from verl_lite.seqlen_balance import plan_batch
 

@@ -11,8 +11,8 @@ from tests.trainer.made_clips import grey_frames, options, write_animation, writ
 from trainer.clips.reading import fitted_size
 from trainer.clips.writing import _WAITING_BYTES, FPS
 from trainer.video_data import VideoDataset, main
-from verl_lite.options.diffusion import RewardFlowConfig, VideoDataConfig
-from verl_lite.settings.keys import schema_of
+from verl_lite.config import schema_of
+from verl_lite.config.diffusion import RewardFlowConfig, VideoDataConfig
 
 PAGE = (Path(__file__).parents[3] / "trainer" / "VIDEO_DATA.md").read_text()
 

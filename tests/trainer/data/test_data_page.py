@@ -17,8 +17,7 @@ from trainer.data.schema import EXAMPLE_ROW, PromptRow
 from trainer.data.sources import SPLITS
 from trainer.data.token_cache import LIMIT_BYTES
 from trainer.data.tokens import CACHED_FROM
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
+from verl_lite.config import PPOConfig, load_config
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import default_compute_score
 

@@ -18,9 +18,8 @@ from tests.trainer.prompt_rows import load, make_row, write
 from trainer.data.order import BatchOrder, MixtureBatches, SamplerBatches, build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
 from trainer.steps import TrainingSteps, count_steps
-from verl_lite.config import DataConfig, PPOConfig
+from verl_lite.config import DataConfig, PPOConfig, SamplerConfig
 from verl_lite.errors import UserError
-from verl_lite.options.data import SamplerConfig
 from verl_lite.protocol import DataProto
 
 HERE = Path(__file__)

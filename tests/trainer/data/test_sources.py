@@ -278,7 +278,7 @@ def classes(tmp_path: Path) -> str:
 
 
 def custom(path: str, name: str | None) -> Any:
-    from verl_lite.options.data import CustomClassConfig
+    from verl_lite.config import CustomClassConfig
 
     return CustomClassConfig(path=path, name=name)
 

@@ -13,9 +13,9 @@ from trainer.flow.actor import AdapterExport, FlowActorRole
 from trainer.flow.reward_flow import RewardFlowTrainer
 from trainer.flow.steps import ClipSteps, count_steps, refuse_other_clips
 from trainer.saving import Savable, Saver
+from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
-from verl_lite.options.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 
 CLIPS, FRAMES, SIDE = 3, 2, 4

@@ -33,11 +33,10 @@ from trainer.planner.diffusion_shapes import (
     step_memory,
     umt5_parameters,
 )
-from verl_lite.checks.diffusion import sampler
-from verl_lite.config_loader import load_schema
+from verl_lite.config import load_schema, schema_of
+from verl_lite.config.checks.diffusion import sampler
+from verl_lite.config.diffusion import DiffusionModelConfig, RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import DiffusionModelConfig, RewardFlowConfig
-from verl_lite.settings.keys import schema_of
 from workers.diffusion.lora import add_adapter
 
 A14B, TI2V = PUBLISHED["wan2.2-i2v-a14b"], PUBLISHED["wan2.2-ti2v-5b"]

@@ -9,7 +9,7 @@ import pytest
 from tests.tiny_run import TinyTask
 from trainer import run as run_module
 from trainer.run import run_ppo
-from verl_lite.config_loader import load_config
+from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
 FEW = ["trainer.dry_run=true", "reward.num_workers=0", "trainer.total_training_steps=3"]

@@ -23,8 +23,7 @@ from trainer.planner.run_memory import (
 from trainer.planner.step_time import Efficiency, accelerator
 from trainer.planner.table import GIB
 from trainer.tracking import TRACKERS, TrackedRun
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_schema
+from verl_lite.config import PPOConfig, load_schema
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Host
 

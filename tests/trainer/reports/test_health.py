@@ -23,9 +23,8 @@ from trainer.reports.health_trends import (
     score_stays,
     validation_gain,
 )
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, schema_of
 from verl_lite.metric_docs import Health
-from verl_lite.settings.keys import schema_of
 
 REFERENCE = Reference.read()
 SHARE = Health("too much", "do less", ("actor.optim.lr",), high=0.3, alarm_high=0.6)

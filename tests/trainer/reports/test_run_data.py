@@ -13,7 +13,7 @@ from tests.trainer.run_folder import SAMPLE, make_run
 from trainer.reports.run_data import read_config, read_run, run_titles
 from trainer.reports.run_samples import groups
 from trainer.reports.sample_choice import Choice, changed, chosen
-from verl_lite.config_loader import load_config, save_config
+from verl_lite.config import load_config, save_config
 from verl_lite.errors import UserError
 
 

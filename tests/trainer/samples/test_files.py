@@ -12,7 +12,7 @@ import pytest
 from trainer.samples.files import SampleFiles, step_of
 from trainer.samples.sample import Sample
 from trainer.samples.saved_answers import read_saved
-from verl_lite.options.score import ScoreConfig
+from verl_lite.config import ScoreConfig
 
 PROMPT = [{"role": "user", "content": "What is 70 + 2?"}]
 SAMPLE = Sample(

@@ -21,15 +21,16 @@ from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair, texts_of
 from trainer.data.sft import Example
 from trainer.supervised.reward_training import RewardTrainingWorker, bradley_terry, pair_loss, run_reward_training
-from verl_lite.config import NetworkConfig, OptimConfig
-from verl_lite.errors import UserError
-from verl_lite.metrics import combine, values
-from verl_lite.options.reward_training import (
+from verl_lite.config import (
+    NetworkConfig,
+    OptimConfig,
     PreferenceDataConfig,
     RewardLossConfig,
     RewardTrainerConfig,
     RewardTrainingConfig,
 )
+from verl_lite.errors import UserError
+from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 

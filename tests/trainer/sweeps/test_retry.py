@@ -6,8 +6,7 @@ import pytest
 
 from trainer.resume import flat_config, is_bound
 from trainer.sweeps.retry import Cause, diagnose, is_retried, smaller
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
+from verl_lite.config import PPOConfig, load_config
 
 
 @pytest.mark.parametrize(

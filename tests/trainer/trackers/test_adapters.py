@@ -18,8 +18,8 @@ from trainer.console import Console
 from trainer.main_ppo import main
 from trainer.trackers.base import PACKAGES, TRACKERS, check_trackers
 from trainer.tracking import Tracking
-from verl_lite.checks.run import TRACKERS as KNOWN
 from verl_lite.config import PPOConfig, TrainerConfig
+from verl_lite.config.checks import TRACKERS as KNOWN
 from verl_lite.errors import UserError
 
 NUMBERS = {"val-core/gsm8k/acc/mean@8": 0.5, "actor/lr": 1e-6}

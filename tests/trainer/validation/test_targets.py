@@ -15,8 +15,7 @@ from trainer.main_generate import output_file
 from trainer.validation.evaluation import Evaluation, answer_settings, finished_metrics, write_results
 from trainer.validation.generation import Generation
 from trainer.validation.targets import find_targets, split_arguments
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
+from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
 
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 import verl_lite.envs
+from verl_lite.config import AgenticConfig
 from verl_lite.envs import ENVS, env_templates, known_envs
 from verl_lite.envs.base import STEP_FIELDS, TRAJECTORY_FIELDS, EnvTemplate, find_env
-from verl_lite.options.agentic import AgenticConfig
 
 README = (Path(verl_lite.envs.__file__).parent / "README.md").read_text(encoding="utf-8")
 

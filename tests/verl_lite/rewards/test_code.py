@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from verl_lite.options.reward import RewardConfig
+from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, default_compute_score
 from verl_lite.rewards.code import extract_code
 from verl_lite.rewards.code_tests import (

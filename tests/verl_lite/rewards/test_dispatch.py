@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.options.reward import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import (
     REWARDS,
     PlainScorer,

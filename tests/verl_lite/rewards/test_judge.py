@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.reward_server import Answer, RewardServer, reward_server
+from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.options.reward import RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult, json_post, judge, load_scorer
 from verl_lite.rewards.judge import compute_score, read_verdict
 from workers.rewards.pool import RewardPool

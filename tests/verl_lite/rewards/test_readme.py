@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import verl_lite.rewards
-from verl_lite.config import PPOConfig
-from verl_lite.config_loader import load_config
-from verl_lite.options.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig
+from verl_lite.config import CustomRewardConfig, PPOConfig, RemoteRewardConfig, RewardConfig, load_config, schema_of
 from verl_lite.rewards import (
     REWARDS,
     AsyncScorer,
@@ -26,7 +24,6 @@ from verl_lite.rewards import (
     load_scorer,
 )
 from verl_lite.rewards.parts import part_problems
-from verl_lite.settings.keys import schema_of
 from workers.rewards.pool import RewardPool
 
 GUIDE = (Path(verl_lite.rewards.__file__).parent / "README.md").read_text()

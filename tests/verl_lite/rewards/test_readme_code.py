@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import verl_lite.rewards
-from verl_lite.config_loader import load_config
+from verl_lite.config import load_config
 from verl_lite.rewards import code, judge, load_scorer
 from verl_lite.rewards.parts import part_problems
 from verl_lite.sandbox import Limits

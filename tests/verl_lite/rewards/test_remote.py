@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.reward_server import Answer, RewardServer, reward_server
+from verl_lite.config import RemoteRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.options.reward import RemoteRewardConfig, RewardConfig
 from verl_lite.rewards import AsyncScorer, RewardItem, RewardResult, json_post, load_scorer
 from verl_lite.rewards.remote import RemoteReward
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.options.reward import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import AsyncScorer, PlainScorer, RewardItem, Rubric, load_scorer
 
 ITEM = RewardItem(0, "task", "  yes ", "yes", {"index": 3}, [{"role": "user", "content": "Well?"}])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.options.reward import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import REWARDS, RewardItem, RewardResult, asks_by_source, load_scorer, register_reward
 from verl_lite.rewards.dispatch import find_reward
 from verl_lite.rewards.scorers import PlainScorer

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.verl_lite.visual_rewards import rewards
+from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.contracts import BrokenPromise
 from verl_lite.errors import UserError
-from verl_lite.options.diffusion import FlowRewardConfig
 from verl_lite.visual_rewards import VISUAL_REWARDS, VisualScore, build_visual_reward, score_frames
 from verl_lite.visual_rewards.contract import check_visual_reward, random_clip
 

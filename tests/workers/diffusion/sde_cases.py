@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.workers.engine_cases import CPU, rank_and_world
 from verl_lite.config import WrapPolicyConfig
-from verl_lite.options.flow_grpo import FlowGRPOConfig
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from workers.diffusion.sde_policy import network_weights, sde_policy

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from verl_lite.config import FSDPConfig, MixedPrecisionConfig, OptimConfig, WrapPolicyConfig
-from verl_lite.options.diffusion import (
+from verl_lite.config.diffusion import (
     DiffusionModelConfig,
     FlowActorConfig,
     FlowRewardConfig,

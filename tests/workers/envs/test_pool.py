@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.workers.env_cases import BAD_RESULTS, MakePool, begin, replies, running, step, template, templates
-from verl_lite.options.agentic import EnvPoolConfig
+from verl_lite.config import EnvPoolConfig
 from workers.envs.checks import NonsenseError, read_reset, read_step
 from workers.envs.pool import EnvError, EnvPool
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.workers.env_cases import MakePool, begin, replies, step, template, templates
 from tests.workers.rewards.test_pool import gone
-from verl_lite.options.agentic import EnvPoolConfig
+from verl_lite.config import EnvPoolConfig
 from workers.envs.pool import EnvError, EnvPool
 
 pytestmark = pytest.mark.slow
@@ -263,7 +263,7 @@ def test_whatever_happens_each_call_has_one_reply_and_the_innocent_go_on(make_po
 OWNER = """
 import sys, time
 from tests.workers.env_cases import begin, templates
-from verl_lite.options.agentic import EnvPoolConfig
+from verl_lite.config.agentic import EnvPoolConfig
 from workers.envs.pool import EnvPool
 pool = EnvPool(EnvPoolConfig(num_workers=2), templates())
 found = begin(pool, "a", "b")

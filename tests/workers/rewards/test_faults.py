@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.workers.rewards.test_pool import gone
-from verl_lite.options.reward import CustomRewardConfig, RewardConfig
+from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
 from workers.children import process
 from workers.children.inside import CappedLog

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from verl_lite.options.reward import CustomRewardConfig, RewardConfig
+from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem
 from workers.rewards.pool import RewardError, RewardPool
 from workers.rewards.process import PROGRESS
@@ -231,7 +231,7 @@ def test_a_busy_process_dies_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "custom.py").write_text(CUSTOM)
     code = (
         "import os, sys\n"
-        "from verl_lite.options.reward import CustomRewardConfig, RewardConfig\n"
+        "from verl_lite.config.reward import CustomRewardConfig, RewardConfig\n"
         "from workers.rewards.pool import RewardItem, RewardPool\n"
         "pool = RewardPool(RewardConfig(CustomRewardConfig(sys.argv[1]), timeout_s=100), 1)\n"
         "pool.submit([RewardItem(0, '', 'pid', '')])\n"

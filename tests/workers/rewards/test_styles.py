@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.reward_server import Answer, reward_server
-from verl_lite.options.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig
+from verl_lite.config import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
 from workers.rewards import supervisor
 from workers.rewards.pool import RewardPool

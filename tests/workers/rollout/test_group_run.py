@@ -13,11 +13,10 @@ import pytest
 
 from tests.workers.rollout.scripted import END, TOKENIZER, ScriptedEngine, ScriptedPool
 from trainer.rollout_scheduler import RolloutScheduler
-from verl_lite.config import PPOConfig
+from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.group_filters import EqualScores, GroupFilter
 from verl_lite.metrics import combine, values
-from verl_lite.options.agentic import EnvManagerConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Request, SamplingParams
 from workers.rollout.episode_meters import EngineMeter, PoolMeter

@@ -1,0 +1,172 @@
+"""Settings of reward flow that cannot work are refused at once: key, value, what was expected, what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_lite.config import ConfigError, load_schema
+from verl_lite.config.checks import diffusion as diffusion_checks
+from verl_lite.config.diffusion import RewardFlowConfig
+
+
+@pytest.fixture(autouse=True)
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion_checks, "PACKAGES", ())
+
+
+def pipeline(folder: Path, **scheduler: Any) -> str:
+    """A folder that looks like a pipeline."""
+    for name in ("transformer", "vae", "scheduler"):
+        (folder / name).mkdir(parents=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    options = {"_class_name": "FlowMatchEulerDiscreteScheduler"} | scheduler
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(options))
+    return str(folder)
+
+
+def problems(folder: str, *options: str, count: int = 1, available: int = 2) -> list[str]:
+    common = [f"model.path={folder}", "data.train_files=x.csv", "trainer.device=cpu", "trainer.backend=inline"]
+    config = load_schema([*common, *options], RewardFlowConfig).config
+    try:
+        diffusion_checks.validate(config, count=count, available=available)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield pipeline(tmp_path_factory.mktemp("pipeline") / "tiny")
+
+
+def test_the_defaults_are_fine(folder: str) -> None:
+    assert problems(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("sampler.final_timestep=8", "sampler.final_timestep=8: sampler.num_inference_steps=8 has the steps 0 to 7"),
+        ("sampler.final_timestep=-1", "sampler.final_timestep=-1: sampler.num_inference_steps=8 has the steps 0 to 7"),
+        ("sampler.mid_timestep=8", "sampler.mid_timestep=8: a step from 0 to sampler.final_timestep=7 is expected"),
+        ("sampler.mid_timestep=-1", "sampler.mid_timestep=-1: a step from 0 to sampler.final_timestep=7"),
+        ("sampler.num_inference_steps=0", "sampler.num_inference_steps=0: at least 1 is expected"),
+        ("sampler.num_inference_steps=4", "sampler.final_timestep=7: sampler.num_inference_steps=4 has the steps 0 to"),
+        ("sampler.shift=0", "sampler.shift=0.0: a number above 0 is expected"),
+        ("sampler.shift=-5", "sampler.shift=-5.0: a number above 0 is expected"),
+        ("sampler.shift=.inf", "sampler.shift=inf: a number above 0 is expected"),
+        ("sampler.noise_seed=-1", "sampler.noise_seed=-1: null, or a whole number from 0"),
+        ("data.num_frames=16", "data.num_frames=16: 4 k + 1 is expected"),
+        ("data.height=30", "data.height=30 needs data.width"),
+        ("data.train_batch_size=0", "data.train_batch_size=0: at least 1 is expected"),
+        ("actor.micro_batch_size_per_gpu=0", "actor.micro_batch_size_per_gpu=0: at least 1 is expected"),
+        ("actor.kl_loss_coef=-1", "actor.kl_loss_coef=-1.0: at least 0 is expected"),
+        ("actor.optim.lr=-1", "actor.optim.lr=-1.0: at least 0 is expected"),
+        ("actor.optim.lr_scheduler_type=linear", "actor.optim.lr_scheduler_type=linear is not known"),
+        ("model.lora_rank=0", "model.lora_rank=0: at least 1 is expected"),
+        ("model.lora_alpha=0", "model.lora_alpha=0: at least 1 is expected"),
+        ("model.target_modules=[]", "model.target_modules is empty, so that nothing would learn"),
+        ("model.boundary_ratio=1.5", "model.boundary_ratio=1.5: a share above 0"),
+        ("model.fused_loras.high=x", "model.fused_loras.high=x: the experts are called transformer and transformer_2"),
+        ("model.fused_loras.transformer=/no/x", "model.fused_loras.transformer=/no/x: there is no /no/x"),
+        ("reward.name=cosine_identiti", "Did you mean 'cosine_identity'?"),
+        ("reward.std=0", "reward.std=0.0: a number above 0 is expected"),
+        ("reward.coef=0", "reward.coef=0.0: a number above 0 is expected"),
+        ("reward.baseline=.inf", "reward.baseline=inf: a finite number is expected"),
+        ("trainer.video_freq=-2", "trainer.video_freq=-2: at least -1 is expected"),
+        ("trainer.val_clips=0", "trainer.val_clips=0: at least 1 is expected"),
+        ("trainer.logger=[jsonll]", "trainer.logger=jsonll is not known"),
+        ("trainer.backend=threads", "trainer.backend=threads is not known"),
+        ("trainer.total_training_steps=0", "trainer.total_training_steps=0: at least 1 is expected"),
+        ("trainer.resume_mode=resume_path", "trainer.resume_mode=resume_path needs trainer.resume_from_path"),
+        ("trainer.nnodes=2", "trainer.nnodes=2 needs a cluster"),
+    ],
+)
+def test_what_cannot_work_is_told(folder: str, option: str, told: str) -> None:
+    found = problems(folder, option)
+    assert any(told in problem for problem in found), found
+
+
+def test_all_problems_come_together(folder: str) -> None:
+    found = problems(folder, "sampler.shift=0", "model.lora_rank=0", "data.num_frames=16")
+    assert len(found) == 3
+
+
+def test_devices_are_counted(folder: str) -> None:
+    [found] = problems(folder, "trainer.n_gpus_per_node=2", count=2)
+    assert found.startswith("trainer.backend=inline runs everything in one process, but trainer.n_gpus_per_node=2")
+    ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=3")
+    [found] = problems(folder, *ray, count=3)
+    assert found == "trainer.n_gpus_per_node=3 is more than the 2 cores of this machine: set at most 2"
+    [found] = problems(folder, *ray, "actor.fsdp_config.fsdp_size=2", count=3, available=4)
+    assert found.startswith("actor.fsdp_config.fsdp_size=2 does not divide the 3 devices")
+
+
+def test_a_folder_that_is_no_pipeline_is_told(tmp_path: Path) -> None:
+    [found] = problems(str(tmp_path / "none"))
+    assert "there is no folder" in found and "hf download" in found
+    (tmp_path / "empty").mkdir()
+    [found] = problems(str(tmp_path / "empty"))
+    assert "no model_index.json" in found and "-Diffusers" in found
+    (tmp_path / "half" / "vae").mkdir(parents=True)
+    (tmp_path / "half" / "model_index.json").write_text("{}")
+    [found] = problems(str(tmp_path / "half"))
+    assert "its transformer is missing" in found
+
+
+def test_a_pipeline_without_flow_matching_is_refused(tmp_path: Path) -> None:
+    ddim = pipeline(tmp_path / "ddim", _class_name="DDIMScheduler", prediction_type="epsilon")
+    [found] = problems(ddim)
+    assert "its scheduler is DDIMScheduler with prediction_type=epsilon" in found and "flow-match grid" in found
+    [found] = problems(pipeline(tmp_path / "grid", _class_name="DDIMScheduler", use_flow_sigmas=True))
+    assert "prediction_type=None" in found  # the grid of a flow says nothing of what the model predicts
+    # what Wan2.2's own folders have
+    unipc = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    assert problems(pipeline(tmp_path / "unipc", **unipc)) == []
+
+
+def test_the_high_noise_experts_steps_do_not_learn(tmp_path: Path) -> None:
+    two = pipeline(tmp_path / "two")
+    index = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+    (tmp_path / "two" / "model_index.json").write_text(json.dumps(index))
+    assert problems(two, "sampler.mid_timestep=3") == []  # timesteps 1000, 972 and 937 are above the boundary
+    [found] = problems(two, "sampler.mid_timestep=2")
+    assert "sampler.mid_timestep=2: the first 3 steps are the high-noise expert's" in found and "3 or more" in found
+    assert problems(two, "sampler.mid_timestep=2", "model.boundary_ratio=0.95") == []
+
+
+def test_missing_packages_are_named_with_the_extra(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list(diffusion_checks.packages(("torch", "no_such_package_here")))
+    assert found == ["no_such_package_here: not installed; reward flow needs them: pip install 'verl_lite[diffusion]'"]
+    monkeypatch.setattr(diffusion_checks, "PACKAGES", ("diffusers",))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert any("diffusers: not installed" in problem for problem in problems(folder))
+
+
+def test_without_model_or_data_the_recipe_is_the_default() -> None:
+    loaded = load_schema([], RewardFlowConfig, recipe_loader=lambda name: {}, default_recipe="reward_flow")
+    assert loaded.config.recipe == "reward_flow"
+    assert (loaded.config.trainer.experiment_name or "").startswith("reward_flow-")
+    assert loaded.config.trainer.default_local_dir == f"runs/reward_flow/{loaded.config.trainer.experiment_name}"
+    own = load_schema(["model.path=x"], RewardFlowConfig, recipe_loader=lambda name: {}, default_recipe="reward_flow")
+    assert own.config.recipe is None
+
+
+def test_a_recipe_of_another_command_is_one_problem() -> None:
+    settings = {"model.path": "x", "rollout.n": 3, "algorithm.adv_estimator": "grpo", "trainer.seed": 2}
+    with pytest.raises(ConfigError) as caught:
+        load_schema(["recipe=quickstart"], RewardFlowConfig, recipe_loader=lambda name: settings)
+    assert caught.value.problems == [
+        "recipe=quickstart: 2 of its 4 settings are no options of this command, such as rollout.n, "
+        "algorithm.adv_estimator: it is a recipe of another command"
+    ]
+    with pytest.raises(ConfigError) as caught:  # a slip of the pen in one's own
+        slip = {"model.path": "x", "sampler.shifts": 3, "trainer.seed": 2, "model.lora_rank": 4}
+        load_schema(["recipe=mine"], RewardFlowConfig, recipe_loader=lambda name: slip)
+    assert "did you mean sampler.shift?" in caught.value.problems[0]

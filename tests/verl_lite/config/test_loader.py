@@ -1,0 +1,452 @@
+"""The command line as users type it: grammar, types, layers, provenance, and messages that name the remedy."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from verl_lite import config
+from verl_lite.config import (
+    KEYS,
+    ConfigError,
+    LoadedConfig,
+    help_config,
+    load_config,
+    load_schema,
+    print_config,
+    schema_of,
+    split_choices,
+)
+from verl_lite.config.keys import convert, split
+
+
+def load(*arguments: str) -> LoadedConfig[config.PPOConfig]:
+    return load_config(["model.path=m", *arguments])
+
+
+def problems(*arguments: str, **kwargs: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model.path=m", *arguments], **kwargs)
+    return caught.value.problems
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("actor.optim.lr=1e-6", 1e-6),
+        ("actor.optim.lr=1", 1.0),
+        ("actor.optim.lr='2e-5'", 2e-5),
+        ("actor.optim.betas=[0.8,1e-1]", [0.8, 0.1]),
+        ("data.train_batch_size=64", 64),
+        ("data.train_batch_size=1e3", 1000),
+        ("data.train_batch_size=1_024", 1024),
+        ("data.seed=12345678901234567890", 12345678901234567890),
+        ("data.seed='12345678901234567890'", 12345678901234567890),
+        ("data.seed=null", None),
+        ("data.shuffle=False", False),
+        ("data.shuffle=off", False),
+        ("data.shuffle=0", False),
+        ("trainer.project_name='a b'", "a b"),
+        ("trainer.project_name=0012", "0012"),
+        ("trainer.project_name=1e-6", "1e-6"),
+        ("trainer.project_name=yes", "yes"),
+        ("trainer.project_name=12:30", "12:30"),
+        ("trainer.project_name=a=b[c]", "a=b[c]"),
+        ("trainer.project_name=@x", "@x"),
+        ("trainer.project_name=a: b", "a: b"),
+        ("trainer.project_name='\"a,b\"'", '"a,b"'),
+        ("trainer.project_name=", ""),
+        ("data.train_files=a.parquet", ["a.parquet"]),
+        ("data.train_files=a.parquet,b.parquet", ["a.parquet", "b.parquet"]),
+        ("data.train_files='a,b.parquet'", ["a,b.parquet"]),
+        ("data.train_files=['a.parquet','b.parquet']", ["a.parquet", "b.parquet"]),
+        ('data.train_files=[["a.parquet"],["b.parquet"]]', ["a.parquet", "b.parquet"]),
+        ("data.val_files=null", []),
+        ("trainer.logger=console", ["console"]),
+        ('trainer.logger=["console","wandb"]', ["console", "wandb"]),
+        ("rollout.engine_kwargs.vllm.a=[1,{b: [c, 2.5]}]", {"vllm": {"a": [1, {"b": ["c", 2.5]}]}}),
+        ("+model.override_config.text_config.rope=1e4", {"text_config": {"rope": 1e4}}),
+        ("++reward.reward_kwargs.tau='x,y'", {"tau": "x,y"}),
+        ('data.apply_chat_template_kwargs."a.b"=True', {"a.b": True}),
+        ("data.apply_chat_template_kwargs[a.b]=True", {"a.b": True}),
+        ("model.override_config={a: {b: 1}, c: null}", {"a": {"b": 1}, "c": None}),
+    ],
+)
+def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> None:
+    name = next(key for key in KEYS if argument.lstrip("+").startswith(key))
+    value: object = load(argument).config
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragments"),
+    [
+        ("actor.optim.lr=fast", ["actor.optim.lr=fast", "command line", "a number", "actor.optim.lr=1e-06"]),
+        ("actor.optim.lr=.nan", ["actor.optim.lr=.nan", "not a number"]),
+        ("actor.optim.lr=null", ["null is not a value"]),
+        ("actor.optim.lr=true", ["true or false", "a number"]),
+        ("data.train_batch_size=1.5", ["data.train_batch_size=1.5", "not whole", "data.train_batch_size=1024"]),
+        ("data.train_batch_size=[1]", ["it is a list", "a whole number"]),
+        ("data.shuffle=2", ["data.shuffle=2", "true or false", "data.shuffle=true"]),
+        ("trainer.project_name=[a]", ["it is a list", "a text"]),
+        ("data.train_files={a: 1}", ["data.train_files"]),
+        ("actor.optim.betas=[a,b]", ["actor.optim.betas=[a,b]", "a list of numbers", "actor.optim.betas=[0.9,0.999]"]),
+        ("actor.optim=3", ["actor.optim is a group of options", "actor.optim.lr"]),
+        ("rollout.engine_kwargs=3", ["rollout.engine_kwargs=3", "a mapping"]),
+        ("data.train_batch_size=8,16", ["data.train_batch_size=8,16", "sweeps"]),
+        ("trainer.project_name=a,b", ["sweeps", "'trainer.project_name=\"a,b\"'"]),
+        ("reward.reward_kwargs.tau=x,y", ["sweeps", "'reward.reward_kwargs.tau=\"x,y\"'"]),
+        ("--gpus", ["--gpus is not known", "--config FILE"]),
+        ("data.shuffle", ["'data.shuffle' is not key=value"]),
+        (" ", ["blank after a backslash"]),
+        ("trainer.project_name=\udcff", ["trainer.project_name=\\udcff", "not UTF-8 text"]),
+        ("data..shuffle=1", ["data..shuffle", "single dots"]),
+        ("model_engine@actor=megatron", ["config groups belong to hydra"]),
+        ("~actor.optim.lrr", ["~actor.optim.lrr", "actor.optim.lr"]),
+        ("~rollout.engine_kwargs.vllm.x", ["~rollout.engine_kwargs.vllm.x", "no such entry"]),
+        ("trainer.project_name=${oc.env:NO_SUCH_VARIABLE}", ["trainer.project_name", "NO_SUCH_VARIABLE"]),
+        ("data.seed=${trainer.project_name}", ["data.seed=${trainer.project_name}", "verl_lite"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_was_expected(argument: str, fragments: list[str]) -> None:
+    text = "\n".join(problems(argument))
+    for fragment in fragments:
+        assert fragment in text
+
+
+def test_all_problems_come_together() -> None:
+    found = problems("lr=1e-6", "data.train_batch_size=x", "--nope", "rollout.multi_turn.enable=True")
+    assert len(found) == 4
+    with pytest.raises(ConfigError, match="has 4 problems"):
+        load("lr=1e-6", "data.train_batch_size=x", "--nope", "rollout.multi_turn.enable=True")
+
+
+# --- unknown keys ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "suggestion"),
+    [
+        ("lr=1e-6", "actor.optim.lr"),
+        ("actor.lr=1e-6", "actor.optim.lr"),
+        ("+actor.optim.learning_rat=1e-6", "actor.optim.lr"),
+        ("+trainer.xyzzy=1", None),
+        ("+actor.optm.lr=1e-6", "actor.optim.lr"),
+        ("++trainer.totl_epochs=3", "trainer.total_epochs"),
+        ("trainer.seeed=3", "trainer.seed"),
+        ("data.train_file=a", "data.train_files"),
+        ("actor_rollout_ref.rolout.n=4", "rollout.n"),
+        ("clip_ratio=0.2", "actor.clip_ratio"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_the_nearest_one(argument: str, suggestion: str | None) -> None:
+    (problem,) = problems(argument)
+    value = argument.partition("=")[2]
+    assert f"={value} (command line): there is no such key" in problem
+    assert (f"did you mean {suggestion}" in problem) if suggestion else ("--help-config" in problem)
+    if argument.startswith("+"):
+        assert "+ creates keys only below" in problem
+
+
+def test_nearest_prefers_the_same_last_part() -> None:
+    nearest = schema_of(config.PPOConfig).nearest
+    assert nearest("temperature")[0] == "rollout.temperature"
+    assert nearest("actor.fsdp.param_offload")[0] == "actor.fsdp_config.param_offload"
+    assert nearest("ref.fsdp.param_offload")[0] == "ref.fsdp_config.param_offload"
+
+
+def test_split_cuts_at_dots_outside_quotes_and_brackets() -> None:
+    assert split("a.b[c.d].\"e.f\".'g'") == ("a", "b", "c.d", "e.f", "g")
+    for wrong in ("", "a.", ".a", "a..b", "a b", 'a."b', "a[b", "a]"):
+        with pytest.raises(ValueError, match="not a key"):
+            split(wrong)
+
+
+def test_choices_are_cut_at_commas_outside_quotes_and_brackets() -> None:
+    assert split_choices("1e-6, 1e-5") == ["1e-6", "1e-5"]
+    assert split_choices("[a,b],[c]") == ["[a,b]", "[c]"]
+    assert split_choices("'a,b',c") == ["'a,b'", "c"]
+    assert split_choices("${oc.select:a,b}") == ["${oc.select:a,b}"]
+
+
+# --- operators ---------------------------------------------------------------------------------------------------
+
+
+def test_tilde_resets_a_key_a_group_or_deletes_an_entry() -> None:
+    loaded = load(
+        "actor.optim.lr=1",
+        "actor.optim.eps=1",
+        "data.seed=3",
+        "+rollout.engine_kwargs.vllm.a=1",
+        "+rollout.engine_kwargs.vllm.b=2",
+        "~actor.optim",
+        "~data.seed",
+        "~rollout.engine_kwargs.vllm.a",
+    )
+    assert (loaded.config.actor.optim.lr, loaded.config.actor.optim.eps) == (1e-6, 1e-8)
+    assert loaded.config.data.seed is None
+    assert loaded.config.rollout.engine_kwargs == {"vllm": {"b": 2}}
+    assert loaded.provenance["actor.optim.lr"] == "default"
+    assert "rollout.engine_kwargs.vllm.a" not in loaded.provenance
+
+
+def test_the_last_of_equal_keys_wins() -> None:
+    assert load("data.seed=1", "data.seed=2").config.data.seed == 2
+
+
+def test_the_prefix_of_verl_is_stripped_everywhere() -> None:
+    loaded = load(
+        "actor_rollout_ref.actor.optim.lr=3e-6",
+        "++actor_rollout_ref.rollout.engine_kwargs.vllm.x=1",
+        "actor_rollout_ref.actor.clip_ratio_low=${actor_rollout_ref.actor.clip_ratio}",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu="
+        "${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,1}",
+    )
+    assert loaded.config.actor.optim.lr == 3e-6
+    assert loaded.config.rollout.engine_kwargs == {"vllm": {"x": 1}}
+    assert loaded.config.actor.clip_ratio_low == 0.2
+    assert loaded.config.ref.log_prob_max_token_len_per_gpu == 16384
+    assert loaded.provenance["actor.optim.lr"] == "command line"
+
+
+def test_references_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "/data")
+    loaded = load(
+        "data.train_files=${oc.env:WHERE}/a.parquet",
+        "trainer.project_name=p",
+        "trainer.experiment_name=${trainer.project_name}-7",
+        "data.max_response_length=${data.max_prompt_length}",
+    )
+    assert loaded.config.data.train_files == ["/data/a.parquet"]
+    assert loaded.config.trainer.default_local_dir == "runs/p/p-7"
+    assert loaded.config.data.max_response_length == 512
+    assert loaded.omega.data.max_response_length == 512
+
+
+def test_a_leading_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    loaded = load_config(["model.path=~/m", "data.train_files=[~/a.parquet]", "trainer.project_name=~/x"])
+    assert loaded.config.model.path == "/home/me/m"
+    assert loaded.config.data.train_files == ["/home/me/a.parquet"]
+    assert loaded.config.trainer.project_name == "~/x"
+
+
+# --- layers ------------------------------------------------------------------------------------------------------
+
+
+def recipe(name: str) -> dict[str, object]:
+    assert name == "quickstart"
+    return {"actor.optim.lr": 1e-4, "trainer": {"total_epochs": 7, "seed": 5}, "rollout.engine_kwargs.hf.a": 1}
+
+
+def test_defaults_recipe_files_command_line_in_this_order(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("trainer: {seed: 6, total_epochs: 8}\nactor_rollout_ref:\n  rollout: {n: 3}\n")
+    (tmp_path / "b.yaml").write_text("trainer.seed: 9\nrollout:\n  engine_kwargs: {vllm: {b.c: 2}}\n")
+    files = [str(tmp_path / name) for name in ("a.yaml", "b.yaml")]
+    loaded = load_config(
+        ["--config", files[0], f"--config={files[1]}", "trainer.total_epochs=10"],
+        recipe_loader=recipe,
+    )
+    config = loaded.config
+    assert (config.recipe, config.actor.optim.lr, config.rollout.n) == ("quickstart", 1e-4, 3)
+    assert (config.trainer.seed, config.trainer.total_epochs) == (9, 10)
+    assert config.rollout.engine_kwargs == {"hf": {"a": 1}, "vllm": {"b.c": 2}}
+    assert loaded.provenance["actor.optim.lr"] == "recipe:quickstart"
+    assert loaded.provenance["rollout.n"] == f"file:{files[0]}"
+    assert loaded.provenance["trainer.seed"] == f"file:{files[1]}"
+    assert loaded.provenance["trainer.total_epochs"] == "command line"
+    assert loaded.provenance["rollout.engine_kwargs.hf.a"] == "recipe:quickstart"
+    assert loaded.provenance['rollout.engine_kwargs.vllm."b.c"'] == f"file:{files[1]}"
+    assert loaded.provenance["data.seed"] == "default"
+    assert set(KEYS) - set(loaded.provenance) == {"rollout.engine_kwargs"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "quickstart"),
+        (["trainer.seed=3"], "quickstart"),
+        (["model.path=m"], None),
+        (["actor_rollout_ref.model.path=m"], None),
+        (["data.train_files=a"], None),
+        (["recipe=null"], None),
+        (["model.path=m", "recipe=quickstart"], "quickstart"),
+    ],
+)
+def test_the_quickstart_is_chosen_where_neither_model_nor_data_is_given(
+    arguments: list[str], expected: str | None
+) -> None:
+    loaded = load_config(arguments, recipe_loader=recipe)
+    assert loaded.config.recipe == expected
+    assert loaded.config.trainer.total_epochs == (7 if expected else 1)
+
+
+def test_a_recipe_is_held_to_the_same_rules() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.optim\.lrr=1 \(recipe:quickstart\).*did you mean actor\.optim\.lr"):
+        load_config([], recipe_loader=lambda name: {"actor": {"optim": {"lrr": 1}}})
+
+
+def test_an_included_file_lies_beneath_the_file_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("trainer: {seed: 1, total_epochs: 2}\ndata: {seed: 1}\n")
+    (tmp_path / "sub" / "mid.yaml").write_text("base: ../base.yaml\ntrainer: {seed: 2}\ndata: {seed: 2}\n")
+    (tmp_path / "top.yaml").write_text("base: [sub/mid.yaml]\ntrainer:\n  seed: 3\n")
+    config = load("--config", str(tmp_path / "top.yaml")).config
+    assert (config.trainer.seed, config.trainer.total_epochs, config.data.seed) == (3, 2, 2)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "loop.yaml").write_text("base: loop.yaml\n")
+    (tmp_path / "hydra.yaml").write_text("defaults: [ppo_trainer]\n")
+    (tmp_path / "unknown.yaml").write_text("trainer: {sed: 1, project_name: true}\nactor: null\n")
+    names = ["missing.yaml", "broken.yaml", "list.yaml", "loop.yaml", "hydra.yaml", "unknown.yaml"]
+    text = "\n".join(problems(*(f"--config={tmp_path / name}" for name in names)))
+    assert f"there is no file {tmp_path / 'missing.yaml'}" in text
+    assert f"{tmp_path / 'broken.yaml'} cannot be read" in text
+    assert f"{tmp_path / 'list.yaml'} is a list" in text
+    assert "loop.yaml includes itself" in text
+    assert "a defaults list belongs to hydra" in text
+    assert f"trainer.sed=1 (file:{tmp_path / 'unknown.yaml'}): there is no such key; did you mean" in text
+    assert "put it in quotes" in text
+    assert "actor is a group of options" in text
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bytes.yaml").write_bytes(b"trainer: {project_name: \xff}\n")
+    (problem,) = problems("--config", str(tmp_path / "bytes.yaml"))
+    assert "bytes.yaml cannot be read" in problem and "0xff" in problem
+
+
+@pytest.mark.parametrize("base", ["5", "{a: 1}", "[1]", "[null]"])
+def test_a_base_that_is_no_file_is_refused(tmp_path: Path, base: str) -> None:
+    (tmp_path / "over.yaml").write_text(f"base: {base}\n")
+    (problem,) = problems("--config", str(tmp_path / "over.yaml"))
+    assert "over.yaml: base=" in problem and "base: FILE or base: [FILE, FILE] is expected" in problem
+
+
+def test_switches_are_reported_as_action() -> None:
+    assert load().action == "run"
+    assert load("--print-config").action == "print"
+    assert load_config(["--help-config", "nonsense"]).action == "help"
+
+
+# --- what follows from what was given ----------------------------------------------------------------------------
+
+
+def test_a_micro_batch_size_asks_for_fixed_micro_batches() -> None:
+    loaded = load("actor.ppo_micro_batch_size_per_gpu=4", "rollout.log_prob_micro_batch_size_per_gpu=8")
+    assert loaded.config.actor.use_dynamic_bsz is False
+    assert loaded.config.rollout.log_prob_use_dynamic_bsz is False
+    assert loaded.config.ref.log_prob_use_dynamic_bsz is None
+    assert loaded.provenance["actor.use_dynamic_bsz"] == "implied by actor.ppo_micro_batch_size_per_gpu"
+    assert any("actor.use_dynamic_bsz=false" in note for note in loaded.notes)
+    said = load("actor.ppo_micro_batch_size_per_gpu=4", "actor.use_dynamic_bsz=true")
+    assert said.config.actor.use_dynamic_bsz is True
+
+
+def test_a_nameless_run_gets_a_new_name_and_cannot_resume() -> None:
+    first, second = load(), load()
+    assert first.config.trainer.experiment_name != second.config.trainer.experiment_name
+    assert first.config.trainer.default_local_dir.endswith(f"verl_lite/{first.config.trainer.experiment_name}")
+    assert "trainer.experiment_name" in problems("trainer.resume_mode=auto")[0]
+    assert load("trainer.resume_mode=auto", "trainer.experiment_name=a").config.trainer.resume_mode == "auto"
+
+
+# --- the schema --------------------------------------------------------------------------------------------------
+
+
+def test_every_field_says_what_it_is_for_and_its_default_fits_its_type() -> None:
+    for key in KEYS.values():
+        assert key.doc, key.name
+        assert convert(key, key.default) == key.default, key.name
+
+
+def test_every_option_class_is_reached_from_a_command() -> None:
+    """A class of options that is part of no other belongs to a command of its own."""
+    found = [node.name for node in ast.parse(inspect.getsource(config)).body if isinstance(node, ast.ClassDef)]
+    classes = {name for name in found if dataclasses.is_dataclass(getattr(config, name))}
+    values = [value for name in classes for value in vars(getattr(config, name)()).values()]
+    parts = {base.__name__ for value in values for base in type(value).__mro__}
+    assert classes - parts <= {"PPOConfig", "SFTConfig", "SupervisedConfig"}
+
+
+@dataclass
+class Inner:
+    rate: float = config.opt(0.5, "a number")
+
+
+@dataclass
+class Other:
+    """Options of some other command."""
+
+    inner: Inner = config.section(Inner, "a group")
+    files: list[str] = config.opt([], "files")
+
+
+def test_any_dataclass_of_options_can_be_loaded() -> None:
+    loaded = load_schema(["inner.rate=1e-3", "files=a"], Other)
+    assert loaded.config == Other(Inner(1e-3), ["a"])
+    assert "rate: 0.001" in print_config(loaded) and "inner.rate = 0.5" in help_config(Other)
+    with pytest.raises(ConfigError, match=r"actor\.grad_clip=1 .*no such key"):
+        load_schema(["actor.grad_clip=1"], Other)
+    with pytest.raises(ConfigError, match=r"did you mean inner\.rate"):
+        load_schema(["inner.rat=1"], Other)
+
+
+OFFLOAD, CUT = "ref.fsdp_config.param_offload=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=99"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["actor.use_kl_loss=true", "model.lora_rank=8"], "ref.fsdp_config.param_offload: .*model.lora_rank=8 the ref"),
+        (
+            ["algorithm.use_kl_in_reward=true", "model.lora_rank=8"],
+            "ref.fsdp_config.param_offload: .*actor.fsdp_config",
+        ),
+        ([], r"ref.log_prob_max_token_len_per_gpu, ref.fsdp_config.param_offload: .*neither actor.use_kl_loss nor"),
+        (["actor.use_kl_loss=true"], None),
+    ],
+)
+def test_options_of_a_reference_that_is_no_model_of_its_own_are_said(given: list[str], said: str | None) -> None:
+    notes = [note for note in load(OFFLOAD, CUT, *given).notes if note.startswith("ref.")]
+    assert notes == [] if said is None else re.match(said, " ".join(notes)), notes
+    assert [note for note in load(*given).notes if note.startswith("ref.")] == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("#### (.+)", "#### (.+)"),
+        ("{prompt}", "{prompt}"),
+        ("Solve {prompt} after ####", "Solve {prompt} after ####"),
+        ("a\nb", "a\nb"),
+        ("Be kind: always", "Be kind: always"),
+        ("'#### x'", "#### x"),
+        ('"a\\nb"', "a\nb"),
+        ("null", None),
+        ("~", None),
+    ],
+)
+def test_text_of_a_command_line_is_what_was_typed(typed: str, meant: str | None) -> None:
+    assert load_config(["model.path=m", f"data.prompt_template={typed}"]).config.data.prompt_template == meant
+
+
+@pytest.mark.parametrize("typed", ["[a]", "{a: b}"])
+def test_a_mapping_or_list_is_no_text(typed: str) -> None:
+    with pytest.raises(ConfigError, match="data.prompt_template"):
+        load_config(["model.path=m", f"data.prompt_template={typed}"])

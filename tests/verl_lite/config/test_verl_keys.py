@@ -1,0 +1,642 @@
+"""verl's own command lines and keys: each is set, renamed, dropped with a sentence, or refused with one."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_lite.config import KEYS, ConfigError, LoadedConfig, PPOConfig, RolloutCorrectionConfig, load_config, schema_of
+from verl_lite.config.verl_keys import RULES, Only, Renamed, judge
+
+# A GRPO run on gsm8k in the manner of verl's examples. Only model, data and engine differ from what one would paste.
+GSM8K = shlex.split(
+    """
+    algorithm.adv_estimator=grpo
+    data.train_files=$HOME/data/gsm8k/train.parquet
+    data.val_files="['$HOME/data/gsm8k/test.parquet']"
+    data.train_batch_size=1024
+    data.max_prompt_length=512
+    data.max_response_length=1024
+    data.filter_overlong_prompts=True
+    data.truncation='error'
+    data.return_raw_chat=True
+    data.image_key=images
+    data.prompt_key=prompt
+    data.shuffle=False
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
+    actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.optim.warmup_style=constant
+    actor_rollout_ref.actor.grad_clip=0.5
+    actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.entropy_coeff=0
+    actor_rollout_ref.actor.clip_ratio_low=0.2
+    actor_rollout_ref.actor.clip_ratio_high=0.28
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
+    actor_rollout_ref.actor.fsdp_config.param_offload=False
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+    actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2
+    actor_rollout_ref.rollout.name=hf
+    actor_rollout_ref.rollout.mode=async
+    actor_rollout_ref.rollout.load_format=safetensors
+    actor_rollout_ref.rollout.layered_summon=True
+    actor_rollout_ref.rollout.multi_turn.format=hermes
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6
+    actor_rollout_ref.rollout.enable_chunked_prefill=False
+    actor_rollout_ref.rollout.n=5
+    actor_rollout_ref.rollout.val_kwargs.n=1
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
+    actor_rollout_ref.ref.fsdp_config.param_offload=True
+    algorithm.use_kl_in_reward=False
+    algorithm.kl_ctrl.kl_coef=0.001
+    custom_reward_function.path=pkg://my.reward
+    custom_reward_function.name=compute_score
+    reward_model.launch_reward_fn_async=True
+    +ray_kwargs.ray_init.runtime_env.py_executable=/usr/bin/python3
+    ray_init.num_cpus=32
+    trainer.critic_warmup=0
+    trainer.logger=['console','file']
+    trainer.project_name='verl_grpo_example_gsm8k'
+    trainer.experiment_name='qwen2_7b_function_rm'
+    trainer.n_gpus_per_node=8
+    trainer.nnodes=1
+    trainer.save_freq=-1
+    trainer.test_freq=5
+    trainer.total_epochs=15
+    """.replace("$HOME", "/root")
+)
+
+
+@pytest.fixture(scope="module")
+def gsm8k() -> LoadedConfig:
+    return load_config(GSM8K)
+
+
+def test_a_pasted_grpo_command_line_loads(gsm8k: LoadedConfig) -> None:
+    config = gsm8k.config
+    assert config.data.val_files == ["/root/data/gsm8k/test.parquet"]
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (1024, 5, 256)
+    assert (config.actor.use_dynamic_bsz, config.actor.ppo_micro_batch_size_per_gpu) == (False, 32)
+    assert config.ref.fsdp_config.param_offload is True
+    assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.2, 0.28)
+
+
+def test_renamed_keys_arrive_under_their_new_names(gsm8k: LoadedConfig) -> None:
+    config = gsm8k.config
+    assert config.actor.optim.clip_grad == 0.5
+    assert config.actor.optim.lr_scheduler_type == "constant"
+    assert config.reward.custom_reward_function.path == "pkg://my.reward"
+    assert config.ray_kwargs.ray_init.num_cpus == 32
+    assert config.trainer.logger == ["console", "jsonl"]
+    assert gsm8k.provenance["actor.optim.clip_grad"] == "command line, as actor.grad_clip"
+
+
+NOTED = {
+    "data.return_raw_chat": "no effect",
+    "data.image_key": "text models",
+    "actor.strategy": "FSDP2",
+    "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
+    "actor.grad_clip": "actor.optim.clip_grad",
+    "actor.ulysses_sequence_parallel_size": "sequence parallelism",
+    "actor.fsdp_config.forward_prefetch": "speed",
+    "rollout.mode": "continuous",
+    "rollout.load_format": "from the trainer",
+    "rollout.layered_summon": "from the trainer",
+    "rollout.multi_turn.format": "one turn",
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "reward_model.launch_reward_fn_async": "while other samples generate",
+    "ray_kwargs.ray_init.runtime_env.py_executable": "interpreter",
+    "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
+    "trainer.logger": "jsonl",
+    "trainer.save_freq": "0 = never",
+    "actor.use_dynamic_bsz": "ppo_micro_batch_size_per_gpu",
+    "rollout.log_prob_use_dynamic_bsz": "log_prob_micro_batch_size_per_gpu",
+    "ref.log_prob_use_dynamic_bsz": "log_prob_micro_batch_size_per_gpu",
+}
+
+
+def test_every_key_that_is_not_taken_as_it_is_has_its_sentence(gsm8k: LoadedConfig) -> None:
+    given = {argument.lstrip("+").partition("=")[0].removeprefix("actor_rollout_ref.") for argument in GSM8K}
+    assert given - set(KEYS) <= set(NOTED)
+    for name, fragment in NOTED.items():
+        (note,) = [note for note in gsm8k.notes if note.startswith((f"{name}=", f"{name} ", f"{name}:"))]
+        assert fragment in note
+    assert len(gsm8k.notes) == len(NOTED)
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragment"),
+    [
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "sequence parallelism"),
+        ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4", "sequence parallelism"),
+        ("actor_rollout_ref.actor.strategy=megatron", "FSDP2"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "Megatron"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "mixed_precision.param_dtype"),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "starts at zero"),
+        ("actor_rollout_ref.model.lora.rank=32", "model.lora_rank"),
+        ("actor_rollout_ref.model.custom_chat_template=x", "model.tokenizer_path"),
+        ("actor_rollout_ref.rollout.mode=batch", "sync and async"),
+        ("actor_rollout_ref.rollout.do_sample=False", "val_kwargs"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "multi-turn"),
+        ("actor_rollout_ref.rollout.prompt_length=7", "data.max_prompt_length"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "multi-turn"),
+        ("actor_rollout_ref.hybrid_engine=False", "separate"),
+        ("algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "seq_max_k2"),
+        ("algorithm.rollout_correction.rollout_rs_threshold_lower=0.5", "low_high"),
+        ("algorithm.rollout_is_threshold_lower=0.5", "rollout_is_threshold=low_high"),
+        ("algorithm.rollout_is_level=sequence", "algorithm.rollout_correction.rollout_is"),
+        ("algorithm.rollout_is_mode=mask", "rollout_is_threshold=low_high"),
+        ("algorithm.rollout_is_veto_threshold=1e-4", "seq_max_k2"),
+        ("reward_model.max_length=1024", "no text is cut"),
+        ("reward_model.enable_resource_pool=True", "separate devices"),
+        ("reward.reward_model.enable_resource_pool=True", "separate devices"),
+        ("reward_model.reward_manager=prime", "naive"),
+        ("reward.reward_manager.name=gdpo", "naive"),
+        ("data.tool_config_path=tools.yaml", "list of schemas in data.tools_path"),
+        ("reward.sandbox_fusion.url=http://x/run_code", "beside the reward process"),
+        ("sandbox_fusion.memory_limit_mb=512", "memory_mb among the kwargs"),
+        ("reward_model.sandbox_fusion.memory_limit_mb=512", "memory_mb among the kwargs"),
+        ("trainer.default_hdfs_dir=hdfs://x", "HDFS"),
+        ("trainer.v1.trainer_mode=separate_async", "asynchronous"),
+        ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
+        ("model_engine=megatron", "FSDP2"),
+        ("critic.optim.lr=1e-5", "say algorithm.adv_estimator=gae"),  # a default here, and yet it means a critic
+        ("critic.strategy=megatron", "FSDP2"),
+        ("critic.model.lora_rank=8", "LoRA"),
+        ("critic.ulysses_sequence_parallel_size=2", "sequence parallelism"),
+        ("critic.model.fsdp_config.model_dtype=bf16", "mixed_precision.param_dtype"),
+        ("reward_model.model.path", "not key=value"),
+    ],
+)
+def test_what_would_change_the_run_is_refused(argument: str, fragment: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model.path=m", argument])
+    (problem,) = caught.value.problems
+    assert argument.removeprefix("actor_rollout_ref.").removeprefix("+").split("=")[0] in problem
+    assert fragment in problem
+
+
+# The critic's part of a PPO run in the manner of verl's examples.
+CRITIC = shlex.split(
+    """
+    algorithm.adv_estimator=gae
+    critic.enable=True
+    critic.strategy=fsdp2
+    critic.optim.lr=1e-5
+    critic.optim.lr_warmup_steps_ratio=0.05
+    critic.optim.warmup_style=cosine
+    critic.grad_clip=0.5
+    critic.model.path=~/models/critic
+    critic.model.tokenizer_path=m
+    critic.model.use_remove_padding=True
+    critic.model.enable_gradient_checkpointing=False
+    critic.model.fsdp_config.param_offload=True
+    critic.model.fsdp_config.forward_prefetch=True
+    critic.fsdp.optimizer_offload=True
+    critic.fsdp.dtype=bfloat16
+    critic.ppo_micro_batch_size=64
+    critic.ppo_micro_batch_size_per_gpu=32
+    critic.ulysses_sequence_parallel_size=1
+    critic.rollout_n=5
+    critic.ppo_infer_max_token_len_per_gpu=32768
+    critic.checkpoint.save_contents=['model']
+    """
+)
+
+
+def test_a_pasted_critic_loads() -> None:
+    loaded = load_config(["model.path=m", *CRITIC])
+    critic = loaded.config.critic
+    assert critic.model.path is not None and critic.model.path.endswith("/models/critic")
+    assert not critic.model.path.startswith("~") and not critic.model.enable_gradient_checkpointing
+    assert (critic.optim.clip_grad, critic.optim.lr_scheduler_type) == (0.5, "cosine")
+    assert (critic.optim.lr, critic.optim.lr_warmup_steps_ratio) == (1e-5, 0.05)
+    assert critic.fsdp_config.param_offload and critic.fsdp_config.optimizer_offload
+    assert critic.fsdp_config.mixed_precision.param_dtype == "bf16"
+    assert (critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu) == (False, 32)
+    assert critic.forward_max_token_len_per_gpu == 32768
+    given = {argument.partition("=")[0] for argument in CRITIC}
+    renamed_or_dropped = given - set(KEYS)
+    assert all(any(note.startswith(name) for note in loaded.notes) for name in renamed_or_dropped)
+
+
+REWARD_MODEL = shlex.split(
+    """
+    reward_model.enable=True
+    reward_model.strategy=fsdp2
+    reward_model.model.path=~/models/reward
+    reward_model.model.input_tokenizer=~/models/policy
+    reward_model.model.use_remove_padding=True
+    reward_model.model.external_lib=null
+    reward_model.model.use_shm=False
+    reward_model.model.fsdp_config.param_offload=True
+    reward_model.model.fsdp_config.forward_prefetch=False
+    reward_model.model.fsdp_config.wrap_policy.min_num_params=10
+    reward_model.micro_batch_size=null
+    reward_model.micro_batch_size_per_gpu=32
+    reward_model.max_length=null
+    reward_model.ulysses_sequence_parallel_size=1
+    reward_model.forward_max_token_len_per_gpu=98304
+    reward_model.reward_manager=naive
+    reward_model.launch_reward_fn_async=False
+    """
+)
+
+
+def test_a_pasted_reward_model_loads() -> None:
+    loaded = load_config(["model.path=m", *REWARD_MODEL])
+    model = loaded.config.reward_model
+    assert model.enable and model.retokenize
+    assert model.model.path is not None and model.model.path.endswith("/models/reward")
+    assert not model.model.path.startswith("~")
+    assert model.fsdp_config.param_offload and model.fsdp_config.wrap_policy.min_num_params == 10
+    assert (model.use_dynamic_bsz, model.micro_batch_size_per_gpu) == (False, 32)
+    assert model.forward_max_token_len_per_gpu == 98304
+    given = {argument.partition("=")[0] for argument in REWARD_MODEL if not argument.endswith("=null")}
+    assert all(any(note.startswith(name) for note in loaded.notes) for name in given - set(KEYS))
+    assert any("reward.function_weight=0" in note for note in loaded.notes), "verl takes the model's score alone"
+
+
+def test_the_new_spelling_of_a_reward_model_and_one_without_another_tokenizer() -> None:
+    arguments = ["reward.reward_model.enable=True", "reward.reward_model.model_path=rm", "+reward_model.weight=2"]
+    arguments += ["reward.reward_model.enable_resource_pool=False", "reward.reward_model.rollout.name=vllm"]
+    loaded = load_config(["model.path=m", *arguments, "reward_model.model.input_tokenizer=null"])
+    model = loaded.config.reward_model
+    assert (model.enable, model.model.path, model.weight, model.retokenize) == (True, "rm", 2.0, False)
+    with pytest.raises(
+        ConfigError, match="reward_model.weigth=2 .*there is no such key; did you mean reward_model.weight"
+    ):
+        load_config(["model.path=m", "reward_model.weigth=2"])
+
+
+def test_a_critic_needs_its_estimator_to_be_named() -> None:
+    """Where one is named, `checks.config` says what has no effect."""
+    named = load_config(["model.path=m", "critic.optim.lr=1e-5", "algorithm.adv_estimator=grpo"])
+    assert named.config.algorithm.adv_estimator == "grpo"
+    by_recipe = load_config(["recipe=x", "critic.ppo_epochs=2"], recipe_loader=lambda _: {
+        "algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-5})  # fmt: skip
+    assert by_recipe.config.critic.ppo_epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=4"], {"rollout_is": "token", "rollout_is_threshold": "4"}),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=-1"], {}),
+        (["actor_rollout_ref.actor.use_rollout_log_probs=True"], {"bypass_mode": True}),
+        (
+            ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=3.0", "algorithm.rollout_is_level=token"],
+            {"rollout_is": "token", "rollout_is_threshold": "3.0"},
+        ),
+        (["algorithm.rollout_is=False", "algorithm.rollout_is_threshold=null"], {}),
+        (
+            [
+                "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_rs=seq_mean_k1",
+                "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_rs_threshold=0.999_1.001",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
+                "algorithm.rollout_correction.bypass_mode=True",
+            ],
+            {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001", "bypass_mode": True},
+        ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_old_logprob_for_rollout=true",
+                "algorithm.rollout_correction.use_policy_gradient=true",
+                "algorithm.rollout_correction.rollout_rs=geometric",
+            ],
+            {"bypass_mode": True, "loss_type": "reinforce", "rollout_rs": "seq_mean_k1"},
+        ),
+    ],
+)
+def test_older_spellings_of_the_rollout_correction(arguments: list[str], expected: dict[str, object]) -> None:
+    config = load_config(["model.path=m", *arguments]).config
+    assert config.algorithm.rollout_correction == RolloutCorrectionConfig(**expected)  # type: ignore[arg-type]
+    assert config.actor.policy_loss.loss_mode == "vanilla"
+
+
+def test_the_name_here_wins_over_the_name_in_verl_within_one_source(tmp_path: object) -> None:
+    arguments = ["model.path=m", "actor.optim.clip_grad=0.3", "actor.grad_clip=1.0"]
+    assert load_config(arguments).config.actor.optim.clip_grad == 0.3
+    assert load_config(["model.path=m", "data.trust_remote_code=True"]).config.model.trust_remote_code is True
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("rollout.dtype=bfloat16", ("rollout", "dtype"), "bf16"),
+        ("actor.fsdp_config.dtype=bfloat16", ("actor", "fsdp_config", "mixed_precision", "param_dtype"), "bf16"),
+        ("trainer.remove_previous_ckpt_in_save=True", ("trainer", "max_actor_ckpt_to_keep"), 1),
+        ("trainer.remove_previous_ckpt_in_save=False", ("trainer", "max_actor_ckpt_to_keep"), None),
+        ("reward_model.num_workers=4", ("reward", "num_workers"), 4),
+        ("custom_reward_function.reward_kwargs.a.b=4", ("reward", "reward_kwargs"), {"a": {"b": 4}}),
+        (
+            "rollout.checkpoint_engine.update_weights_bucket_megabytes=64",
+            ("rollout", "update_weights_bucket_megabytes"),
+            64,
+        ),
+    ],
+)
+def test_values_that_verl_spells_differently(argument: str, key: tuple[str, ...], value: object) -> None:
+    found: object = load_config(["model.path=m", argument]).config
+    for part in key:
+        found = getattr(found, part)
+    assert found == value
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def test_no_rule_hides_a_key_that_exists() -> None:
+    """When an option of verl's name is added to config.py, its rule (or a rule above it) has to go."""
+    free = ("reward.reward_kwargs.",)
+    hidden = [
+        rule
+        for rule in RULES
+        if not rule.startswith(free)
+        and (rule in schema_of(PPOConfig).sections or any(key == rule or key.startswith(rule + ".") for key in KEYS))
+    ]
+    assert hidden == []
+
+
+def test_every_rule_leads_to_a_key_or_says_why() -> None:
+    for name, rule in RULES.items():
+        if isinstance(rule, Renamed):
+            is_entry = rule.to.rpartition(".")[0] in KEYS  # of a free dictionary
+            assert is_entry or rule.to in KEYS or rule.to in schema_of(PPOConfig).sections, name
+        elif isinstance(rule, Only):
+            assert rule.otherwise, name
+            verdict = judge(name, "SOMETHING ELSE")
+            assert verdict is not None and verdict.refusal is not None and name in verdict.refusal
+            assert all(judge(name, harmless).refusal is None for harmless in (*rule.harmless, None))
+        else:
+            assert rule.why, name
+
+
+def test_verls_keys_of_data_mean_what_they_say() -> None:
+    given = ["data.custom_cls.path=pkg://my.rows", "data.custom_cls.name=Rows", "data.reward_fn_key=source"]
+    given += ["data.sampler.class_path=pkg://my.order", "data.sampler.class_name=EasyFirst"]
+    loaded = load_config(["model.path=m", *given])
+    found = loaded.config.data
+    assert (found.custom_cls.path, found.custom_cls.name) == ("pkg://my.rows", "Rows")
+    assert (found.sampler.class_path, found.sampler.class_name) == ("pkg://my.order", "EasyFirst")
+    assert found.columns == {"data_source": "source"}
+    assert load_config(["model.path=m", "data.reward_fn_key=data_source"]).config.data.columns == {}
+
+
+def test_a_misspelt_key_of_verl_is_not_swallowed() -> None:
+    for name in ("actor.policy_loss.los_mode", "actor.strateggy", "trainer.defualt_hdfs_dir", "rollout.multi_turns.x"):
+        assert judge(name, 1) is None
+
+
+# verl's whole configuration with its defaults, as a user's YAML would hold it (sections of ppo_trainer).
+VERL_DEFAULTS = """
+actor_rollout_ref:
+  hybrid_engine: true
+  nccl_timeout: 600
+  actor: {_target_: x, strategy: fsdp, rollout_n: 1, ppo_mini_batch_size: 256, ppo_micro_batch_size: null,
+    ppo_micro_batch_size_per_gpu: null, use_dynamic_bsz: false, ppo_max_token_len_per_gpu: 16384, clip_ratio: 0.2,
+    clip_ratio_low: 0.2, clip_ratio_high: 0.2, tau_pos: 1.0, tau_neg: 1.05, freeze_vision_tower: false,
+    policy_loss: {_target_: x, loss_mode: vanilla, clip_cov_ratio: 0.0002, clip_cov_lb: 1.0, clip_cov_ub: 5.0,
+      kl_cov_ratio: 0.0002, ppo_kl_coef: 0.1, rollout_correction: {rollout_is: null}},
+    clip_ratio_c: 3.0, loss_agg_mode: token-mean, loss_scale_factor: null, entropy_coeff: 0,
+    calculate_entropy: false, use_kl_loss: false, use_prefix_grouper: false, use_torch_compile: true,
+    kl_loss_coef: 0.001, kl_loss_type: low_var_kl, ppo_epochs: 1, shuffle: false, data_loader_seed: 42,
+    checkpoint: {_target_: x, save_contents: [model, optimizer, extra], load_contents: "${.save_contents}",
+      async_save: false},
+    optim: {_target_: x, optimizer: AdamW, optimizer_impl: torch.optim, lr: 1.0e-06, lr_warmup_steps: -1,
+      lr_warmup_steps_ratio: 0.0, total_training_steps: -1, weight_decay: 0.01, betas: [0.9, 0.999], clip_grad: 1.0,
+      min_lr_ratio: 0.0, num_cycles: 0.5, lr_scheduler_type: constant, warmup_style: null,
+      override_optimizer_config: null},
+    use_fused_kernels: "${oc.select:actor_rollout_ref.model.use_fused_kernels,false}",
+    profiler: {_target_: x, tool: null, enable: false, ranks: [], tool_config: {nsys: {discrete: false}}},
+    router_replay: {mode: disabled, record_file: null}, qat: {enable: false}, grad_clip: 1.0,
+    ulysses_sequence_parallel_size: 1, entropy_from_logits_with_chunking: false, entropy_checkpointing: false,
+    fsdp_config: {_target_: x, wrap_policy: {min_num_params: 0}, param_offload: false, optimizer_offload: false,
+      offload_policy: false, reshard_after_forward: true, fsdp_size: -1, forward_prefetch: false, model_dtype: fp32,
+      use_orig_params: false, seed: 42, full_determinism: false, ulysses_sequence_parallel_size: 1,
+      entropy_from_logits_with_chunking: false, use_torch_compile: true, entropy_checkpointing: false,
+      forward_only: false, strategy: fsdp, dtype: bfloat16},
+    use_remove_padding: "${oc.select:actor_rollout_ref.model.use_remove_padding,false}"}
+  ref: {strategy: "${actor_rollout_ref.actor.strategy}", use_torch_compile: true, log_prob_micro_batch_size: null,
+    log_prob_micro_batch_size_per_gpu: null, model: null, ulysses_sequence_parallel_size: 1,
+    log_prob_use_dynamic_bsz: "${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
+    log_prob_max_token_len_per_gpu: "${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
+    profiler: {enable: false}, entropy_from_logits_with_chunking: false, entropy_checkpointing: false,
+    fsdp_config: {wrap_policy: {min_num_params: 0}, param_offload: false, reshard_after_forward: true,
+      forward_prefetch: false, forward_only: true}}
+  rollout: {_target_: x, name: "???", mode: async, nnodes: 0, n_gpus_per_node: 8, temperature: 1.0, top_k: -1, top_p: 1,
+    prompt_length: "${oc.select:data.max_prompt_length,512}", dtype: bfloat16, repetition_penalty: 1.0,
+    response_length: "${oc.select:data.max_response_length,512}", gpu_memory_utilization: 0.5, ignore_eos: false,
+    enforce_eager: false, cudagraph_capture_sizes: null, free_cache_engine: true, tensor_model_parallel_size: 2,
+    data_parallel_size: 1, expert_parallel_size: 1, pipeline_model_parallel_size: 1, max_num_batched_tokens: 8192,
+    max_model_len: null, max_num_seqs: 1024, enable_chunked_prefill: true, enable_prefix_caching: true,
+    logprobs_mode: processed_logprobs, scheduling_policy: fcfs, load_format: dummy, log_prob_micro_batch_size: null,
+    log_prob_micro_batch_size_per_gpu: null, disable_log_stats: true, do_sample: true, n: 1, over_sample_rate: 0,
+    multi_stage_wake_up: false, engine_kwargs: {vllm: {}, sglang: {}, trtllm: {}}, calculate_log_probs: true,
+    val_kwargs: {_target_: x, top_k: -1, top_p: 1.0, temperature: 0, n: 1, do_sample: false},
+    multi_turn: {_target_: x, enable: false, max_assistant_turns: null, tool_config_path: null, max_user_turns: null,
+      max_parallel_calls: 1, max_tool_response_length: 256, interaction_config_path: null, format: hermes},
+    agent: {num_workers: 8, default_agent_loop: single_turn_agent, agent_loop_config_path: null,
+      custom_async_server: {path: null, name: null}},
+    checkpoint_engine: {backend: naive, update_weights_bucket_megabytes: 2048, engine_kwargs: {}},
+    trace: {backend: null, token2text: false}, skip_rollout: false, skip_dump_dir: /tmp/rollout_dump,
+    skip: {enable: false}, profiler: {enable: false}, prometheus: {enable: false, port: 9090}, quantization: null,
+    enable_rollout_routing_replay: false, enable_sleep_mode: true, mtp: {enable: false}, layered_summon: false,
+    skip_tokenizer_init: true, limit_images: null}
+  model: {_target_: x, path: "~/models/deepseek-llm-7b-chat", hf_config_path: null, tokenizer_path: null,
+    use_shm: false, trust_remote_code: false, custom_chat_template: null, external_lib: null, override_config: {},
+    enable_gradient_checkpointing: true, enable_activation_offload: false, use_remove_padding: true, lora_rank: 0,
+    lora_alpha: 16, target_modules: all-linear, exclude_modules: null, lora_adapter_path: null, use_liger: false,
+    use_fused_kernels: false, fused_kernel_options: {impl_backend: torch}, tiled_mlp: {enabled: false},
+    lora: {rank: 0, alpha: 32}, mtp: {enable: false}}
+data: {tokenizer: null, use_shm: false, train_files: a.parquet, val_files: b.parquet, train_max_samples: -1,
+  val_max_samples: -1, prompt_key: prompt, reward_fn_key: data_source, max_prompt_length: 512,
+  max_response_length: 512, train_batch_size: 1024, val_batch_size: null, tool_config_path: null,
+  function_tool_path: null, return_raw_input_ids: false, return_raw_chat: true, return_full_prompt: false,
+  shuffle: true, seed: null, dataloader_num_workers: 8, image_patch_size: 14, validation_shuffle: false,
+  filter_overlong_prompts: false, filter_overlong_prompts_workers: 1, truncation: error, image_key: images,
+  video_key: videos, audio_key: audios, trust_remote_code: false, custom_cls: {path: null, name: null},
+  return_multi_modal_inputs: true, sampler: {class_path: null, class_name: null}, datagen: {path: null, name: null},
+  apply_chat_template_kwargs: {}, mm_processor_kwargs: {}, gen_batch_size: null}
+critic: {_target_: x, enable: null, strategy: fsdp, rollout_n: 1,
+  optim: {_target_: x, optimizer: AdamW, optimizer_impl: torch.optim, lr: 1.0e-05, lr_warmup_steps: -1,
+    lr_warmup_steps_ratio: 0.0, total_training_steps: -1, weight_decay: 0.01, betas: [0.9, 0.999], clip_grad: 1.0,
+    min_lr_ratio: 0.0, num_cycles: 0.5, lr_scheduler_type: constant, warmup_style: null,
+    override_optimizer_config: null},
+  model: {_target_: x, path: ~/models/deepseek-llm-7b-chat, tokenizer_path: "${actor_rollout_ref.model.path}",
+    override_config: {}, external_lib: "${actor_rollout_ref.model.external_lib}", trust_remote_code: false,
+    use_shm: false, enable_gradient_checkpointing: true, enable_activation_offload: false, use_remove_padding: false,
+    lora_rank: 0, lora_alpha: 16, target_modules: all-linear, tiled_mlp: {enabled: false},
+    fsdp_config: {_target_: x, param_offload: false, optimizer_offload: false, offload_policy: false,
+      reshard_after_forward: true, wrap_policy: {min_num_params: 0}, fsdp_size: -1, forward_prefetch: false,
+      model_dtype: fp32, use_orig_params: false, seed: 42, full_determinism: false, dtype: bfloat16,
+      use_torch_compile: true, forward_only: false, strategy: fsdp}},
+  fsdp: {fsdp_size: -1, param_offload: false, forward_prefetch: false, dtype: bfloat16},
+  ppo_mini_batch_size: "${actor_rollout_ref.actor.ppo_mini_batch_size}", ppo_micro_batch_size: null,
+  ppo_micro_batch_size_per_gpu: "${oc.select:.ppo_micro_batch_size,null}",
+  use_dynamic_bsz: "${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}", ppo_max_token_len_per_gpu: 32768,
+  forward_max_token_len_per_gpu: "${.ppo_max_token_len_per_gpu}", forward_micro_batch_size: null,
+  forward_micro_batch_size_per_gpu: "${.ppo_micro_batch_size_per_gpu}", ulysses_sequence_parallel_size: 1,
+  ppo_infer_max_token_len_per_gpu: 32768, ppo_infer_micro_batch_size_per_gpu: null, grad_clip: 1.0,
+  ppo_epochs: "${actor_rollout_ref.actor.ppo_epochs}", shuffle: "${actor_rollout_ref.actor.shuffle}",
+  data_loader_seed: 42, cliprange_value: 0.5, loss_agg_mode: "${actor_rollout_ref.actor.loss_agg_mode}",
+  checkpoint: {save_contents: [model, optimizer, extra], load_contents: [model], async_save: false},
+  profiler: {enable: false}, nccl_timeout: 600}
+reward_model: {enable: false, reward_manager: naive, num_workers: null, model: {path: x}, strategy: fsdp,
+  launch_reward_fn_async: false, sandbox_fusion: {url: null, max_concurrent: 64}}
+custom_reward_function: {path: null, name: compute_score}
+sandbox_fusion: {url: null, max_concurrent: 64, memory_limit_mb: 1024}
+reward: {num_workers: 8, custom_reward_function: {path: null, name: compute_score},
+  reward_manager: {_target_: x, source: register, name: naive, module: {path: null, name: null}},
+  reward_model: {enable: false, model_path: null, rollout: {name: vllm}},
+  sandbox_fusion: {url: null, max_concurrent: 64, memory_limit_mb: 1024}}
+algorithm: {_target_: x, gamma: 1.0, lam: 1.0, adv_estimator: gae, norm_adv_by_std_in_grpo: true,
+  use_kl_in_reward: false, kl_penalty: kl, kl_ctrl: {_target_: x, type: fixed, kl_coef: 0.001, horizon: 10000,
+  target_kl: 0.1}, use_pf_ppo: false, pf_ppo: {reweight_method: pow, weight_pow: 2.0},
+  rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, rollout_is_batch_normalize: false,
+    rollout_rs: null, rollout_rs_threshold: null, bypass_mode: false, loss_type: ppo_clip},
+  filter_groups: {enable: false, metric: null, max_num_gen_batches: 0}}
+trainer: {balance_batch: true, total_epochs: 30, total_training_steps: null, project_name: verl_examples,
+  experiment_name: gsm8k, logger: [console, wandb], log_val_generations: 0, rollout_data_dir: null,
+  validation_data_dir: null, nnodes: 1, n_gpus_per_node: 8, save_freq: -1, esi_redundant_time: 0, resume_mode: auto,
+  resume_from_path: null, val_before_train: true, val_only: false, test_freq: -1, critic_warmup: 0,
+  default_hdfs_dir: null, del_local_ckpt_after_load: false, max_actor_ckpt_to_keep: null,
+  default_local_dir: "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+  max_critic_ckpt_to_keep: null, ray_wait_register_center_timeout: 300, device: cuda, use_legacy_worker_impl: auto,
+  v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}}
+global_profiler: {_target_: x, tool: null, steps: null, save_path: outputs/profile}
+transfer_queue: {enable: false}
+distillation: {enabled: false, loss: {x: 1}}
+ray_kwargs: {ray_init: {num_cpus: null}, timeline_json_file: null}
+"""
+
+
+def test_verls_whole_default_configuration_is_understood(tmp_path: object) -> None:
+    path = f"{tmp_path}/verl.yaml"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(VERL_DEFAULTS)
+    loaded = load_config(["--config", path])
+    config = loaded.config
+    assert OmegaConf.is_missing(loaded.omega.rollout, "name") is False
+    assert (config.rollout.name, config.rollout.dtype, config.actor.optim.clip_grad) == ("auto", "bf16", 1.0)
+    assert config.ref.log_prob_max_token_len_per_gpu == 16384
+    assert config.ref.log_prob_use_dynamic_bsz is False
+    assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
+    assert config.rollout.update_weights_bucket_megabytes == 2048
+    assert config.actor.fsdp_config.mixed_precision.param_dtype == "bf16"
+    assert config.critic.ppo_mini_batch_size == 256 and config.critic.loss_agg_mode == "token-mean"
+    assert config.critic.forward_max_token_len_per_gpu == 32768
+    assert not any("_target_" in note for note in loaded.notes)
+
+
+# ROLL's spelling of an agentic run, shortened.
+ROLL_AGENTIC = """
+exp_name: lake
+seed: 42
+max_steps: 100
+save_steps: 50
+eval_steps: 10
+logging_steps: 5
+rollout_batch_size: 32
+val_batch_size: 16
+prompt_length: 256
+response_length: 512
+pretrain: MODEL
+adv_estimator: gigpo
+ppo_epochs: 1
+pg_clip: 0.2
+dual_clip_loss: true
+init_kl_coef: 0.0
+advantage_clip: 0.2
+async_generation_ratio: 1
+reward_normalization: {grouping: traj_group_id, method: mean_std}
+actor_train:
+  model_args: {dtype: bf16, disable_gradient_checkpointing: false}
+  training_args: {learning_rate: 1.0e-6, weight_decay: 0, warmup_steps: 10, lr_scheduler_type: cosine}
+  strategy_args: {strategy_name: fsdp2_train}
+  device_mapping: list(range(0,8))
+actor_infer:
+  generating_args: {temperature: 0.99, top_p: 1, num_return_sequences: 1}
+  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.8}}
+train_env_manager: {max_env_num_per_worker: 16, num_env_groups: 8, group_size: 4, tags: [FrozenLake]}
+custom_envs:
+  FrozenLake:
+    env_type: frozen_lake
+    max_steps: 10
+    env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager
+    env_config: {is_slippery: false}
+"""
+
+
+def test_an_agentic_run_of_roll_is_understood(tmp_path: Path) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(ROLL_AGENTIC)
+    loaded = load_config(["--config", str(file)])
+    config, agentic = loaded.config, loaded.config.agentic
+    assert (config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq) == (100, 10, 50)
+    assert (config.actor.clip_ratio, config.actor.clip_ratio_c, config.actor.optim.lr) == (0.2, 1.4, 1e-6)
+    assert (config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef) == ("gigpo", 0.0)
+    assert (config.rollout.name, config.rollout.temperature, config.rollout.gpu_memory_utilization) == (
+        "vllm", 0.99, 0.8,
+    )  # fmt: skip
+    assert (agentic.rollout_batch_size, agentic.async_generation_ratio, agentic.logging_steps) == (32, 1, 5)
+    assert (agentic.train_env_manager.group_size, agentic.train_env_manager.tags) == (4, ["FrozenLake"])
+    assert agentic.reward_normalization.grouping == "traj_group_id"
+    assert agentic.custom_envs["FrozenLake"]["env_config"] == {"is_slippery": False}
+    assert any("max_env_num_per_worker=16 has no effect here" in note for note in loaded.notes)
+    with pytest.raises(ConfigError, match="sequence_length=8192 .*data.max_prompt_length and data.max_response_length"):
+        load_config(["--config", str(file), "sequence_length=8192"])
+
+
+# verl's DAPO scripts say these things in three ways, by year.
+@pytest.mark.parametrize(
+    ("section", "length"),
+    [
+        ("+reward.reward_kwargs.overlong_buffer_cfg", "+reward.reward_kwargs.max_resp_len=2048"),
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg", "+reward_model.reward_kwargs.max_resp_len=2048"),
+        ("reward_model.overlong_buffer", "reward_model.reward_manager=dapo"),
+    ],
+)
+def test_a_pasted_dapo_loads(section: str, length: str) -> None:
+    arguments = f"""
+        data.max_response_length=2048 data.gen_batch_size=1536 data.train_batch_size=512
+        actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+        algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc
+        algorithm.filter_groups.max_num_gen_batches=0 +algorithm.filter_groups.max_inflight_gen_batches=2
+        {section}.enable=True {section}.len=512 {section}.penalty_factor=0.5 {section}.log=False {length}
+    """
+    loaded = load_config(["model.path=m", *arguments.split()])
+    filtering, overlong = loaded.config.algorithm.filter_groups, loaded.config.reward.overlong_buffer
+    assert (filtering.enable, filtering.metric, filtering.max_num_gen_batches) == (True, "acc", 10)
+    assert (overlong.enable, overlong.len, overlong.penalty_factor, overlong.log) == (True, 512, 0.5, False)
+    assert loaded.config.reward.reward_kwargs == {}
+    assert any("max_num_gen_batches=0" in note and "budget" in note for note in loaded.notes)
+    assert any(note.startswith("data.gen_batch_size=1536 has no effect here") for note in loaded.notes)
+
+
+def test_two_lengths_that_disagree_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_resp_len=1024.* data.max_response_length, which is 2048: give both"):
+        load_config(["model.path=m", "data.max_response_length=2048", "+reward.reward_kwargs.max_resp_len=1024"])
+
+
+def test_options_of_a_part_that_is_switched_off_beside_them_are_left_out() -> None:
+    arguments = ["reward_model.overlong_buffer.enable=False", "reward_model.overlong_buffer.len=512"]
+    arguments += ["algorithm.filter_groups.enable=False", "algorithm.filter_groups.metric=seq_reward"]
+    loaded = load_config(["model.path=m", *arguments])
+    assert loaded.config.reward.overlong_buffer.len == 0 and loaded.config.algorithm.filter_groups.metric is None
+    assert "reward.overlong_buffer.len=512 has no effect: reward.overlong_buffer.enable=false was given" in loaded.notes
+    on = load_config(["model.path=m", "algorithm.filter_groups.enable=True", arguments[-1]])
+    assert on.config.algorithm.filter_groups.metric == "score"

@@ -1,1 +1,0 @@
-"""Whether options fit each other, the machine and the files."""

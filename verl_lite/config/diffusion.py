@@ -1,0 +1,142 @@
+"""The options of `python -m trainer.main_reward_flow`: LoRA training of an image-to-video diffusion model through a
+differentiable reward.
+
+Fields are written as in `verl_lite.config`. Names are those of diffusers for the model and of ROLL's reward flow for
+the sampler (`num_inference_steps`, `mid_timestep`, `final_timestep`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from verl_lite.config.fields import (
+    ALL_OR_SOME,
+    POSITIVE,
+    POSITIVE_SHARE,
+    Range,
+    at_least,
+    opt,
+    section,
+)
+from verl_lite.config.ppo import FSDPConfig, OptimConfig, RayKwargs, RunConfig
+
+_FINITE = Range("a finite number is expected", math.isfinite)
+_SEED = Range("null, or a whole number from 0 to 2^63 - 1 is expected", lambda value: 0 <= value < 2**63)
+
+
+@dataclass
+class DiffusionModelConfig:
+    """The frozen pipeline and the adapter that learns."""
+
+    path: str | None = opt(None, "folder of an image-to-video pipeline in diffusers format (model_index.json)")
+    lora_rank: int = opt(32, "rank of the adapter, which is all that learns", at_least(1))
+    lora_alpha: int = opt(32, "the adapter counts lora_alpha / lora_rank", at_least(1))
+    target_modules: list[str] = opt(
+        ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"], "linear layers with an adapter"
+    )
+    boundary_ratio: float | None = opt(
+        None,
+        "of two experts the one for high noise works at t >= 1000 times this; null = the pipeline's own",
+        POSITIVE_SHARE,
+    )
+    fused_loras: dict[str, str] = opt(
+        {}, "adapters merged into the frozen experts first, as few-step distillation: {transformer: FILE, ...}"
+    )
+    enable_gradient_checkpointing: bool = opt(True, "recompute activations inside the blocks in the backward pass")
+    checkpoint_steps: bool = opt(True, "recompute each denoising step in the backward pass")
+    checkpoint_decode: bool = opt(True, "recompute the decoding into frames in the backward pass")
+    activation_offload: bool = opt(False, "keep what the backward pass needs in host memory meanwhile")
+    offload_frozen: bool = opt(False, "keep what is not at work (high-noise expert, text encoder) in host memory")
+    vae_tiling: bool = opt(False, "decode in tiles: less memory, more time")
+
+
+@dataclass
+class FlowSamplerConfig:
+    """Flow-match Euler steps from noise to a clip; the last ones with gradient."""
+
+    num_inference_steps: int = opt(
+        8, "denoising steps N; sigma_i = shift s / (1 + (shift - 1) s), s = 1 - i / N", at_least(1)
+    )
+    mid_timestep: int = opt(4, "first step with gradient; those before run without")
+    final_timestep: int = opt(7, "last step that is run; N - 1 = to the end")
+    shift: float = opt(5.0, "of the sigmas towards noise; 1 = none", POSITIVE)
+    noise_seed: int | None = opt(
+        None, "one noise for every sample and step, as ROLL has it (24); null = its own for each sample and step", _SEED
+    )
+
+
+@dataclass
+class FlowRewardConfig:
+    """What the frames are worth, and how it becomes a loss."""
+
+    name: str = opt("cosine_identity", "a registered visual reward, or pkg.module:object")
+    kwargs: dict[str, Any] = opt({}, "arguments of the reward")
+    baseline: float = opt(0.54, "score that counts 0", _FINITE)
+    std: float = opt(0.16, "score difference that counts 1", POSITIVE)
+    coef: float = opt(0.1, "weight of the normalised score in the loss", POSITIVE)
+
+
+@dataclass
+class FlowActorConfig:
+    """How the adapter learns."""
+
+    micro_batch_size_per_gpu: int = opt(
+        1, "samples of one forward and backward pass; the result does not depend on it", at_least(1)
+    )
+    kl_loss_coef: float = opt(1.0, "weight of the divergence from the base model in the loss", at_least(0))
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
+
+
+@dataclass
+class VideoDataConfig:
+    """Clips and prompts."""
+
+    train_files: list[str] = opt([], "metadata.csv files (columns video and prompt; paths beside the file), or folders")
+    val_files: list[str] = opt([], "the same for the validation; empty = the first clips of train_files")
+    train_batch_size: int = opt(8, "samples of an optimizer step, over all ranks", at_least(1))
+    train_max_samples: int = opt(-1, "use only the first rows of train_files; -1 = all", ALL_OR_SOME)
+    repeat: int = opt(1, "each clip comes this often in an epoch, with another noise each time", at_least(1))
+    shuffle: bool = opt(True, "another order in each epoch")
+    num_frames: int = opt(17, "frames of a clip, 4 k + 1, from its start")
+    fps: float | None = opt(None, "take them at this rate, by the clip's own times; null = one after another", POSITIVE)
+    max_pixels: int = opt(480 * 480, "a larger clip is scaled down to this area; sides become multiples")
+    height: int | None = opt(None, "frames are scaled and cropped to this; null = by max_pixels")
+    width: int | None = opt(None, "likewise, both or none; all clips come to one size")
+    side_multiple: int = opt(16, "sides are multiples of this: 16, or 32 for Wan2.2-TI2V-5B", at_least(1))
+    video_key: str = opt("video", "column of the clip: mp4 or another video, gif, webp, or a folder of frames")
+    prompt_key: str = opt("prompt", "column of the prompt")
+    cache_gb: float = opt(4.0, "memory for decoded clips, which are then decoded once; 0 = none", at_least(0))
+
+
+@dataclass
+class FlowTrainerConfig(RunConfig):
+    """The run."""
+
+    total_epochs: int = opt(1, "passes over the clips", at_least(1))
+    project_name: str = opt("reward_flow", "groups runs in trackers and folders")
+    test_freq: int = opt(
+        -1, "steps between validations on the same clips and noise; -1 = before and after; 0 = never", at_least(-1)
+    )
+    val_clips: int = opt(
+        4, "clips that are sampled for it, always with the same noise: the first of data.val_files", at_least(1)
+    )
+    video_freq: int = opt(25, "steps between saved clips (mp4, of the step's own samples); 0 = never", at_least(-1))
+
+
+@dataclass
+class RewardFlowConfig:
+    """Reward flow, `python -m trainer.main_reward_flow`."""
+
+    recipe: str | None = opt(
+        None, "name in recipes/, path or module; null = reward_flow if neither model nor data is given"
+    )
+    data: VideoDataConfig = section(VideoDataConfig, "clips and prompts")
+    model: DiffusionModelConfig = section(DiffusionModelConfig, "pipeline and adapter")
+    sampler: FlowSamplerConfig = section(FlowSamplerConfig, "from noise to a clip")
+    reward: FlowRewardConfig = section(FlowRewardConfig, "what frames are worth")
+    actor: FlowActorConfig = section(FlowActorConfig, "how the adapter learns")
+    trainer: FlowTrainerConfig = section(FlowTrainerConfig, "the run")
+    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

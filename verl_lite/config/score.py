@@ -1,0 +1,21 @@
+"""The options of `python -m trainer.score`, which scores saved answers anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_lite.config.fields import opt, section
+from verl_lite.config.reward import RewardConfig
+
+
+@dataclass
+class ScoreConfig:
+    """Options beside the file or run."""
+
+    reward: RewardConfig = section(RewardConfig, "who scores; of a run without any option, its own reward")
+    recipe: str | None = opt(None, "recipe to import for the rewards that it registers; null = that of the run")
+    data_source: str | None = opt(None, "data_source of rows that have none")
+    without_ground_truth: bool = opt(False, "rows may have no ground truth: the reward looks at the answer alone")
+    rows: int = opt(-1, "score at most so many answers, the first ones; -1 = all")
+    shown: int = opt(5, "changed answers to print")
+    out: str | None = opt(None, "parquet file to write; null = beside what was read")

@@ -1,1 +1,0 @@
-"""The options of single parts and commands, each with its default and its sentence."""
