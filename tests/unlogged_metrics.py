@@ -7,28 +7,25 @@ there are any besides those that need a GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from trainer.metrics_reference import Reference
-from verl_lite.metric_docs import MetricDoc
+from trainer.metric_docs import Metric, metrics
 
 NEEDS_A_GPU = {"actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb"}
 
 
-def unlogged(reference: Reference, logged: set[str]) -> list[str]:
-    """Declared names, one for each alternative, that none of the logged ones is."""
-    declared = {(name, entry.file) for entry in reference.entries for name in entry.doc.names}
-    return sorted(
-        f"{name} ({file})"
-        for name, file in declared
-        if name not in NEEDS_A_GPU and not any(MetricDoc(name, "").matches(each) for each in logged)
-    )
+def unlogged(documented: Iterable[Metric], logged: set[str]) -> list[str]:
+    """Documented names, one for each alternative, that none of the logged ones is."""
+    alone = [replace(metric, name=name) for metric in documented for name in metric.names if name not in NEEDS_A_GPU]
+    return sorted(metric.name for metric in alone if not any(metric.matches(each) for each in logged))
 
 
 def main(argv: list[str]) -> int:
     """Prints them; returns the exit status."""
     logged = {name for file in argv for name in Path(file).read_text(encoding="utf-8").splitlines()}
-    missing = unlogged(Reference.read(), logged)
+    missing = unlogged(metrics(), logged)
     print("\n".join(missing) or "all are logged")
     return int(bool(missing))
 

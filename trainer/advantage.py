@@ -36,7 +36,6 @@ from verl_lite.algos.masked import whiten_or_keep
 from verl_lite.algos.reward_norm import normalise_scores, update_running
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import FixedKLController, RunningMoments, apply_kl_penalty, get_adv_estimator_fn
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
 
@@ -284,32 +283,3 @@ def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> t
 def _is_on(config: Any, *names: str) -> bool:
     """Whether a switch is on under the first of its names that the object has."""
     return next((bool(getattr(config, name)) for name in names if hasattr(config, name)), False)
-
-
-METRIC_DOCS = (
-    MetricDoc("critic/reward_clip_frac", "answers whose reward is cut at algorithm.reward_clip / answers", "share"),
-    MetricDoc("critic/token_reward_clip_frac", "the same of tokens' rewards / valid tokens", "share", "reward_clip"),
-    MetricDoc(
-        "critic/advantage_clip_frac",
-        "advantages cut at algorithm.advantage_clip / valid tokens",
-        "share",
-        "advantage_clip",
-    ),
-    MetricDoc(
-        "critic/kl",
-        "KL(pi_old || reference) by algorithm.kl_penalty, mean over answers of their tokens' mean",
-        "nats",
-        "a reference model",
-        health=Health(
-            "the policy is far from the reference model",
-            "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
-            ("algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
-            "0.5 nats: the reference finds each token 1.6 times less likely than the policy does",
-            high=0.5,
-            alarm_high=5.0,
-        ),
-    ),
-    MetricDoc("critic/kl_coef", "coefficient of the KL in the reward; 0 without it", "", "a reference model"),
-    MetricDoc("actor/reward_kl_penalty", "critic/kl under verl's name", "nats", "use_kl_in_reward"),
-    MetricDoc("actor/reward_kl_penalty_coeff", "critic/kl_coef under verl's name", "", "use_kl_in_reward"),
-)

@@ -22,7 +22,6 @@ from trainer.steps import TrainingSteps
 from verl_lite.algos.group_outcomes import KINDS
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
@@ -284,36 +283,3 @@ def joined(parts: Sequence[DataProto], config: PPOConfig) -> DataProto:
             part.batch[ANSWERS] = torch.full((len(part),), config.rollout.n)
         complete.append(part)
     return DataProto.concat(complete)
-
-
-METRIC_DOCS = (
-    MetricDoc("groups/generated", "groups asked for to fill the step", "", "filter_groups"),
-    MetricDoc(
-        "groups/gen_batches",
-        "generation batches of the step",
-        "",
-        "filter_groups",
-        health=Health(
-            "many batches are generated for one step, because most groups are all right or all wrong",
-            "choose prompts nearer to what the policy can just do",
-            ("data.train_files", "rollout.n", "algorithm.filter_groups.max_num_gen_batches"),
-            "each one costs a whole generation",
-            high=4.0,
-        ),
-    ),
-    MetricDoc(
-        "groups/wasted_tokens_frac",
-        "generated tokens that no row of the step has / generated",
-        "share",
-        "filter_groups",
-    ),
-    MetricDoc(
-        "training/filter_groups/evicted_samples", "answers of groups that teach nothing", "rows", "filter_groups"
-    ),
-    MetricDoc(
-        "training/filter_groups/discarded_surplus_samples",
-        "answers of groups beyond the batch",
-        "rows",
-        "filter_groups",
-    ),
-)

@@ -40,7 +40,6 @@ from trainer.validation.metrics import validation_metrics
 from verl_lite.algos.rollout_diff import rollout_probs_diff
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
@@ -444,30 +443,3 @@ def training_sampling(config: PPOConfig) -> SamplingParams:
         max_tokens=config.data.max_response_length,
         ignore_eos=rollout.ignore_eos,
     )
-
-
-METRIC_DOCS = (
-    MetricDoc("training/global_step", "training steps done", "steps"),
-    MetricDoc("training/epoch", "passes over the training data that are whole", "", "answers to prompts"),
-    MetricDoc(
-        "timing_s/{gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights}",
-        "the driver's time in a stage of the step; reward: what was left to wait for after generation",
-        "s",
-    ),
-    MetricDoc("timing_s/step", "the whole step, without validation and saving", "s"),
-    MetricDoc("timing_s/testing", "a validation", "s"),
-    MetricDoc("timing_s/save_checkpoint", "that a checkpoint kept the training waiting", "s"),
-    MetricDoc(
-        "pf_ppo/distinct_rows_frac",
-        "distinct answers among those drawn / rows",
-        "share",
-        "use_pf_ppo",
-        health=Health(
-            "a few answers are drawn again and again",
-            "lower the power of the weights",
-            ("algorithm.pf_ppo.weight_pow",),
-            "below a fifth the batch is a fifth of its size",
-            low=0.2,
-        ),
-    ),
-)

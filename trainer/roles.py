@@ -19,7 +19,6 @@ from trainer.saving import Savable, SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.group_filters import make_group_filter
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, combine, join
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
@@ -246,19 +245,3 @@ def _reward_result(score: float, error: str | None) -> RewardResult:
     if error is None and not math.isfinite(score):
         error = f"The reward model gave {score}; expected a finite number."
     return RewardResult(score) if error is None else RewardResult.failure(error)
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "rollout/idle_frac",
-        "1 - mean_rank_seconds / slowest_rank_seconds",
-        "share",
-        health=Health(
-            "devices wait for the one with the longest answers",
-            "limit the answers' length, or give each device more of them",
-            ("data.max_response_length", "data.train_batch_size", "rollout.max_num_seqs"),
-            "a third of the generation time lost is worth a look",
-            high=0.33,
-        ),
-    ),
-)

@@ -23,7 +23,6 @@ import numpy as np
 
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams, derive_seed
@@ -359,18 +358,3 @@ def partition(manager: EnvManagerConfig) -> list[int]:
         return list(manager.num_groups_partition)
     share, rest = divmod(manager.num_env_groups, len(manager.tags))
     return [share + (index < rest) for index in range(len(manager.tags))]
-
-
-METRIC_DOCS = (
-    MetricDoc("time/get_batch_cost_{train,val}", "time that the driver waited for episodes", "s", "episodes"),
-    MetricDoc("scheduler/group_filter_count", "groups that the filter dropped in this step", "", "episodes"),
-    MetricDoc(
-        "scheduler/groups_kept_though_dropped",
-        "groups that the filter dropped and that are in the batch since none could replace them",
-        "",
-        "episodes",
-    ),
-    MetricDoc(
-        "scheduler/off_policy_ratio", "steps between the weights that sampled and the update", "steps", "episodes"
-    ),
-)

@@ -15,7 +15,6 @@ import torch
 
 from verl_lite.errors import UserError
 from verl_lite.machine.cgroup import cores_limit
-from verl_lite.metric_docs import Health, MetricDoc
 
 GIB = 1 << 30
 DTYPES = {
@@ -126,27 +125,3 @@ def keep_freed_memory(device: torch.device, mapped_bytes: int = 256 << 20, kept_
         mmap_threshold, trim_threshold = -3, -1  # glibc's names for the two settings
         mallopt(mmap_threshold, mapped_bytes)
         mallopt(trim_threshold, kept_bytes)
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "actor/perf/host_peak_gb",
-        "the most resident host memory that a worker had since it began; what `trainer.plan` expects of it is in the "
-        "table at launch",
-        "GiB",
-    ),
-    MetricDoc(
-        "actor/perf/{host_rss_gb,max_memory_allocated_gb,max_memory_reserved_gb}",
-        "resident host memory of the fullest worker; on CUDA the peak of the update, allocated and reserved",
-        "GiB",
-        health=Health(
-            "a worker's memory grows from step to step: a leak, or ever longer answers",
-            "look at response_length/max first",
-            ("data.max_response_length",),
-            "after the first steps everything has its size; half as much again is growth",
-            high=1.5,
-            alarm_high=3.0,
-            of_start=True,
-        ),
-    ),
-)

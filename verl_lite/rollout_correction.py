@@ -28,7 +28,6 @@ from verl_lite.config.rollout_correction import (
     correction_of,
     from_roll,
 )
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 
 Metrics = dict[str, Metric]
@@ -290,99 +289,3 @@ def _train_infer_metrics(log_ratio: torch.Tensor, difference: torch.Tensor, is_v
     return {
         f"actor/train_infer_{name}_mean": Metric.mean(float(rows.sum()), len(rows)) for name, rows in by_row.items()
     }
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "rollout_corr/rollout_is_{mean,std,max,min}",
-        "importance weights after bounding, over valid tokens (max and min of one weight per answer: before bounding)",
-        when="rollout_is",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_is_seq_{mean,std,max,min,max_deviation}",
-        "the same of each answer's mean; max_deviation: the largest distance from 1",
-        when="rollout_is",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_is_{ratio_fraction_high,ratio_fraction_low,seq_fraction_high,seq_fraction_low}",
-        "weights above the threshold, below the lower one (1 / threshold without one); seq: of the answers' means",
-        "share",
-        "rollout_is",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_is_oob_ratio", "tokens whose weight is beyond either threshold", "share", "rollout_is"
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_is_eff_sample_size",
-        "(mean w)^2 / mean w^2 over valid tokens",
-        "share",
-        "rollout_is",
-        health=Health(
-            "a few samples carry the whole gradient: sampler and trainer differ too much for weights to mend it",
-            "find the cause of training/rollout_probs_diff_mean, lower the threshold, or generate less far ahead",
-            ("algorithm.rollout_correction.rollout_is_threshold", "agentic.async_generation_ratio"),
-            "at 0.5 half of the samples' information is lost to the spread of the weights",
-            low=0.5,
-            alarm_low=0.1,
-        ),
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_is_batch_norm_factor",
-        "mean weight that all are divided by",
-        when="rollout_is_batch_normalize",
-    ),
-    MetricDoc(
-        "actor/is_weight_clipfrac",
-        "tokens whose raw weight is above the threshold / valid tokens",
-        "share",
-        "rollout_is",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_rs_{option}_{mean,std,max,min}",
-        "the statistic that the option rejects by (a logarithm for k1 and ratio), over valid tokens",
-        when="rollout_rs",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_rs_{option}_seq_{mean,std,max,min,max_deviation}",
-        "the same of each answer's mean; max_deviation: the largest distance from 0",
-        when="rollout_rs",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_rs_{option}_{fraction_high,fraction_low,seq_fraction_high,seq_fraction_low}",
-        "tokens, runs or answers above and below the option's bounds; seq: answers by their means",
-        "share",
-        "rollout_rs",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_rs_{option}_{masked_fraction,seq_masked_fraction}",
-        "tokens that this option rejects / valid tokens; answers that lose one / answers",
-        "share",
-        "rollout_rs",
-    ),
-    MetricDoc(
-        "rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}",
-        "tokens that any option rejects / valid tokens; answers that lose one / answers",
-        "share",
-        "rollout_rs",
-        health=Health(
-            "much of what was generated is thrown away, and what stays is a biased choice",
-            "find the cause of training/rollout_probs_diff_mean, or widen the threshold",
-            ("algorithm.rollout_correction.rollout_rs_threshold", "rollout.dtype"),
-            "a rejection is meant for outliers",
-            high=0.3,
-            alarm_high=0.8,
-        ),
-    ),
-    MetricDoc(
-        "actor/train_infer_{level}_{measure}_mask_mean",
-        "what one of ROLL's filters keeps / valid tokens",
-        "share",
-        "rollout_rs",
-    ),
-    MetricDoc("actor/train_infer_final_mask_mean", "what all filters keep / valid tokens", "share", "rollout_rs"),
-    MetricDoc(
-        "actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean",
-        "p_trainer / p_rollout, or p_trainer - p_rollout, at ROLL's levels; mean over answers of their means",
-        when="rollout.calculate_log_probs",
-    ),
-)

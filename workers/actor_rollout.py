@@ -14,7 +14,6 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.device import compute_dtype, device_memory
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -194,9 +193,3 @@ class ActorRolloutWorker(TrainingWorker):
 def _of_actor(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Metrics under actor/, where they have no place of their own."""
     return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
-
-
-METRIC_DOCS = (
-    MetricDoc("rollout/tokens_per_second_per_gpu", "generated tokens / seconds of generation, all ranks", "tokens/s"),
-    MetricDoc("rollout/{slowest,mean}_rank_seconds", "generation: the slowest rank's time, and the ranks' mean", "s"),
-)

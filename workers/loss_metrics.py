@@ -13,7 +13,6 @@ import torch
 
 from verl_lite.algos.policy_losses import clip_range, importance_log_ratio
 from verl_lite.core_algos import masked_sum
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 
 Aggregate = Callable[[torch.Tensor], torch.Tensor]
@@ -94,18 +93,3 @@ def loss_metrics(
         **{name: Metric.mean(numbers[name], tokens) for name in token_values},
         **{name: Metric.mean(numbers[name], share) for name in parts},
     }
-
-
-METRIC_DOCS = (
-    MetricDoc("actor/ratio_{mean,max,min}", "pi / pi_old of tokens; the mean is over sequences, of each one's mean"),
-    MetricDoc(
-        "actor/ppo_ratio_{high_,low_,}clipfrac",
-        "tokens whose ratio is above 1 + clip_ratio_high, below 1 - clip_ratio_low, or either / valid tokens",
-        "share",
-    ),
-    MetricDoc(
-        "actor/clipfrac", "tokens where PPO's clip lowers the objective, aggregated as loss_agg_mode says", "share"
-    ),
-    MetricDoc("actor/approxkl", "d^2 / 2 with d = log pi - log pi_old, aggregated as loss_agg_mode says", "nats"),
-    MetricDoc("actor/policykl", "d = log pi - log pi_old, aggregated as loss_agg_mode says", "nats"),
-)

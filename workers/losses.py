@@ -24,7 +24,6 @@ from verl_lite.core_algos import (
     logprobs_from_logits,
     masked_sum,
 )
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout
@@ -187,81 +186,3 @@ def critic_loss(
         "vpred_mean": Metric.mean(float(masked_sum(new_values.detach(), mask)), valid),
         "loss": value,
     }
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "actor/pg_loss",
-        "the policy loss of actor.policy_loss.loss_mode, aggregated as actor.loss_agg_mode says; its size says little, "
-        "since advantages are centred",
-    ),
-    MetricDoc(
-        "actor/{loss,total_loss}",
-        "pg_loss - entropy_coeff * entropy_loss + kl_loss_coef * kl_loss; of reward flow "
-        "-(score - baseline) / std * coef + kl_loss_coef * kl_loss, mean over the samples of the step",
-    ),
-    MetricDoc(
-        "actor/entropy",
-        "-sum_v p_v log p_v over the vocabulary, mean over valid tokens",
-        "nats",
-        "actor.calculate_entropy or entropy_coeff",
-        health=(
-            Health(
-                "the policy hardly varies its answers any more (entropy collapse): there is nothing left to compare",
-                "raise the upper clip range, give the entropy a bonus, or sample hotter",
-                ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature"),
-                "DAPO (arXiv:2503.14476) sees exploration end where the entropy falls by an order of magnitude",
-                low=0.1,
-                alarm_low=0.02,
-                of_start=True,
-            ),
-            Health(
-                "the policy becomes random: the update destroys what it knew",
-                "lower the learning rate or the entropy bonus",
-                ("actor.optim.lr", "actor.entropy_coeff"),
-                "a policy that learns grows surer; three times its first entropy is the other way",
-                high=3.0,
-                alarm_high=6.0,
-                of_start=True,
-            ),
-        ),
-    ),
-    MetricDoc(
-        "actor/entropy_loss",
-        "the same entropies, aggregated as actor.loss_agg_mode says",
-        "nats",
-        "actor.calculate_entropy or entropy_coeff",
-    ),
-    MetricDoc(
-        "actor/kl_loss",
-        "KL(pi || reference) by actor.kl_loss_type, aggregated as actor.loss_agg_mode says; of reward flow "
-        "(v - v0)^2 / (2 sigma^2), mean over the latents, the steps with gradient and the samples",
-        "nats",
-        "actor.use_kl_loss, reward flow",
-        health=Health(
-            "the policy is far from the reference model",
-            "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
-            ("actor.kl_loss_coef", "actor.optim.lr"),
-            "0.5 nats: the reference finds each token 1.6 times less likely than the policy does",
-            high=0.5,
-            alarm_high=5.0,
-        ),
-    ),
-    MetricDoc("actor/kl_coef", "actor.kl_loss_coef", when="actor.use_kl_loss"),
-    MetricDoc("critic/vf_loss", "clipped squared error of the values, aggregated as loss_agg_mode says", when="gae"),
-    MetricDoc("critic/loss", "the same as critic/vf_loss", when="gae"),
-    MetricDoc(
-        "critic/vf_clipfrac",
-        "tokens whose value was clipped to critic.cliprange_value around the old one / valid tokens",
-        "share",
-        "gae",
-        health=Health(
-            "the critic moves further in one step than its clip range lets it",
-            "widen the range, or lower the critic's learning rate",
-            ("critic.cliprange_value", "critic.optim.lr"),
-            "where most tokens are clipped the loss has no gradient for them",
-            high=0.5,
-        ),
-    ),
-    MetricDoc("critic/vpred_mean", "values after each update's forward pass, mean over valid tokens", when="gae"),
-)

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 
@@ -106,20 +105,3 @@ def _micro_batch(data: DataProto, rows: torch.Tensor, counts: dict[str, int]) ->
     columns = {name: column[rows.numpy()] for name, column in data.non_tensor_batch.items()}
     meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"} | counts
     return DataProto(data.batch[rows], columns, meta_info)
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "{actor,critic,train}/empty_mini_batch_frac",
-        "mini-batches without a valid token, which are no optimizer step / mini-batches",
-        "share",
-        health=Health(
-            "whole mini-batches had nothing to learn from: their rewards failed, or the correction rejected them",
-            "look at reward/error_rate and at the rejection of algorithm.rollout_correction",
-            ("algorithm.rollout_correction.rollout_rs_threshold", "actor.ppo_mini_batch_size"),
-            "each one is generation time without a step",
-            high=0.0,
-            alarm_high=0.5,
-        ),
-    ),
-)

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from workers.rollout.base import RolloutEngine
 
@@ -44,9 +43,3 @@ def sync_weights(source: ParameterSource, rollout: RolloutEngine, version: int, 
         "weight_sync/seconds": Metric.max(time.perf_counter() - started),
         "weight_sync/megabytes": Metric.max(sent / 1e6),
     }
-
-
-METRIC_DOCS = (
-    MetricDoc("weight_sync/seconds", "from the first parameter to the emptied cache, slowest rank", "s"),
-    MetricDoc("weight_sync/megabytes", "parameters sent to each engine", "MB"),
-)

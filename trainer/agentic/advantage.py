@@ -27,7 +27,6 @@ from verl_lite.algos.agentic_rewards import (
 )
 from verl_lite.algos.masked import Labels
 from verl_lite.config import AgenticConfig, PPOConfig, RewardNormalizationConfig
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
 
@@ -158,10 +157,3 @@ def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
 
 def _column(data: DataProto, name: str) -> Labels:
     return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
-
-
-METRIC_DOCS = (
-    MetricDoc("critic/episode_rewards_norm/{mean,max,min}", "GiGPO's part by episodes, over rows", "", "gigpo"),
-    MetricDoc("critic/step_rewards_norm/{mean,max,min}", "GiGPO's part by equal states, over rows", "", "gigpo"),
-    MetricDoc("system/batch_{add,remove}_count", "rows added or removed to make the batch divide", "rows", "episodes"),
-)

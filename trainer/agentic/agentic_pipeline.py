@@ -21,7 +21,6 @@ from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
 from trainer.validation.answering import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
@@ -233,26 +232,3 @@ class AgenticPipeline(RayPPOTrainer):
             self.save()
         result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
         return result
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "env/error_rate",
-        "episodes that failed / episodes; they are masked, never a 0",
-        "share",
-        "episodes",
-        health=Health(
-            "environments raise, die or hang",
-            "see env_failures.jsonl and logs/ in the run folder",
-            ("agentic.env_pool.timeout_s", "agentic.env_pool.max_error_rate"),
-            "none is expected; past max_error_rate the run stops",
-            high=0.0,
-            alarm_high=0.05,
-        ),
-    ),
-    MetricDoc("env/timeout_rate", "episodes that failed by being late / episodes", "share", "episodes"),
-    MetricDoc("val/env/error_rate", "validation episodes that failed / episodes", "share", "episodes"),
-    MetricDoc("val/greedy/env/error_rate", "the same of greedy ones", "share", "val_kwargs.greedy_too"),
-    MetricDoc("system/samples", "step x agentic.rollout_batch_size", "rows", "episodes"),
-    MetricDoc("system/tps", "tokens of all rows / timing_s/step", "tokens/s", "episodes"),
-)

@@ -20,7 +20,6 @@ from trainer.agentic.episode_log import column_of
 from trainer.step_metrics import summary
 from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.algos.agentic_rewards import build_state_groups
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.protocol import DataProto
 
 SUCCESS = "success"
@@ -188,40 +187,3 @@ def _token_means(batch: DataProto) -> dict[str, float]:
         for name, column in names.items()
         if column in batch.batch.keys()
     }
-
-
-METRIC_DOCS = (
-    MetricDoc("rollout/score/{mean,max,min}", "sum of an episode's rewards, over episodes", "reward", "episodes"),
-    MetricDoc("rollout/num_turns/{mean,max,min}", "actions of an episode", "", "episodes"),
-    MetricDoc(
-        "rollout/{response_length,prompt_length,non_prompt_length}/{mean,max,min}",
-        "tokens of an episode: those the policy wrote; of its first prompt; all that follows it",
-        "tokens",
-        "episodes",
-    ),
-    MetricDoc(
-        "tokens/{response_length,prompt_length,non_prompt_length}/{mean,max,min}",
-        "the same of a row, which is an episode or a step of it",
-        "tokens",
-        "episodes",
-    ),
-    MetricDoc("env/{metric}", "what environments report, mean over the episodes that do", "", "episodes"),
-    MetricDoc("env/{tag}/{metric}", "the same of one kind of environment", "", "episodes"),
-    MetricDoc("env/response_length", "tokens that the policy writes in a turn", "tokens", "episodes"),
-    MetricDoc(
-        "system/state_batch_size/{mean,max,min}", "rows of a task that start from one state", "", "rows are steps"
-    ),
-    MetricDoc(
-        "critic/{old_log_prob,ref_log_prob,entropy}/mean",
-        "over valid tokens, where there is the column",
-        "nats",
-        "episodes",
-    ),
-    MetricDoc("val/score/{mean,max,min}", "sum of an episode's rewards, over the validation's", "reward", "episodes"),
-    MetricDoc("val/greedy/score/{mean,max,min}", "the same of greedy episodes", "reward", "val_kwargs.greedy_too"),
-    MetricDoc("val/{tag}/score/{mean,max,min}", "over the means of a tag's groups", "reward", "episodes"),
-    MetricDoc("val/{,greedy/}env/{metric}", "what the validation's environments report", "", "episodes"),
-    MetricDoc("val/{,greedy/}env/{tag}/{metric}", "the same of one kind of environment", "", "episodes"),
-    MetricDoc("val-aux/num_turns/{mean,max,min}", "actions of an episode of the validation", "", "episodes"),
-    MetricDoc("val-aux/greedy/num_turns/{mean,max,min}", "the same of greedy ones", "", "val_kwargs.greedy_too"),
-)

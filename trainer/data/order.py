@@ -26,7 +26,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.data.prompts import PromptDataset
 from verl_lite.config import DataConfig, PPOConfig, source_options
 from verl_lite.errors import UserError
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.protocol import DataProto
 from verl_lite.user_code import load_object
 
@@ -358,6 +357,3 @@ def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder
 
 def _as_is(batch: DataProto) -> DataProto:
     return batch
-
-
-METRIC_DOCS = (MetricDoc("sampler/{name}", "what the update of a sampler of yours returns", "", "data.sampler"),)

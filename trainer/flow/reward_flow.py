@@ -21,7 +21,6 @@ from trainer.saving import Saver
 from trainer.timing import timed
 from trainer.tracking import Tracking
 from verl_lite.config.diffusion import RewardFlowConfig
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import get_random_state, set_random_state
@@ -166,16 +165,3 @@ class RewardFlowTrainer:
         self.tracking.log(logged, step=step)
         if validation:
             self.saver.note_validation(step, validation)
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "timing_s/{data,train,videos}",
-        "the driver's time in a stage of a step of reward flow: waiting for its clips; sampling, scoring and update; "
-        "handing clips to the writer",
-        "s",
-        "reward flow",
-    ),
-    MetricDoc("perf/samples_per_second", "samples of the step / timing_s/step", "1/s", "reward flow"),
-    MetricDoc("val-aux/{data_source}/no_face_frac", "samples of the validation without a face", "share", "reward flow"),
-)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.final_report import validation_means
-from trainer.metrics_reference import Reference
-from trainer.reports.findings import Points
-from trainer.reports.health import judge
+from trainer.metric_docs import find
+from trainer.reports.health import Points, judge
 from trainer.reports.run_data import Run, run_titles
 from trainer.reports.run_samples import Answer, Group, groups
 from trainer.validation.metrics import INTERVAL
@@ -52,23 +51,23 @@ class _Samples:
 
 def page_data(runs: Sequence[Run], sample_bytes: int = SAMPLE_BYTES) -> Json:
     """Everything on the page. sample_bytes: about how much all texts of samples may take."""
-    reference, samples, titles = Reference.read(), _Samples(), run_titles(list(runs))
+    samples, titles = _Samples(), run_titles(list(runs))
     shown = []
     for number, (run, title) in enumerate(zip(runs, titles, strict=True)):
         notes = _add_samples(samples, number, run, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
-        shown.append(_run(run, title, reference, notes))
+        shown.append(_run(run, title, notes))
     names = dict.fromkeys(name for run in runs for name in run.names)
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": shown,
-        "docs": {name: doc for name in names if (doc := _doc(name, reference)) is not None},
+        "docs": {name: doc for name in names if (doc := _doc(name)) is not None},
         "validation": _validation_lines(runs),
         "prompts": samples.prompts,
         "samples": samples.rows,
     }
 
 
-def _run(run: Run, title: str, reference: Reference, sample_notes: list[str]) -> Json:
+def _run(run: Run, title: str, sample_notes: list[str]) -> Json:
     series = run.all_series()
     every = math.ceil(len(run.steps) / MAX_POINTS)
     thinned = [f"the curves show one step in {every}, and the last"] if every > 1 else []
@@ -93,9 +92,8 @@ def _run(run: Run, title: str, reference: Reference, sample_notes: list[str]) ->
                 "steps": _thinned(list(finding.steps), math.ceil(len(finding.steps) / 50)),
                 "cause": finding.cause,
                 "advice": finding.advice,
-                "healthy": finding.healthy,
             }
-            for finding in judge(series, options, reference)
+            for finding in judge(series, options)
         ],
         "config": {key: [value.value, value.source] for key, value in run.config.items()},
         "pictures": list(_pictures(run.folder)),
@@ -140,13 +138,12 @@ def _validation_lines(runs: Sequence[Run]) -> list[Json]:
     return list(lines.values())
 
 
-def _doc(name: str, reference: Reference) -> Json | None:
-    entry = reference.find(name)
-    if entry is None:
+def _doc(name: str) -> Json | None:
+    metric = find(name)
+    if metric is None:
         return None
-    healthy = "; ".join(health.shown for health in entry.doc.ranges)
-    when = f" ({entry.doc.when})" if entry.doc.when else ""
-    return {"formula": entry.doc.formula + when, "unit": entry.doc.unit, "healthy": healthy, "file": entry.file}
+    when = f" ({metric.when})" if metric.when else ""
+    return {"formula": metric.formula + when, "unit": metric.unit, "healthy": metric.healthy}
 
 
 def _pictures(folder: Path) -> Iterable[Json]:

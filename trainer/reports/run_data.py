@@ -18,8 +18,6 @@ from trainer.tracking import read_metrics
 from verl_lite.errors import UserError
 
 METRICS, CONFIG, IN_USE, PICTURE = "metrics.jsonl", "config.yaml", "in_use", "curve.png"
-SCORES = ("critic/score/mean", "actor/face_score", "train/loss")
-"""What a run is after, the first that it logs; of a loss less is better."""
 
 Points = list[tuple[int, float]]
 Steps = Mapping[int, Mapping[str, float]]

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from trainer.console import format_seconds
 from trainer.final_report import printable, validation_means, validation_table
-from trainer.reports.findings import BAD, LOOK, OK, Finding, Points, number
-from trainer.reports.health import judge
+from trainer.reports.health import BAD, LOOK, OK, Finding, Points, judge, number
 from trainer.reports.run_data import METRICS, Run, read_run
 from trainer.reports.run_samples import Answer
 from trainer.reports.sample_choice import Changed, Choice, changed, chosen

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from verl_lite.algos.advantages import outcome_scores
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
@@ -32,9 +31,3 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
         "critic/reward_baselines/mean": Metric.mean(float(scores.sum()), int(is_known.sum())),
         "reward/baseline_error_rate": Metric.mean(float((~is_known).sum()), len(is_known)),
     }
-
-
-METRIC_DOCS = (
-    MetricDoc("critic/reward_baselines/mean", "score of the greedy answers", "reward", "remax"),
-    MetricDoc("reward/baseline_error_rate", "greedy answers whose reward failed / prompts", "share", "remax"),
-)

@@ -13,7 +13,6 @@ import torch
 from verl_lite.algos.reward_shaping import overlong_penalty
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 
@@ -59,9 +58,3 @@ def check_no_such_entry(names: Container[str]) -> None:
                 f"The reward function returned an entry {name!r}, which is a column of reward.overlong_buffer.log: "
                 "call it something else, or set reward.overlong_buffer.log=false"
             )
-
-
-METRIC_DOCS = (
-    MetricDoc("reward/overlong_reward/mean", "penalty for length, over answers", "reward", "overlong_buffer.log"),
-    MetricDoc("reward/overlong/mean", "answers with such a penalty / answers", "share", "overlong_buffer.log"),
-)

@@ -19,7 +19,6 @@ from trainer.rewards.failures import FailureLog
 from trainer.samples.sample import is_prediction
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardResult
@@ -177,45 +176,3 @@ def mask_failed(batch: DataProto) -> DataProto:
     result = batch.select()
     result.batch["response_mask"] = batch.batch["response_mask"] * ~failed[:, None]
     return result
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "reward/error_rate",
-        "answers whose reward failed (exception, hang, no number) / answers; they are masked, never a 0",
-        "share",
-        health=Health(
-            "the reward function fails for some answers",
-            "see reward_failures.jsonl in the run folder; python -m trainer.score runs it again on saved answers",
-            ("reward.custom_reward_function.path", "reward.max_error_rate"),
-            "none is expected; past max_error_rate the run stops",
-            high=0.0,
-            alarm_high=0.05,
-        ),
-    ),
-    MetricDoc(
-        "reward/timeout_rate",
-        "answers whose reward was late / answers",
-        "share",
-        health=Health(
-            "the reward function is too slow for some answers",
-            "give it more time or more processes",
-            ("reward.timeout_s", "reward.num_workers"),
-            "none is expected",
-            high=0.0,
-            alarm_high=0.05,
-        ),
-    ),
-    MetricDoc(
-        "reward/processes_replaced",
-        "reward processes that died or hung, since the start of the run",
-        "",
-        "a reward pool",
-    ),
-    MetricDoc(
-        "reward/{entry}/mean",
-        "an entry of the dict that the reward function returns, mean over the answers "
-        "that have it; also each part of a score of several parts",
-    ),
-    MetricDoc("reward/{part}/{max,min}", "of a part of the score, before its weight", "reward", "a reward model"),
-)

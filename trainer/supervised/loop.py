@@ -24,7 +24,6 @@ from verl_lite.config.checks import ranges
 from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Wish, claimed_gpus
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
@@ -269,6 +268,3 @@ class _Run(Generic[Row]):
 
     def _log(self, step: int, data: dict[str, float]) -> None:
         self.write(json.dumps({"step": step, "data": data}) + "\n")
-
-
-METRIC_DOCS = (MetricDoc("seconds", "since the training began", "s", "main_sft, main_rm"),)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from trainer.data.preferences import collate_pairs, load_pairs, texts_of
 from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, train
 from verl_lite.config import ModelConfig, RewardTrainingConfig
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.loading import load_model_config
@@ -83,11 +82,3 @@ def run_reward_training(config: RewardTrainingConfig, report: Callable[[str], No
         count=lambda batch: torch.ones(len(batch), dtype=torch.long),
     )
     return train(config, task, report)
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "{train,val}/accuracy", "pairs in which the better answer has the higher score / pairs", "share", "main_rm"
-    ),
-    MetricDoc("{train,val}/margin", "its score minus the other's, mean over pairs", "", "main_rm"),
-)

@@ -15,7 +15,6 @@ from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, trai
 from verl_lite.config import SFTConfig
 from verl_lite.config.checks.model import adapter
 from verl_lite.errors import UserError
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.causal_lm import causal_lm
@@ -54,13 +53,3 @@ def run_sft(config: SFTConfig, report: Callable[[str], None] = print) -> Trained
         count=lambda batch: batch.batch["response_mask"].sum(1),
     )
     return train(config, task, report)
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "{train,val}/loss",
-        "-log p of the tokens of the answers, mean over these tokens; main_rm: of the pairs",
-        "nats",
-        "main_sft, main_rm",
-    ),
-)

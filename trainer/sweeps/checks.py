@@ -160,12 +160,11 @@ def _refusals(refused: list[tuple[dict[str, Value], str]], looked_at: int, finit
 def check_metric_name(metric: str) -> None:
     """Raises UserError for a name that no run of a command of this project logs: one that is not documented, and in a
     closed family, or very near to a documented one. Other names may come from code of users."""
-    from trainer.metrics_reference import Reference
+    from trainer.metric_docs import find, metrics
 
-    reference = Reference.read()
-    if reference.find(metric) is not None:
+    if find(metric) is not None:
         return
-    known = [name for entry in reference.entries for name in entry.doc.names]
+    known = [name for documented in metrics() for name in documented.names]
     listed = "`python -m trainer.metrics_reference` lists all"
     family, slash, rest = metric.partition("/")
     if family in _CLOSED:

@@ -20,7 +20,6 @@ import numpy as np
 from trainer.samples.sample import Sample
 from trainer.validation.kept_answers import Kept, KeptAnswers, R
 from verl_lite.config import PPOConfig
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 
@@ -167,33 +166,3 @@ class TimeShare:
         """timing_share/testing: 0 to 1, over the time up to now."""
         passed = max(time.monotonic() - self._began, self._spent)
         return {"timing_share/testing": self._spent / passed} if passed else {}
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "val/{,greedy/}scored_frac",
-        "validation prompts asked / prompts",
-        "share",
-        "val_time_budget_s",
-        health=Health(
-            "the time budget ended before all prompts were asked",
-            "allow more time, or take fewer prompts",
-            ("trainer.val_time_budget_s", "data.val_max_samples"),
-            "means over different prompts do not compare",
-            low=1.0,
-        ),
-    ),
-    MetricDoc("val-aux/{data_source}/{,greedy/}prompts", "validation prompts asked", "", "val_time_budget_s"),
-    MetricDoc(
-        "timing_share/testing",
-        "time of all validations / time since the run began",
-        "share",
-        health=Health(
-            "validation takes much of the run's time",
-            "validate less often, or on fewer prompts",
-            ("trainer.test_freq", "data.val_max_samples", "rollout.val_kwargs.n"),
-            "a fifth of the time is worth a look",
-            high=0.2,
-        ),
-    ),
-)

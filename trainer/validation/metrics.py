@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.validation.intervals import Floats, half_width, pass_at_k
-from verl_lite.metric_docs import Health, MetricDoc
 
 if TYPE_CHECKING:
     from trainer.samples.sample import Sample
@@ -258,46 +257,3 @@ def _of_votes(sample: Floats, ballots: list[Any], size: int, seed: int) -> dict[
 
 def _samples_of(metric: str) -> int:
     return int(metric.split("@")[1].split("/")[0])
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "val-core/{data_source}/{variable}/mean@{N}",
-        "mean of the N answers to a prompt, mean over prompts; variable: acc if the reward gives one, else reward",
-    ),
-    MetricDoc(
-        "val-core/{data_source}/{variable}/{best,maj}@{N}/{mean,std}",
-        "best of N answers, and the one that most of them give: expectation and deviation, mean over prompts",
-    ),
-    MetricDoc(
-        "val-aux/{data_source}/{variable}/{mean,std}@{N}",
-        "mean and deviation of the N answers to a prompt, mean over prompts, of every other number; that of greedy "
-        "answers under {data_source}/greedy",
-    ),
-    MetricDoc(
-        "val-aux/{data_source}/{variable}/{best,worst,maj}@{N}/{mean,std}",
-        "best, worst and majority of n drawn from the N answers, mean over prompts",
-    ),
-    MetricDoc(
-        "val-aux/{data_source}/{variable}/pass@{K}",
-        "1 - C(N - c, k) / C(N, k) with c right of N, mean over prompts",
-        "share",
-    ),
-    MetricDoc(
-        "val-aux/{data_source}/{variable}/{mean,best,maj,pass}@{N}/ci95",
-        "half width of the 95% interval of that mean over prompts",
-    ),
-    MetricDoc(
-        "val-aux/{data_source}/{,greedy/}reward/{error_rate,timeout_rate}",
-        "validation answers whose reward failed, was late / answers",
-        "share",
-        health=Health(
-            "the reward function fails for some answers of the validation, which are then in no mean",
-            "see logs/ in the run folder",
-            ("reward.timeout_s", "reward.custom_reward_function.path"),
-            "none is expected",
-            high=0.0,
-            alarm_high=0.1,
-        ),
-    ),
-)

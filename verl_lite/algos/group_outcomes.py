@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_lite.metric_docs import Health, MetricDoc
-
 
 @dataclass(frozen=True)
 class GroupKinds:
@@ -54,34 +52,3 @@ def group_kinds(outcomes: torch.Tensor, counted: torch.Tensor, groups: torch.Ten
         all_wrong=equal & (highest <= 0),
         unjudged=~several,
     )
-
-
-METRIC_DOCS = (
-    MetricDoc("groups/kept", "groups whose answers differ in outcome / groups", "share"),
-    MetricDoc(
-        "groups/all_right",
-        "groups whose answers are all right / groups",
-        "share",
-        health=Health(
-            "the task is solved for most prompts",
-            "stop, or take harder prompts",
-            ("data.train_files", "algorithm.filter_groups.enable"),
-            "such groups teach nothing",
-            high=0.6,
-        ),
-    ),
-    MetricDoc(
-        "groups/all_wrong",
-        "groups whose answers are all wrong / groups",
-        "share",
-        health=Health(
-            "the task is out of reach for most prompts",
-            "take easier prompts, a better start (supervised training), more answers, or a finer reward",
-            ("data.train_files", "rollout.n", "reward.custom_reward_function.path"),
-            "such groups teach nothing",
-            high=0.6,
-            alarm_high=0.95,
-        ),
-    ),
-    MetricDoc("groups/unjudged", "groups of which fewer than two answers have an outcome / groups", "share"),
-)

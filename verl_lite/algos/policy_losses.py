@@ -27,7 +27,6 @@ from verl_lite.algos.masked import (
     masked_mean,
     masked_sum,
 )
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.registry import accepts, takes
 
@@ -390,42 +389,3 @@ def compute_policy_loss_geo_mean(
     is_out = log_ratio != clamped
     averages = {"pg_clipfrac": is_out & (advantages > 0), "pg_clipfrac_lower": is_out & (advantages < 0)}
     return (-advantage * ratio).unsqueeze(-1).expand_as(log_ratio), averages
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "actor/pg_clipfrac",
-        "tokens where the loss clips, truncates or leaves out its ratio / valid tokens; which, says each loss",
-        "share",
-        "losses that clip",
-        health=Health(
-            "many tokens are outside the clip range and give no gradient: the update goes too far in one step",
-            "lower the learning rate, train fewer epochs or in fewer mini-batches on a batch, or widen the range",
-            ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
-            "PPO runs that learn are mostly below 0.2; gspo and geo_mean clip whole answers, and more of them",
-            high=0.3,
-            alarm_high=0.6,
-        ),
-    ),
-    MetricDoc(
-        "actor/pg_clipfrac_lower",
-        "tokens bounded from the other side (dual clip; the lower clip of some losses) / valid tokens",
-        "share",
-        "vanilla, geo_mean, cispo",
-    ),
-    MetricDoc(
-        "actor/ppo_kl",
-        "log pi_old - log pi within +-20, mean over valid tokens: an estimate of KL(pi_old || pi); kl_cov: its size",
-        "nats",
-        health=Health(
-            "the policy of the last mini-batch is far from the one that sampled",
-            "lower the learning rate, or train fewer epochs or in fewer mini-batches on a batch",
-            ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size"),
-            "PPO implementations with early stopping end an update at 0.015 to 0.05",
-            low=-0.1,
-            high=0.1,
-            alarm_low=-1.0,
-            alarm_high=1.0,
-        ),
-    ),
-)

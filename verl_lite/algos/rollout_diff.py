@@ -10,7 +10,6 @@ import torch
 
 from verl_lite.algos.masked import at_least_fp32
 from verl_lite.algos.policy_losses import LOG_RATIO_BOUND, masked_log_ratio
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 
 
@@ -83,71 +82,3 @@ def mismatch_metrics(
     metrics["rollout_corr/log_ppl_diff_max"] = Metric.max(numbers[-2])
     metrics["rollout_corr/log_ppl_diff_min"] = Metric.min(numbers[-1])
     return metrics
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "training/rollout_probs_diff_mean",
-        "|p_trainer - p_rollout| of the sampled tokens, mean over valid tokens",
-        "share",
-        "rollout.calculate_log_probs",
-        health=Health(
-            "the engine that samples gives other probabilities than the trainer: missed weights, a stale cache, "
-            "another precision, or a top_p or top_k that only one of them applies",
-            "sample in the trainer's precision without top_p and top_k, or correct for it",
-            (
-                "rollout.dtype",
-                "rollout.top_p",
-                "rollout.enable_prefix_caching",
-                "algorithm.rollout_correction.rollout_is",
-            ),
-            "verl's FAQ: below 0.005 is numerics, above 0.01 an error; fp32 on both sides gives 1e-6",
-            high=0.005,
-            alarm_high=0.01,
-        ),
-    ),
-    MetricDoc(
-        "training/rollout_probs_diff_max", "the largest |p_trainer - p_rollout|", "share", "rollout.calculate_log_probs"
-    ),
-    MetricDoc(
-        "rollout_corr/kl",
-        "-x with x = log p_trainer - log p_rollout within +-20, mean over valid tokens: KL(rollout || trainer), "
-        "unbiased and noisy",
-        "nats",
-        "rollout.calculate_log_probs",
-    ),
-    MetricDoc(
-        "rollout_corr/k3_kl",
-        "e^x - 1 - x, mean over valid tokens: the same KL, never negative",
-        "nats",
-        "rollout.calculate_log_probs",
-        health=Health(
-            "samples come from another policy than the trainer believes",
-            "correct for it, or generate nearer to the update",
-            ("algorithm.rollout_correction.rollout_is", "agentic.async_generation_ratio"),
-            "bf16 against bf16 is about 1e-3; ten times that is more than numerics",
-            high=0.01,
-            alarm_high=0.1,
-        ),
-    ),
-    MetricDoc("rollout_corr/chi2_token", "e^(2x) - 1, mean over valid tokens", when="rollout.calculate_log_probs"),
-    MetricDoc("rollout_corr/chi2_seq", "e^(2 sum x) - 1, mean over answers", when="rollout.calculate_log_probs"),
-    MetricDoc(
-        "rollout_corr/{training,rollout}_ppl",
-        "e^(-mean log p of the answer) by trainer and by rollout engine, mean over answers",
-        when="rollout.calculate_log_probs",
-    ),
-    MetricDoc(
-        "rollout_corr/{training,rollout}_log_ppl",
-        "-mean log p of the answer, mean over answers",
-        "nats",
-        "rollout.calculate_log_probs",
-    ),
-    MetricDoc(
-        "rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}",
-        "d = training_log_ppl - rollout_log_ppl of an answer: mean of d, of |d|, largest, smallest",
-        "nats",
-        "rollout.calculate_log_probs",
-    ),
-    MetricDoc("rollout_corr/ppl_ratio", "e^d, mean over answers", when="rollout.calculate_log_probs"),
-)

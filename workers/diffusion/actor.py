@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.device import device_memory
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
@@ -119,21 +118,3 @@ class ActorWorker(TrainingWorker):
         if dist.get_rank() == 0:
             write_lora(path, whole, adapter)
         dist.barrier()
-
-
-METRIC_DOCS = (
-    MetricDoc("actor/face_score", "the reward's score, mean over the samples that count", "score", "reward flow"),
-    MetricDoc(
-        "actor/no_face_frac",
-        "samples that do not count, since the reward found nothing to score in their frames / samples",
-        "share",
-        "reward flow",
-        health=Health(
-            "the frames no longer show what the reward looks for",
-            "lower the learning rate or hold the model nearer to the base model",
-            ("actor.optim.lr", "actor.kl_loss_coef"),
-            "samples that do not count teach nothing",
-            high=0.5,
-        ),
-    ),
-)

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from verl_lite.config import FSDPConfig, OptimConfig
 from verl_lite.device import compute_dtype, dist_backend, empty_cache, keep_freed_memory
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import seed_random_state
@@ -302,6 +301,3 @@ def shard_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
         divisors = [size for size in range(1, world + 1) if world % size == 0]
         raise ValueError(f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({world} ranks)")
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
-
-
-METRIC_DOCS = (MetricDoc("{actor,critic,train}/lr", "learning rate of the step"),)

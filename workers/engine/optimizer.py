@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from verl_lite.config import OptimConfig
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 
 
@@ -147,33 +146,3 @@ def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
         wave = 0.5 * (1.0 + math.cos(math.pi * config.num_cycles * 2.0 * progress))
         return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * max(0.0, wave)
     raise ValueError(f"actor.optim.lr_scheduler_type={config.lr_scheduler_type!r}: expected constant or cosine")
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "{actor,critic,train}/grad_norm",
-        "L2 norm of the gradient of all parameters before clipping, mean over the optimizer steps taken",
-        health=Health(
-            "gradients are far larger than at the start: the update may be diverging",
-            "lower the learning rate or the gradient clip; look at training/rollout_probs_diff_mean as well",
-            ("actor.optim.lr", "actor.optim.clip_grad"),
-            "a norm has no scale of its own: ten times the first value is out of the usual scatter",
-            high=10.0,
-            alarm_high=100.0,
-            of_start=True,
-        ),
-    ),
-    MetricDoc(
-        "{actor,critic,train}/grad_norm_nonfinite",
-        "optimizer steps left out because the gradient's norm was infinite or no number / optimizer steps",
-        "share",
-        health=Health(
-            "gradients overflow: such a step is left out",
-            "lower the learning rate, or train in fp32",
-            ("actor.optim.lr", "actor.fsdp_config.mixed_precision.param_dtype"),
-            "none is expected",
-            high=0.0,
-            alarm_high=0.1,
-        ),
-    ),
-)

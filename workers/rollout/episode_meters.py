@@ -6,7 +6,6 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from verl_lite.metric_docs import Health, MetricDoc
 from verl_lite.metrics import Metric
 from workers.envs.messages import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine
@@ -86,35 +85,3 @@ class PoolMeter:
             metrics["env/step_seconds/mean"] = Metric.mean(sum(seconds), len(seconds))
             metrics["env/step_seconds/max"] = Metric.max(max(seconds))
         return metrics
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "rollout/engine_busy_frac",
-        "time inside the engine / time that episodes were driven",
-        "share",
-        "episodes",
-        health=Health(
-            "the model waits for environments",
-            "more environment processes, or more episodes at one time",
-            ("agentic.env_pool.num_workers", "agentic.train_env_manager.num_env_groups"),
-            "below a half most of the device's rollout time is waiting",
-            low=0.5,
-        ),
-    ),
-    MetricDoc("rollout/engine_sequences", "sequences in the engine, mean over its steps", "", "episodes"),
-    MetricDoc("env/step_seconds/{mean,max}", "time of one call of an environment", "s", "episodes"),
-    MetricDoc(
-        "env/processes_replaced",
-        "environment processes that died or hung, since the start",
-        "",
-        "episodes",
-        health=Health(
-            "environments crash or hang and are started anew",
-            "see logs/environments-*/ in the run folder; give them more time or memory",
-            ("agentic.env_pool.timeout_s", "agentic.env_pool.max_memory_mb"),
-            "none is expected",
-            high=0.0,
-        ),
-    ),
-)

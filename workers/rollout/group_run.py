@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from verl_lite.group_filters import GroupFilter
-from verl_lite.metric_docs import MetricDoc
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
@@ -173,13 +172,3 @@ def counts_of(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
         (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed), None
     )
     return EpisodeCounts(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), first)
-
-
-METRIC_DOCS = (
-    MetricDoc(
-        "rollout/seconds_beside_training",
-        "time that episodes were driven between the passes of training, mean over ranks",
-        "s",
-        "agentic.async_generation_ratio",
-    ),
-)

@@ -146,7 +146,7 @@ function course(line) {
 }
 
 function metricRow(name) {
-  const doc = data.docs[name] ?? { formula: "", unit: "", healthy: "", file: "" };
+  const doc = data.docs[name] ?? { formula: "", unit: "", healthy: "" };
   const lines = linesOf(name, "", 0);
   const unfold = () => {
     if (row.nextSibling?.classList.contains("unfolded")) return row.nextSibling.remove();
@@ -159,7 +159,7 @@ function metricRow(name) {
     { click: unfold },
     el("td.mono.wrap", el("button.mono.wrap", { type: "button" }, name)),
     el("td", lines.map(course)),
-    el("td.wrap", doc.formula, doc.file ? el("div.soft.small", doc.file) : null),
+    el("td.wrap", doc.formula),
     el("td.small", doc.unit, doc.healthy ? el("div.soft", `healthy: ${doc.healthy}`) : null),
   );
   return { row, name, unfold, words: `${name} ${doc.formula}`.toLowerCase() };
@@ -180,7 +180,7 @@ function metrics() {
   };
   metricSearch.addEventListener("input", update);
   update();
-  const head = ["metric", "course, last value, range", "formula and file", "unit"].map((name) => el("th", name));
+  const head = ["metric", "course, last value, range", "formula", "unit"].map((name) => el("th", name));
   return el("section", el("div.tools", metricSearch, count), chartTools(), tableOf("metrics", el("tr", head), body));
 }
 
