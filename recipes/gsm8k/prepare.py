@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 
 from recipes.gsm8k.rows import gsm8k_row
-from trainer.data.files import read_rows
+from trainer.data.sources import read_rows
 from verl_lite.errors import UserError
 
 SPLITS = ("train", "test")

@@ -137,7 +137,7 @@ def curriculum_epoch() -> list[int]:
 
 def test_a_level_opens_when_the_answers_of_some_steps_were_right_and_not_before() -> None:
     sampler = curriculum()
-    batches = SamplerBatches(sampler, "Curriculum", len(Rows()), 20, seed=1, fingerprint="")
+    batches = SamplerBatches(sampler, len(Rows()), 20, seed=1, fingerprint="")
     sums, spelling = source("chain_sum"), source("spell_backward")
     served = iter(batches)
     for step in range(1, STEPS + 3):
@@ -164,7 +164,7 @@ def test_it_goes_on_exactly_where_it_was() -> None:
         return positions, batches.update(answered(positions, {(source("chain_sum"), level): 0.75 for level in (1, 2)}))
 
     def made() -> SamplerBatches:
-        return SamplerBatches(curriculum(), "Curriculum", len(Rows()), 20, seed=1, fingerprint="")
+        return SamplerBatches(curriculum(), len(Rows()), 20, seed=1, fingerprint="")
 
     def endless(batches: SamplerBatches) -> Iterator[list[int]]:
         while True:

@@ -136,10 +136,6 @@ def test_there_is_no_more_where_the_step_has_asked_all() -> None:
     assert len(prompts) == 4 and len(uids(steps.more(3))) == 1 and steps.more(1) is None
 
 
-def test_a_batch_is_full_where_the_dataset_is_smaller_it_has_all() -> None:
-    assert [len(each) for each in ask(stream(3, 5), [0, 0])] == [3, 3]
-
-
 @pytest.mark.parametrize("rows", [7, 12, 40])
 def test_a_resumed_stream_asks_what_the_uninterrupted_one_asks(rows: int) -> None:
     refills = [int(x) for x in np.random.default_rng(rows).integers(0, 3, 9)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trainer.checkpoint import DiskFull
-from trainer.data.order import EpochBatches
+from trainer.data.order import BatchOrder
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import RewardFailure
 from trainer.rewards.scores import Rewards
@@ -146,7 +146,7 @@ class FakeSteps(TrainingSteps):
     def __init__(self, config: PPOConfig, total: int = 3) -> None:
         self.config, self.total, self.global_step, self.epoch = config, total, 0, 0
         self.loader = [prompts()] * total  # type: ignore[assignment]
-        self.order = EpochBatches(total, 1, shuffle=False, seed=0, fingerprint="")
+        self.order = BatchOrder(total, 1, shuffle=False, seed=0, fingerprint="")
 
     def state_dict(self) -> dict[str, Any]:
         return {"global_step": self.global_step}

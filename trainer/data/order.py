@@ -1,7 +1,8 @@
 """In which order the training prompts come: shuffled epochs, sources mixed by weight, or a sampler of the user's own.
 
 An order is a batch sampler of the data loader: lists of positions in a `PromptDataset`, one list a step. Whatever it
-is, a state saved after a step and loaded again goes on as if nothing had happened.
+is, a state saved after a step and loaded again goes on as if nothing had happened. Shares are exact, which those of
+`datasets.interleave_datasets`, drawn at random, are not.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import math
 import warnings
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -50,17 +49,17 @@ class Sampler(Protocol):
     def __iter__(self) -> Iterator[int]: ...
 
 
-class BatchOrder(ABC):
-    """Positions of the prompts of each batch, epoch after epoch.
+class BatchOrder:
+    """Every prompt once an epoch; the last batch of one may be short. The order depends on (seed, epoch) alone.
 
-    rows: prompts of an epoch; served: how many of them this epoch has given. One pass of the iterator is one epoch, or
-    the rest of it after `load_state_dict`. fingerprint: of the dataset; a state of another dataset is refused.
+    One pass of the iterator is one epoch, or the rest of it after `load_state_dict`. rows: prompts of an epoch; served:
+    how many of them this epoch has given. fingerprint: of the dataset; a state of another dataset is refused.
     """
 
-    def __init__(self, rows: int, batch_size: int, *, seed: int, fingerprint: str) -> None:
-        self.rows, self.batch_size, self.seed, self.fingerprint = rows, batch_size, seed, fingerprint
-        self.epoch = 0
-        self.served = 0
+    def __init__(self, rows: int, batch_size: int, *, seed: int, fingerprint: str, shuffle: bool = True) -> None:
+        self.rows, self.batch_size, self.shuffle = rows, batch_size, shuffle
+        self.seed, self.fingerprint = seed, fingerprint
+        self.epoch = self.served = 0
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -72,9 +71,14 @@ class BatchOrder(ABC):
             yield batch
         self.epoch, self.served = self.epoch + 1, 0
 
-    @abstractmethod
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         """The batches after the rows that are served, which are counted between them."""
+        order = self._shuffled(np.arange(self.rows), self.epoch)
+        for start in range(self.served, self.rows, self.batch_size):
+            yield order[start : start + self.batch_size].tolist()
+
+    def _shuffled(self, values: np.ndarray, *stream: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, *stream]).permutation(values) if self.shuffle else values
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Hears what became of a batch; gives numbers to log."""
@@ -93,47 +97,6 @@ class BatchOrder(ABC):
         self.epoch, self.served = state["epoch"], state["served"]
 
 
-class EpochBatches(BatchOrder):
-    """Every prompt once an epoch; the last batch of one may be short. The order depends on (seed, epoch) alone."""
-
-    def __init__(self, rows: int, batch_size: int, *, shuffle: bool, seed: int, fingerprint: str) -> None:
-        super().__init__(rows, batch_size, seed=seed, fingerprint=fingerprint)
-        self.shuffle = shuffle
-
-    def _rest_of_epoch(self) -> Iterator[list[int]]:
-        order = np.arange(self.rows)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
-        for start in range(self.served, self.rows, self.batch_size):
-            yield order[start : start + self.batch_size].tolist()
-
-
-class _Source:
-    """The prompts of one source, pass after pass, each in a new order if shuffled. drawn: how many it gave so far."""
-
-    def __init__(self, name: str, positions: np.ndarray, seed: int, shuffle: bool) -> None:
-        self.name, self.positions, self.shuffle = name, positions, shuffle
-        self.seed = [seed, zlib.crc32(name.encode())]
-        self.drawn = 0
-        self._pass: tuple[int, np.ndarray] | None = None
-
-    def draw(self, count: int) -> list[int]:
-        """The next positions; it begins again where it ends."""
-        found: list[int] = []
-        while len(found) < count:
-            number, start = divmod(self.drawn, len(self.positions))
-            part = self._order(number)[start : start + count - len(found)].tolist()
-            found += part
-            self.drawn += len(part)
-        return found
-
-    def _order(self, number: int) -> np.ndarray:
-        if self._pass is None or self._pass[0] != number:
-            rng = np.random.default_rng([*self.seed, number])
-            self._pass = number, rng.permutation(self.positions) if self.shuffle else self.positions
-        return self._pass[1]
-
-
 class MixtureBatches(BatchOrder):
     """Batches in which each source has its share (data.sources.NAME.weight over the sum of weights).
 
@@ -145,114 +108,106 @@ class MixtureBatches(BatchOrder):
     """
 
     def __init__(
-        self,
-        sources: dict[str, np.ndarray],
-        weights: dict[str, float],
-        rows: int,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        fingerprint: str,
+        self, sources: dict[str, np.ndarray], weights: dict[str, float], rows: int, batch_size: int, **options: Any
     ) -> None:
-        batches = -(-rows // batch_size)
-        super().__init__(batches * batch_size, batch_size, seed=seed, fingerprint=fingerprint)
-        self.shuffle = shuffle
+        super().__init__(-(-rows // batch_size) * batch_size, batch_size, **options)
         exact = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
         self.shares = {name: exact[name] / sum(exact.values()) for name in sorted(exact)}
-        self.behind = dict.fromkeys(self.shares, Fraction(0))
-        self.sources = {name: _Source(name, sources[name], seed, shuffle) for name in self.shares}
+        self.positions = sources
+        self.behind = dict.fromkeys(self.shares, Fraction(0))  # its share of all batches, less what it gave
+        self.drawn = dict.fromkeys(self.shares, 0)
+        self._passes: dict[str, tuple[int, np.ndarray]] = {}
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         while self.served < self.rows:
-            yield self._next()
-
-    def _next(self) -> list[int]:
-        seats = self._seats()
-        drawn = {name: iter(source.draw(seats.count(name))) for name, source in self.sources.items()}
-        batch = [next(drawn[name]) for name in seats]
-        if self.shuffle:  # else a mini-batch could be of one source
-            mixed = np.random.default_rng([self.seed, self.epoch, self.served]).permutation(len(batch))
-            batch = [batch[place] for place in mixed]
-        return batch
+            seats = self._seats()
+            drawn = {name: iter(self._draw(name, seats.count(name))) for name in self.shares}
+            batch = np.array([next(drawn[name]) for name in seats])
+            yield self._shuffled(batch, self.epoch, self.served).tolist()  # else a mini-batch could be of one source
 
     def _seats(self) -> list[str]:
-        """The source of each place of the next batch; in whole numbers of the shares' common denominator."""
-        whole = math.lcm(*(value.denominator for value in (*self.shares.values(), *self.behind.values())))
-        owed = {name: int((self.behind[name] + share * self.batch_size) * whole) for name, share in self.shares.items()}
+        """The source of each place of the next batch."""
+        for name, share in self.shares.items():
+            self.behind[name] += share * self.batch_size
         seats = []
         for _ in range(self.batch_size):
-            name = max(owed, key=owed.__getitem__)
-            owed[name] -= whole
+            name = max(self.behind, key=self.behind.__getitem__)
+            self.behind[name] -= 1
             seats.append(name)
-        self.behind = {name: Fraction(value, whole) for name, value in owed.items()}
         return seats
 
+    def _draw(self, name: str, count: int) -> list[int]:
+        """The next positions of a source; it begins again, in a new order, where it ends."""
+        found: list[int] = []
+        while len(found) < count:
+            number, start = divmod(self.drawn[name], len(self.positions[name]))
+            if self._passes.get(name, (-1,))[0] != number:
+                order = self._shuffled(self.positions[name], zlib.crc32(name.encode()), number)
+                self._passes[name] = number, order
+            part = self._passes[name][1][start : start + count - len(found)].tolist()
+            found += part
+            self.drawn[name] += len(part)
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        sources = {
-            name: {"behind": str(self.behind[name]), "drawn": source.drawn} for name, source in self.sources.items()
-        }
+        sources = {name: {"behind": str(self.behind[name]), "drawn": self.drawn[name]} for name in self.shares}
         return super().state_dict() | {"sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A source that had no weight then starts anew (data.sources may differ where trainer.resume_allow says so)."""
         super().load_state_dict(state)
         for name, saved in state.get("sources", {}).items():
-            if name in self.sources:
-                self.behind[name] = Fraction(saved["behind"])
-                self.sources[name].drawn = saved["drawn"]
+            if name in self.shares:
+                self.behind[name], self.drawn[name] = Fraction(saved["behind"]), saved["drawn"]
 
 
 class SamplerBatches(BatchOrder):
     """Batches of what a sampler gives; the last one of an epoch may be short. See `Sampler`."""
 
-    def __init__(
-        self, sampler: Any, name: str, positions: int, batch_size: int, *, seed: int, fingerprint: str
-    ) -> None:
-        super().__init__(len(sampler), batch_size, seed=seed, fingerprint=fingerprint)
-        self.sampler, self.name, self.positions = sampler, name, positions
+    def __init__(self, sampler: Any, positions: int, batch_size: int, **options: Any) -> None:
+        super().__init__(len(sampler), batch_size, **options)
+        self.sampler, self.positions, self.name = sampler, positions, type(sampler).__name__
         self.digest = ""  # of all positions so far, to tell whether a replay gives the same ones
         self._is_stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         if self.rows < 1:
-            raise UserError(f"data.sampler: len({name}) is {self.rows}, expected at least one position")
+            raise UserError(f"data.sampler: len({self.name}) is {self.rows}, expected at least one position")
         if hasattr(sampler, "update") and not self._is_stateful:
             raise UserError(
-                f"data.sampler: {name} has update(batch) but not both of state_dict() and load_state_dict(state), so a "
-                "resumed run would not be the one that was interrupted: add them"
+                f"data.sampler: {self.name} has update(batch) but not both of state_dict() and load_state_dict(state), "
+                "so a resumed run would not be the one that was interrupted: add them"
             )
         self._rest: Iterator[Any] | None = None  # of the epoch at hand, after a replay
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         positions, self._rest = self._fresh() if self._rest is None else self._rest, None
         while self.served < self.rows:
-            yield self._draw(positions)
+            yield self._next(positions)
 
     def _fresh(self) -> Iterator[Any]:
         """The sampler's next epoch, or what is left of it. Not asked for where the epoch at hand is already done."""
         return iter(()) if self.served >= self.rows else iter(self.sampler)
 
-    def _draw(self, positions: Iterator[Any]) -> list[int]:
+    def _next(self, positions: Iterator[Any]) -> list[int]:
         count = min(self.batch_size, self.rows - self.served)
-        found = list(islice(positions, count))
+        batch = list(islice(positions, count))
         ends = self.served + count == self.rows
         more = next(positions, None) if ends else None  # also runs what the sampler does at an epoch's end
-        if len(found) < count or more is not None:
-            gave = "more" if more is not None else f"{self.served + len(found)}"
+        if len(batch) < count or more is not None:
+            gave = "more" if more is not None else f"{self.served + len(batch)}"
             raise UserError(
                 f"data.sampler: an epoch of {self.name} gave {gave} positions, and its len is {self.rows}: expected as "
                 "many as that"
             )
-        batch = [self._checked(position) for position in found]
+        for position in batch:
+            is_index = isinstance(position, int | np.integer) and not isinstance(position, bool)
+            if not is_index or not 0 <= position < self.positions:
+                most = self.positions - 1
+                raise UserError(
+                    f"data.sampler: {self.name} gave {position!r:.100}, expected a position from 0 to {most}"
+                )
+        batch = [int(position) for position in batch]
         self.digest = hashlib.blake2b(f"{self.digest}{batch}".encode(), digest_size=8).hexdigest()
         return batch
-
-    def _checked(self, position: Any) -> int:
-        is_index = isinstance(position, int | np.integer) and not isinstance(position, bool)
-        if not is_index or not 0 <= position < self.positions:
-            raise UserError(
-                f"data.sampler: {self.name} gave {position!r:.100}, expected a position from 0 to {self.positions - 1}"
-            )
-        return int(position)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         if not hasattr(self.sampler, "update"):
@@ -269,38 +224,50 @@ class SamplerBatches(BatchOrder):
         if self._is_stateful:
             self.sampler.load_state_dict(state["sampler"])
             self.digest = state["digest"]
-        else:
-            self._replay(self.epoch, self.served)
-            if self.digest != state["digest"]:
-                raise UserError(
-                    f"data.sampler: made anew, {self.name} gives other positions than before the checkpoint. Give it "
-                    "state_dict() and load_state_dict(state), or draw from a generator seeded with data_config.seed"
-                )
-
-    def _replay(self, epoch: int, served: int) -> None:
-        """Draws all that a new sampler had given by then."""
-        self.epoch, self.served, self.digest = 0, 0, ""
-        for _ in range(epoch):
+            return
+        epoch, served = self.epoch, self.served
+        self.epoch = self.served = 0
+        for _ in range(epoch):  # a new sampler draws again all that the old one had given
             for _ in self:
                 pass
         self._rest = self._fresh()
         while self.served < served:
-            self.served += len(self._draw(self._rest))
+            self.served += len(self._next(self._rest))
+        if self.digest != state["digest"]:
+            raise UserError(
+                f"data.sampler: made anew, {self.name} gives other positions than before the checkpoint. Give it "
+                "state_dict() and load_state_dict(state), or draw from a generator seeded with data_config.seed"
+            )
 
 
 def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
-    """The order that data.sampler, data.sources or data.shuffle ask for. Raises UserError if they cannot be met."""
+    """The order that data.sampler, data.sources or data.shuffle ask for.
+
+    Raises:
+        UserError: if they cannot be met; also where an epoch has fewer prompts than a step.
+    """
     options, size = config.data, config.data.train_batch_size
     seed = config.trainer.seed if options.seed is None else options.seed
-    fingerprint = data.fingerprint()
-    if options.sampler.class_path is not None:
-        sampler = _make_sampler(data, replace(options, seed=seed))
-        name = options.sampler.class_name or ""
-        return SamplerBatches(sampler, name, len(data), size, seed=seed, fingerprint=fingerprint)
+    shared: dict[str, Any] = {"seed": seed, "fingerprint": data.fingerprint()}
     given = source_options(options.sources)
     weights = {name: entry.weight for name, entry in given.items() if entry.weight is not None}
-    if not weights:
-        return EpochBatches(len(data), size, shuffle=options.shuffle, seed=seed, fingerprint=fingerprint)
+    if options.sampler.class_path is None and weights:
+        positions = _weighted_positions(data, weights, options)
+        return MixtureBatches(positions, weights, len(data), size, shuffle=options.shuffle, **shared)
+    if options.sampler.class_path is not None:
+        order: BatchOrder = SamplerBatches(_make_sampler(data, replace(options, seed=seed)), len(data), size, **shared)
+    else:
+        order = BatchOrder(len(data), size, shuffle=options.shuffle, **shared)
+    if order.rows < size:  # verl drops a short last batch, and refuses data of which nothing would be left
+        raise UserError(
+            f"data.train_batch_size={size}: an epoch has only {order.rows} prompts, so no step would have as many as "
+            f"asked for. Set data.train_batch_size={order.rows} or less, or give more rows in data.train_files"
+        )
+    return order
+
+
+def _weighted_positions(data: PromptDataset, weights: dict[str, float], options: DataConfig) -> dict[str, np.ndarray]:
+    """The positions of each source that has a weight. Raises UserError for one without, or without prompts."""
     positions = data.positions_by_source()
     missing = sorted(positions.keys() - weights.keys())
     if missing:
@@ -313,9 +280,7 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
             f"data.sources.{name}.weight={weights[name]}: all its prompts are longer than data.max_prompt_length="
             f"{options.max_prompt_length} and were dropped: raise that, or leave the source out"
         )
-    return MixtureBatches(
-        positions, weights, len(data), size, shuffle=options.shuffle, seed=seed, fingerprint=fingerprint
-    )
+    return positions
 
 
 def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:

@@ -19,13 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.schema import PromptRow, RowSchema
 from trainer.data.sources import open_sources
-from trainer.data.tokens import Prompt, encode_prompts, truncate
+from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig, source_options
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
 
 _SUBSET_SEED = 1
-_TRUNCATIONS = ("error", "left", "right", "middle")
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +32,16 @@ logger = logging.getLogger(__name__)
 class PromptDataset:
     """The prompts of one split, tokenised with the model's chat template and at most data.max_prompt_length long.
 
-    files: what data.train_files or data.val_files name, one or several. split: "train" or "val"; it names the option in
-    messages, and the rows: a row's uid is "{split}-{index}", where index counts the rows of all files, dropped ones
-    too. needs_ground_truth: whether a reward function compares answers with reward_model["ground_truth"], which each
-    row then has to have. answers: to each prompt where neither row nor data.sources says how many (rollout.n); None =
-    they are not heard.
-    Raises UserError for files, rows or prompts that cannot be used. `report` says how many prompts there are and what
-    was dropped or cut.
+    `report` says how many prompts there are and what was dropped or cut.
+
+    Args:
+        files: what data.train_files or data.val_files name, one or several.
+        split: "train" or "val"; it names the option in messages, and the rows: a row's uid is "{split}-{index}", where
+            index counts the rows of all files, dropped ones too.
+        needs_ground_truth: whether a reward function compares answers with reward_model["ground_truth"].
+        answers: to each prompt where neither row nor data.sources says how many (rollout.n); None = they are not heard.
+    Raises:
+        UserError: for files, rows or prompts that cannot be used.
     """
 
     def __init__(
@@ -90,13 +92,13 @@ class PromptDataset:
         asks for another number of answers than `answers`; raw_prompt, data_source, reward_model, extra_info, uid and
         index (B,). A prompt that stands in the batch again has another uid there: its answers are a group of their own.
         """
-        index = self._index[np.asarray(positions, dtype=np.int64)]
-        prompts = torch.full((len(index), self._max_prompt_length), self._pad_token_id, dtype=torch.long)
+        index, width = self._index[np.asarray(positions, dtype=np.int64)], self._max_prompt_length
+        prompts = torch.full((len(index), width), self._pad_token_id, dtype=torch.long)
         mask = torch.zeros_like(prompts)
         for row, place in enumerate(index):
             tokens = torch.from_numpy(self._tokens[place].astype(np.int64))
-            prompts[row, self._max_prompt_length - len(tokens) :] = tokens
-            mask[row, self._max_prompt_length - len(tokens) :] = 1
+            prompts[row, width - len(tokens) :] = tokens
+            mask[row, width - len(tokens) :] = 1
         rows = self._rows(index)
         columns = {
             "raw_prompt": as_column([row["prompt"] for row in rows]),
@@ -166,30 +168,25 @@ class PromptDataset:
         return prompts
 
     def _rows(self, index: np.ndarray) -> list[PromptRow]:
-        rows: list[PromptRow | None] = [None] * len(index)
+        rows: dict[int, PromptRow] = {}
         which = np.searchsorted(self._starts, index, side="right") - 1
         for number in np.unique(which):
-            places = np.flatnonzero(which == number)
-            found = self._schema.rows(self._files[number], (index[places] - self._starts[number]).tolist())
-            for place, row in zip(places, found, strict=True):
-                rows[place] = row
-        return [row for row in rows if row is not None]
+            places = index[which == number]
+            found = self._schema.rows(self._files[number], (places - self._starts[number]).tolist())
+            rows |= dict(zip(places.tolist(), found, strict=True))
+        return [rows[place] for place in index.tolist()]
 
     def _uids(self, index: np.ndarray) -> list[str]:
         times: Counter[int] = Counter()
         names = []
         for place in index.tolist():
-            again = f"+{times[place]}" if times[place] else ""
-            names.append(f"{self.split}-{place}{again}")
+            names.append(f"{self.split}-{place}" + (f"+{times[place]}" if times[place] else ""))
             times[place] += 1
         return names
 
     def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
         """Which rows stay, and a sentence about it; longer prompts are dropped, cut or refused."""
-        if config.truncation not in _TRUNCATIONS:
-            raise UserError(f"data.truncation={config.truncation!r}: expected one of {', '.join(_TRUNCATIONS)}")
-        limit = config.max_prompt_length
-        lengths = np.array([len(tokens) for tokens in self._tokens])
+        limit, lengths = config.max_prompt_length, np.array([len(tokens) for tokens in self._tokens])
         index, overlong = np.arange(len(lengths)), np.flatnonzero(lengths > limit)
         if not lengths.min():
             raise UserError(
@@ -216,8 +213,10 @@ class PromptDataset:
                 f"{what}: {example}. Raise data.max_prompt_length, drop such prompts with "
                 "data.filter_overlong_prompts=true, or cut them with data.truncation=left|right|middle."
             )
+        head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept of the beginning
         for place in overlong:
-            self._tokens[place] = truncate(self._tokens[place], limit, config.truncation)
+            tokens = self._tokens[place]
+            self._tokens[place] = np.concatenate([tokens[:head], tokens[len(tokens) - (limit - head) :]])
         logger.warning("%s: %s and were cut, data.truncation=%s (%s)", self.split, what, config.truncation, example)
         return index, f"{report}; {len(overlong)} longer than {limit} were cut (data.truncation={config.truncation})"
 

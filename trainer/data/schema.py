@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from trainer.data.files import RowTable
+from trainer.data.sources import RowTable, parse_json
 from verl_lite.config import DataConfig
 from verl_lite.config.sources import is_unicode
 from verl_lite.errors import UserError
@@ -77,24 +77,19 @@ class RowSchema:
                 yield self._row(raw, table, f"{self._option}: row {index} of {table.path}")
 
     def check_columns(self, tables: Sequence[RowTable]) -> None:
-        """Raises UserError for a table without the columns that are needed or with two of one name, and for a name in
-        data.columns that no table has."""
-        for table in tables:
-            twice = sorted(name for name in {*table.columns} if table.columns.count(name) > 1)
-            if twice and len(table):
-                raise UserError(
-                    f"{self._option}: {table.path} has several columns {twice[0]!r}; expected one of each name"
-                )
-            for name in ("prompt", "data_source", "ground_truth") if len(table) else ():
+        """Raises UserError for a table without the columns that are needed, and for a name in data.columns that no
+        table has."""
+        for table in filter(len, tables):
+            for name in ("prompt", "data_source", "ground_truth"):
                 if not self._gives(name, table):
                     raise UserError(self._missing(name, table))
+        every = sorted({column for table in tables for column in table.columns})
         for ours in self._config.columns if self._is_train else ():
             for name in self._theirs[ours]:
-                if not any(_found([name], table) for table in tables):
-                    found = sorted({column for table in tables for column in table.columns})
+                if not _first_found([name], every):
                     raise UserError(
                         f"data.columns.{ours}={self._config.columns[ours]}: there is no column {name!r} in "
-                        f"{self._option}; columns found: {', '.join(found)}"
+                        f"{self._option}; columns found: {', '.join(every)}"
                     )
 
     def check_effects(self) -> None:
@@ -116,17 +111,13 @@ class RowSchema:
         """Whether the table has what the rows need under one of our names."""
         if name == "data_source" and (self._config.data_source or table.data_source):
             return True
-        if name == "ground_truth":
-            if not self._needs_ground_truth or "reward_model" in table.columns or self._is_chat(table):
+        if name == "ground_truth" and (not self._needs_ground_truth or "reward_model" in table.columns):
+            return True
+        if name == "ground_truth" and self._maps_prompt:  # a chat may end in the answer
+            first = table.rows([0], self._columns_read(table))[0]
+            if isinstance(self._value("prompt", first), list):
                 return True
-        return bool(_found(self._theirs[name], table))
-
-    def _is_chat(self, table: RowTable) -> bool:
-        """Whether the prompts of another schema are chats, which may end in the answer."""
-        if not self._maps_prompt:
-            return False
-        first = table.rows([0], self._columns_read(table))[0]
-        return isinstance(self._value("prompt", first), list)
+        return _first_found(self._theirs[name], table.columns) is not None
 
     def _missing(self, name: str, table: RowTable) -> str:
         column = "reward_model" if name == "ground_truth" else self._theirs[name][0]
@@ -144,14 +135,14 @@ class RowSchema:
 
     def _setting(self, table: RowTable) -> str:
         """The settings for a schema that is known by its columns' names; empty if it is not."""
-        columns = {name: theirs for name, theirs in self._config.columns.items()}
+        columns = dict(self._config.columns)
         if not self._gives("prompt", table) or (not self._maps_prompt and "reward_model" not in table.columns):
-            prompt = next((name for name in PROMPT_NAMES if name in table.columns), None)
+            prompt = _first_found(PROMPT_NAMES, table.columns)
             if prompt is None:
                 return ""
             columns["prompt"] = prompt
         if not self._gives("ground_truth", table) and columns.get("prompt") != "messages":
-            answer = next((name for name in ANSWER_NAMES if name in table.columns), None)
+            answer = _first_found(ANSWER_NAMES, table.columns)
             if answer is None:
                 return ""
             columns["ground_truth"] = answer
@@ -162,9 +153,8 @@ class RowSchema:
         return f"data.columns='{{{pairs}}}'{source}"
 
     def _columns_read(self, table: RowTable) -> list[str]:
-        wanted = [part.partition(".")[0] for names in self._theirs.values() for part in names]
-        wanted += [name for names in self._theirs.values() for name in names]
-        wanted += ["reward_model", *_MEDIA_COLUMNS, *table.media]
+        mapped = [name for names in self._theirs.values() for name in names]
+        wanted = [*mapped, *(name.partition(".")[0] for name in mapped), "reward_model", *_MEDIA_COLUMNS, *table.media]
         return [name for name in dict.fromkeys(wanted) if name in table.columns]
 
     # -------------------------------------------------------------------------------------------------- of a single row
@@ -190,8 +180,7 @@ class RowSchema:
 
     def _name(self, ours: str, raw: dict[str, Any]) -> str:
         """The column that holds one of ours in this row."""
-        theirs = self._theirs[ours]
-        return next((name for name in theirs if name.partition(".")[0] in raw or name in raw), (*theirs, ours)[0])
+        return _first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]
 
     def _value(self, ours: str, raw: dict[str, Any]) -> Any:
         """The first of their values for one of our columns that is not null; a dotted name goes into dicts."""
@@ -276,7 +265,7 @@ class RowSchema:
             return self._tools
         place = f"{where}, column {self._name('tools', raw)!r}"
         if isinstance(value, str):
-            value = _json_of(value, place)
+            value = parse_json(value, place, "a list of tool schemas")
         check_tools(value, f"{place} (data.columns.tools=null leaves it out)")
         return value
 
@@ -327,7 +316,7 @@ def read_tools(path: str) -> list[dict[str, Any]]:
     """The tool schemas of data.tools_path. Raises UserError for a file that is not a json list of them."""
     where, file = f"data.tools_path={path!r}", Path(path).expanduser()
     try:
-        tools = _json_of(file.read_text(encoding="utf-8"), where)
+        tools = parse_json(file.read_text(encoding="utf-8"), where, "a list of tool schemas")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: cannot be read ({error}); expected a json file") from error
     check_tools(tools, where)
@@ -339,13 +328,6 @@ def _check_source(source: Any, place: str) -> None:
         raise UserError(f"{place}: found {source!r:.200}, expected a name, as {EXAMPLE_ROW['data_source']!r}")
     if not is_unicode(source):
         raise UserError(f"{place}: found {source!r:.200}, {_SURROGATE}")
-
-
-def _json_of(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid json ({error}); expected a list of tool schemas") from error
 
 
 def _plain_answer(value: Any) -> Any:
@@ -365,8 +347,9 @@ def _listed(names: Any) -> list[str]:
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 
-def _found(names: Sequence[str], table: RowTable) -> list[str]:
-    return [name for name in names if name in table.columns or name.partition(".")[0] in table.columns]
+def _first_found(names: Sequence[str], columns: Collection[str]) -> str | None:
+    """The first of these names, or of columns that they go into, a.b, that there is."""
+    return next((name for name in names if name in columns or name.partition(".")[0] in columns), None)
 
 
 def _at(raw: dict[str, Any], name: str) -> Any:

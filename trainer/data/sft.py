@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.files import read_rows
 from trainer.data.schema import check_prompt
+from trainer.data.sources import read_rows
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

@@ -1,7 +1,8 @@
 """Where rows come from: files, folders of files, folders of `datasets`, names of the Hugging Face hub, a class.
 
 Takes what data.train_files or data.val_files say; gives `RowTable`s. A place that keeps several splits gives the one
-that is named behind an @, or the one whose name fits the option. trainer/DATA.md has the spellings.
+that is named behind an @, or the one whose name fits the option. trainer/DATA.md has the spellings. Json is parsed here
+and not by `datasets`, which makes a date of the text "2024-05-01" and, in columns of several types, a number of "1".
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow
+import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.files import SUFFIXES, ListedRows, RowTable, read_data_file
 from verl_lite.config import HUB_NAME, DataConfig
 from verl_lite.errors import UserError
 from verl_lite.registry import accepts, takes
@@ -25,6 +26,7 @@ from verl_lite.user_code import load_object
 if TYPE_CHECKING:
     import datasets
 
+SUFFIXES = (".parquet", ".json", ".jsonl")
 SPLITS: dict[str, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("test", "validation", "val", "valid", "dev", "eval", "testing", "evaluation"),
@@ -36,137 +38,40 @@ _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json",
 _MEDIA_FEATURES = ("Image", "Video", "Audio")
 
 
-def open_sources(
-    places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
-) -> list[RowTable]:
-    """The rows of each place, unchecked. split: "train" or "val", the option that the places are from.
+class RowTable:
+    """Rows from one place. Those of a file are in memory, those of `datasets` stay on disk until they are asked for.
 
-    Raises UserError for a place that is not there or cannot be read.
+    path: the place, for messages. data_source: a name for all rows that give none. columns: names in the order of the
+    place. media: columns declared to hold pictures, video or sound.
     """
-    if config.custom_cls.path is not None:
-        return [_rows_of_class(places, config, tokenizer, split)]
-    return [table for place in places for table in _open(place, f"data.{split}_files", split)]
 
-
-@dataclass(frozen=True)
-class _Place:
-    """`base:config@split`, taken apart."""
-
-    text: str
-    base: str
-    config: str | None
-    split: str | None
-
-    @staticmethod
-    def parse(text: str) -> _Place:
-        if Path(text).expanduser().exists():  # a path may hold any character
-            return _Place(text, text, None, None)
-        front, _, split = text.partition("@")
-        base, _, config = front.partition(":")
-        return _Place(text, base, config or None, split or None)
-
-
-def _open(text: str, option: str, split: str) -> list[RowTable]:
-    place = _Place.parse(text)
-    folder = Path(place.base).expanduser()
-    if folder.is_dir():
-        return _open_folder(place, folder, option, split)
-    if HUB_NAME.fullmatch(text) and folder.suffix not in SUFFIXES:
-        return [_open_hub(place, option, split)]
-    try:
-        return [read_data_file(text, option)]
-    except UserError as error:
-        if folder.is_file():
-            raise
-        raise UserError(
-            f"{error}. Give parquet, json or jsonl files, a folder of them, or a dataset of the Hugging Face hub as "
-            "owner/name, owner/name:config or owner/name:config@split"
-        ) from None
-
-
-# ------------------------------------------------------------------------------------------------------------- folders
-
-
-def _open_folder(place: _Place, folder: Path, option: str, split: str) -> list[RowTable]:
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return [_open_saved(place, folder, option, split)]
-    if place.config is not None:  # a repository as it lies on the hub, whose README says which files a config has
-        return [_open_hub(place, option, split)]
-    files = _data_files(folder) or _data_files(folder / "data")
-    if not files:
-        inside = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-        raise UserError(
-            f"{option}={place.text!r}: the folder {folder.absolute()} has no parquet, json or jsonl file, and is "
-            f"none of datasets.save_to_disk; it holds {inside}"
-        )
-    chosen = _files_of_split(files, place, option, split)
-    return [read_data_file(str(file), option) for file in chosen]
-
-
-def _data_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.suffix in SUFFIXES and path.name not in _DESCRIPTIONS and not path.name.startswith(".")
-    )
-
-
-def _files_of_split(files: list[Path], place: _Place, option: str, split: str) -> list[Path]:
-    """The files whose names speak of the split; all of them where no name speaks of any."""
-    by_split: dict[str, list[Path]] = {}
-    unnamed = []
-    for file in files:
-        word = _SPLIT_WORD.search(file.stem.lower())
-        if word is None:
-            unnamed.append(file)
+    def __init__(
+        self,
+        path: str,
+        rows: list[dict[str, Any]] | pyarrow.Table | datasets.Dataset,
+        data_source: str | None = None,
+    ) -> None:
+        self.path, self.data_source, self._rows = path, data_source, rows
+        self.columns: list[str]
+        if isinstance(rows, list):  # the types of a column may differ from row to row
+            self.columns = sorted({name for row in rows for name in row})
         else:
-            by_split.setdefault(word[1], []).append(file)
-    if not by_split and place.split is None:
-        return unnamed
-    if unnamed and by_split:
-        raise UserError(
-            f"{option}={place.text!r}: some files of the folder are named after a split "
-            f"({', '.join(sorted(by_split))}), and {unnamed[0].name} is not. Name the files that are meant"
-        )
-    return by_split[_choose_split(list(by_split), place, option, split)]
-
-
-def _choose_split(known: Sequence[str], place: _Place, option: str, split: str) -> str:
-    """The split that is asked for, or that an option takes by itself. Raises UserError listing what there is."""
-    wanted = SPLITS[split] if place.split is None else (place.split,)
-    for name in wanted:
-        if name in known:
-            return name
-    there = f"there are {', '.join(sorted(known))}" if known else "it has none"
-    what = f"no split {wanted[0]!r}" if len(wanted) == 1 else f"no split called {' or '.join(wanted[:2])}"
-    raise UserError(
-        f"{option}={place.text!r}: {what}; {there}. Name one behind an @, as {place.text.split('@')[0]}@NAME"
-    )
-
-
-# ------------------------------------------------------------------------------------------------- datasets and the hub
-
-
-class DatasetRows:
-    """Rows of a `datasets.Dataset`, which stay in its files on disk until they are asked for."""
-
-    def __init__(self, path: str, dataset: datasets.Dataset, data_source: str | None) -> None:
-        self.path, self.data_source = path, data_source
-        self.columns = list(dataset.column_names)
-        self.media = tuple(name for name, feature in dataset.features.items() if _is_media(feature))
-        self._dataset = dataset
-        self._views: dict[tuple[str, ...], datasets.Dataset] = {}
+            self.columns = list(rows.column_names)
+        features = getattr(rows, "features", {})
+        self.media = tuple(name for name, feature in features.items() if _is_media(feature))
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._rows)
 
     def rows(self, indices: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
-        names = tuple(columns)
-        if names not in self._views:
-            self._views[names] = self._dataset.with_format("arrow", columns=list(names))
-        table: pyarrow.Table = self._views[names][list(indices)]
+        """Some rows, in the order asked for, with these columns where they have them."""
+        rows = self._rows
+        if isinstance(rows, list):
+            return [{name: row[name] for name in columns if name in row} for row in map(rows.__getitem__, indices)]
+        if isinstance(rows, pyarrow.Table):
+            table = rows.select(list(columns)).take(pyarrow.array(indices, type=pyarrow.int64()))
+        else:
+            table = rows.with_format("arrow", columns=list(columns))[list(indices)]
         return table.to_pylist(maps_as_pydicts="lossy")
 
 
@@ -178,55 +83,208 @@ def _is_media(feature: Any) -> bool:
     return type(feature).__name__ in _MEDIA_FEATURES or (inner is not None and _is_media(inner))
 
 
-def _open_saved(place: _Place, folder: Path, option: str, split: str) -> RowTable:
+def open_sources(
+    places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
+) -> list[RowTable]:
+    """The rows of each place, unchecked.
+
+    Args:
+        split: "train" or "val", the option that the places are from.
+    Raises:
+        UserError: for a place that is not there or cannot be read.
+    """
+    if config.custom_cls.path is not None:
+        return [_rows_of_class(places, config, tokenizer, split)]
+    return [table for place in places for table in _open(place, f"data.{split}_files", split)]
+
+
+def read_rows(path: str, option: str) -> list[dict[str, Any]]:
+    """All rows of a file; see `read_data_file`."""
+    table = read_data_file(path, option)
+    return table.rows(range(len(table)), table.columns)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def read_data_file(path: str, option: str) -> RowTable:
+    """The rows of a parquet, json (a list of rows) or jsonl (a row per line) file.
+
+    Args:
+        option: the configuration key that the file came from, for messages.
+    Raises:
+        UserError: for a file that is not there, cannot be read, or is of another kind.
+    """
+    file, where = Path(path).expanduser(), f"{option}={path!r}"
+    if not file.is_file():
+        raise UserError(f"{where}: no such file (looked for {file.absolute()})")
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"{where}: expected a file named .parquet, .json or .jsonl")
+    return RowTable(path, _read_parquet(file, where) if file.suffix == ".parquet" else _read_json(file, where))
+
+
+def _read_parquet(file: Path, where: str) -> pyarrow.Table:
+    try:
+        with pyarrow.parquet.ParquetFile(file) as reader:
+            table = reader.read()
+        table.validate(full=True)  # texts that are not UTF-8 are found here, not when a row is asked for
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{where}: not a readable parquet file ({error})") from error
+    for name in table.column_names:
+        if table.column_names.count(name) > 1:
+            raise UserError(f"{where}: the file has several columns {name!r}; expected one of each name")
+    return table
+
+
+def _read_json(file: Path, where: str) -> list[dict[str, Any]]:
+    try:
+        content = file.read_bytes()
+        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{where}, line {line}: found the byte 0x{content[error.start]:02x}, which is not UTF-8 text "
+            f"({error.reason}); expected json in UTF-8, not compressed"
+        ) from error
+    if text.lstrip().startswith("["):
+        rows = parse_json(text, where, "a row per line, or one list of rows")
+    else:  # split, not splitlines, which would also split at U+2028 inside a string
+        lines = enumerate(text.split("\n"), start=1)
+        rows = [parse_json(line, f"{where}, line {number}", "a row per line") for number, line in lines if line.strip()]
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: row {index} is {row!r:.100}, expected an object with named columns")
+    return rows
+
+
+def parse_json(text: str, where: str, expected: str) -> Any:
+    """What a json text says. Raises UserError with `where` and what was expected."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also of a number with too many digits
+        raise UserError(f"{where}: not valid json ({error}); expected {expected}") from error
+
+
+# -------------------------------------------------------------------------------------------------------------- places
+
+
+@dataclass(frozen=True)
+class _Place:
+    """`base:config@split`, taken apart. where: the option and the text, for messages."""
+
+    where: str
+    base: str
+    config: str | None
+    split: str | None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.base).expanduser()
+
+
+def _open(text: str, option: str, split: str) -> list[RowTable]:
+    front, _, asked = text.partition("@")
+    base, _, config = front.partition(":")
+    place = _Place(f"{option}={text!r}", base, config or None, asked or None)
+    if Path(text).expanduser().exists():  # a path may hold any character
+        place = _Place(place.where, text, None, None)
+    if place.folder.is_dir():
+        if (place.folder / "dataset_dict.json").is_file() or (place.folder / "state.json").is_file():
+            return [RowTable(text, _load_saved(place, split))]
+        if place.config is not None:  # a repository as it lies on the hub, whose README says which files a config has
+            return [RowTable(text, _load_prepared(place, split))]
+        return [read_data_file(str(file), option) for file in _files_of_split(place, split)]
+    if HUB_NAME.fullmatch(text) and place.folder.suffix not in SUFFIXES:
+        return [RowTable(text, _load_prepared(place, split), data_source=place.base)]
+    if not place.folder.is_file():
+        raise UserError(
+            f"{place.where}: no such file (looked for {Path(text).absolute()}). Give parquet, json or jsonl files, a "
+            "folder of them, or a dataset of the Hugging Face hub as owner/name, owner/name:config or "
+            "owner/name:config@split"
+        )
+    return [read_data_file(text, option)]
+
+
+def _files_of_split(place: _Place, split: str) -> list[Path]:
+    """The files of a folder, or of its `data`, whose names speak of the split; all where no name speaks of any."""
+    inside = [path for folder in (place.folder, place.folder / "data") if folder.is_dir() for path in folder.iterdir()]
+    found = [path for path in inside if path.suffix in SUFFIXES and path.name not in _DESCRIPTIONS]
+    found = [path for path in found if not path.name.startswith(".")]
+    files = sorted([path for path in found if path.parent == place.folder] or found)
+    if not files:
+        names = ", ".join(sorted(path.name for path in inside)[:10]) or "nothing"
+        raise UserError(
+            f"{place.where}: the folder {place.folder.absolute()} has no parquet, json or jsonl file, and is none of "
+            f"datasets.save_to_disk; it holds {names}"
+        )
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        word = _SPLIT_WORD.search(file.stem.lower())
+        by_split.setdefault(word[1] if word else "", []).append(file)
+    unnamed = by_split.pop("", [])
+    if unnamed and not by_split and place.split is None:
+        return unnamed
+    if unnamed and by_split:
+        raise UserError(
+            f"{place.where}: some files of the folder are named after a split ({', '.join(sorted(by_split))}), and "
+            f"{unnamed[0].name} is not. Name the files that are meant"
+        )
+    return by_split[_choose_split(list(by_split), place, split)]
+
+
+def _choose_split(known: Sequence[str], place: _Place, split: str) -> str:
+    """The split that is asked for, or that an option takes by itself. Raises UserError listing what there is."""
+    wanted = SPLITS[split] if place.split is None else (place.split,)
+    for name in wanted:
+        if name in known:
+            return name
+    there = f"there are {', '.join(sorted(known))}" if known else "it has none"
+    what = f"no split {wanted[0]!r}" if len(wanted) == 1 else f"no split called {' or '.join(wanted[:2])}"
+    config = "" if place.config is None else f":{place.config}"
+    raise UserError(f"{place.where}: {what}; {there}. Name one behind an @, as {place.base}{config}@NAME")
+
+
+def _load_saved(place: _Place, split: str) -> datasets.Dataset:
     """A folder that `save_to_disk` wrote: a dataset, or several by split."""
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(folder))
+        found = datasets.load_from_disk(place.base)
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise UserError(f"{option}={place.text!r}: not a readable folder of datasets.save_to_disk ({error})") from error
+        raise UserError(f"{place.where}: not a readable folder of datasets.save_to_disk ({error})") from error
     if isinstance(found, datasets.DatasetDict):
-        found = found[_choose_split(list(found), place, option, split)]
-    elif place.split is not None:
-        raise UserError(
-            f"{option}={place.text!r}: the folder holds one dataset without splits; leave @{place.split} out"
-        )
-    return DatasetRows(place.text, found, None)
+        return found[_choose_split(list(found), place, split)]
+    if place.split is not None:
+        raise UserError(f"{place.where}: the folder holds one dataset without splits; leave @{place.split} out")
+    return found
 
 
-def _open_hub(place: _Place, option: str, split: str) -> RowTable:
+def _load_prepared(place: _Place, split: str) -> datasets.Dataset:
     """A dataset of the hub, or a folder laid out like one; without network from the cache of `datasets`."""
     import datasets
 
-    folder = Path(place.base).expanduser()
     try:
-        builder = datasets.load_dataset_builder(str(folder) if folder.is_dir() else place.base, place.config)
+        builder = datasets.load_dataset_builder(
+            str(place.folder) if place.folder.is_dir() else place.base, place.config
+        )
         known = list(builder.info.splits or getattr(builder.config, "data_files", None) or [])
-        name = _choose_split([str(name) for name in known], place, option, split)
+        name = _choose_split([str(name) for name in known], place, split)
         builder.download_and_prepare()
-        found = builder.as_dataset(split=name)
+        return builder.as_dataset(split=name)
     except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(_unreachable(place, option, error)) from error
+        raise UserError(
+            f"{place.where}: there is no such file or folder (looked for {place.folder.absolute()}), and no dataset of "
+            f"that name on the Hugging Face hub or in the cache {datasets.config.HF_DATASETS_CACHE} "
+            f"({type(error).__name__}: {error}). Correct the name; or, without network here, load it once where there "
+            f"is one and copy the cache, or write it as a file: "
+            f"datasets.load_dataset({place.base!r}, split=SPLIT).to_parquet(FILE)"
+        ) from error
     except ValueError as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(
-            f"{option}={place.text!r}: {error}. A config is named behind a colon, as {place.base}:NAME"
-        ) from error
-    return DatasetRows(place.text, found, None if folder.is_dir() else place.base)
-
-
-def _unreachable(place: _Place, option: str, error: Exception) -> str:
-    import datasets
-
-    cache = datasets.config.HF_DATASETS_CACHE
-    return (
-        f"{option}={place.text!r}: there is no such file or folder (looked for {Path(place.base).absolute()}), and no "
-        f"dataset of that name on the Hugging Face hub or in the cache {cache} ({type(error).__name__}: {error}). "
-        "Correct the name; or, without network here, load it once where there is one and copy the cache, or write it "
-        f"as a file: datasets.load_dataset({place.base!r}, split=SPLIT).to_parquet(FILE)"
-    )
+        raise UserError(f"{place.where}: {error}. A config is named behind a colon, as {place.base}:NAME") from error
 
 
 # ----------------------------------------------------------------------------------------------------- the user's class
@@ -244,28 +302,30 @@ def _rows_of_class(
     if takes(made, "processor"):
         arguments["processor"] = None
     rows = made(**arguments)
-    name = f"{custom.name} of {custom.path}"
+    where = f"data.custom_cls.name={custom.name}"
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UserError(
-            f"data.custom_cls.name={custom.name}: found {type(rows).__name__} without __len__ or __getitem__, expected "
-            "a sequence of rows, each a dict as a line of a jsonl file"
+            f"{where}: found {type(rows).__name__} without __len__ or __getitem__, expected a sequence of rows, each a "
+            "dict as a line of a jsonl file"
         )
     if hasattr(rows, "on_batch_end"):
         raise UserError(
-            f"data.custom_cls.name={custom.name}: its on_batch_end would not be called; what changes the order of the "
-            "prompts while the model learns is a sampler with update(batch): data.sampler.class_path"
+            f"{where}: its on_batch_end would not be called; what changes the order of the prompts while the model "
+            "learns is a sampler with update(batch): data.sampler.class_path"
         )
-    return ListedRows(name, [_plain_row(rows[index], index, name) for index in range(len(rows))])
+    name = f"{custom.name} of {custom.path}"
+    found = [_plain_row(rows[index], f"data.custom_cls: row {index} of {name}") for index in range(len(rows))]
+    return RowTable(name, found)
 
 
-def _plain_row(row: Any, index: int, name: str) -> dict[str, Any]:
+def _plain_row(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise UserError(f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict with named columns")
-    tensors = [key for key, value in row.items() if type(value).__module__.partition(".")[0] == "torch"]
-    if tensors:
-        raise UserError(
-            f"data.custom_cls: row {index} of {name} has a tensor in {tensors[0]!r}: the class gives processed items, "
-            "as verl's RLHFDataset does. Here the trainer makes the tokens; give a class whose items are rows, such as "
-            f"{json.dumps({'data_source': 'mine', 'prompt': [{'role': 'user', 'content': '1+1='}]})}"
-        )
+        raise UserError(f"{where} is {row!r:.100}, expected a dict with named columns")
+    for key, value in row.items():
+        if type(value).__module__.partition(".")[0] == "torch":
+            raise UserError(
+                f"{where} has a tensor in {key!r}: the class gives processed items, as verl's RLHFDataset does. Here "
+                "the trainer makes the tokens; give a class whose items are rows, such as "
+                '{"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
+            )
     return row

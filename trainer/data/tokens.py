@@ -1,33 +1,36 @@
-"""Prompts as token ids: the chat template applied, tokenised in one process or several, kept on disk for the next run.
+"""Prompts as token ids: the chat template applied, tokenised, and kept on disk for the next run.
 
-What comes out is what the rollout engine samples from, so lengths are measured on the very same tokens.
+What comes out is what the rollout engine samples from, so lengths are measured on the very same tokens. Tokens are kept
+by `datasets.map` under VERL_LITE_CACHE (or ~/.cache/verl_lite) in `tokens/`, in a file named after all that they depend
+on: nothing needs to be told when that changes, and any file may be deleted at any time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
-import multiprocessing
+import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.token_cache import TokenCache, digest_of
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 
-_ENCODE_ROWS = 1000
-_TEMPLATE_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding")
-"""What is asked of the chat template here, and so is not the user's to say."""
-
 CACHED_FROM = 5_000
 """Prompts from which tokens are kept on disk: fewer are made in less than two seconds of one core (recipes/LOG.md)."""
+
+_ROWS_AT_ONCE = 1000
+_TEMPLATE_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding")
+"""What is asked of the chat template here, and so is not the user's to say."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +48,11 @@ def encode_prompts(
 ) -> list[np.ndarray]:
     """Token ids of each prompt, int32, with the generation prompt at the end, exactly as they will be sampled from.
 
-    Raises UserError for a tokenizer without a chat template, for arguments that are not the user's to give, for a
-    prompt that the template refuses, and for tools or a system prompt that it does not show.
+    Raises:
+        UserError: for a tokenizer without a chat template, for arguments that are not the user's to give, for a prompt
+            that the template refuses, and for tools or a system prompt that it does not show.
     """
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None:  # prompts of base models, which are plain text, will be made here
         raise UserError(
             "The tokenizer of model.path has no chat template, so chat messages cannot become a prompt. Give one that "
             "has with model.tokenizer_path, or add chat_template to its tokenizer_config.json"
@@ -61,13 +65,57 @@ def encode_prompts(
         )
     _check_shown(prompts, tokenizer, config, kwargs)
     if len(prompts) < CACHED_FROM:
-        return _encode(prompts, tokenizer, kwargs, config.filter_overlong_prompts_workers)
-    cache = TokenCache()
-    name = digest_of(_identity(tokenizer, kwargs), (json.dumps([p.messages, p.tools], default=str) for p in prompts))
-    found = cache.read(name, rows=len(prompts))
-    if found is None:
-        found = _encode(prompts, tokenizer, kwargs, config.filter_overlong_prompts_workers)
-        cache.write(name, found)
+        chunks = [prompts[start : start + _ROWS_AT_ONCE] for start in range(0, len(prompts), _ROWS_AT_ONCE)]
+        encoded = [tokens for chunk in chunks for tokens in _encode(chunk, tokenizer, kwargs)]
+        return [np.array(tokens, dtype=np.int32) for tokens in encoded]
+    return _encode_with_cache(prompts, tokenizer, kwargs, config.filter_overlong_prompts_workers)
+
+
+def _encode_with_cache(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], workers: int
+) -> list[np.ndarray]:
+    import datasets
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        chunk = [Prompt(json.loads(text), tools) for text, tools in zip(batch["messages"], batch["tools"], strict=True)]
+        return {"tokens": _encode(chunk, tokenizer, kwargs)}
+
+    columns = {
+        "messages": [json.dumps(prompt.messages, default=str) for prompt in prompts],
+        "tools": [prompt.tools for prompt in prompts],
+    }
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (_identity(tokenizer, kwargs), *columns.values()):
+        digest.update(json.dumps(part).encode())
+    name = digest.hexdigest()
+    folder = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute() / "tokens"
+    texts = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
+    rows = datasets.Dataset.from_dict(columns, features=texts)
+    options: dict[str, Any] = {
+        "batched": True,
+        "batch_size": _ROWS_AT_ONCE,
+        "remove_columns": list(columns),
+        "features": datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
+        "new_fingerprint": name,
+    }
+    datasets.disable_progress_bars()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, processes = str(folder / f"{name}.arrow"), workers if workers > 1 else None
+        return _arrays(rows.map(encode, cache_file_name=file, num_proc=processes, **options))
+    except (OSError, pyarrow.ArrowInvalid) as error:  # a damaged file, or a folder that cannot be written
+        logger.warning("the tokens of the prompts are not kept in %s (%s): they are made again", folder, error)
+        for damaged in folder.glob(f"{name}*") if folder.is_dir() else ():
+            damaged.unlink(missing_ok=True)
+        return _arrays(rows.map(encode, keep_in_memory=True, **options))
+
+
+def _arrays(rows: Any) -> list[np.ndarray]:
+    """The tokens of each row, as views of the dataset's own memory."""
+    found: list[np.ndarray] = []
+    for chunk in rows.data.column("tokens").chunks:
+        ends = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
+        found += np.split(chunk.flatten().to_numpy(), ends[1:-1])
     return found
 
 
@@ -93,21 +141,7 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> lis
     ]
 
 
-def _encode(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], workers: int
-) -> list[np.ndarray]:
-    chunks = [list(prompts[start : start + _ENCODE_ROWS]) for start in range(0, len(prompts), _ENCODE_ROWS)]
-    workers = min(workers, len(chunks))
-    if workers <= 1:
-        encoded = [_encode_chunk(tokenizer, chunk, kwargs) for chunk in chunks]
-    else:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            count = len(chunks)
-            encoded = list(pool.map(_encode_chunk, [tokenizer] * count, chunks, [kwargs] * count))
-    return [np.array(tokens, dtype=np.int32) for chunk in encoded for tokens in chunk]
-
-
-def _encode_chunk(tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], kwargs: dict[str, Any]) -> list[list[int]]:
+def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[list[int]]:
     texts: list[str] = []
     for tools, group in itertools.groupby(prompts, key=lambda prompt: prompt.tools):
         texts += _render(tokenizer, [prompt.messages for prompt in group], tools, kwargs)
@@ -135,32 +169,23 @@ def _check_shown(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: dict[str, Any]
 ) -> None:
     """Raises UserError where the template leaves out tools, or the system prompt of data.system_prompt."""
+
+    def render(messages: list[dict[str, str]], tools: str | None) -> list[str]:
+        return _render(tokenizer, [messages], tools, kwargs)
+
     name = f"the chat template of {tokenizer.name_or_path!r}"
-    with_tools = next((prompt for prompt in prompts if prompt.tools is not None), None)
-    if with_tools is not None:
-        chats = [with_tools.messages]
-        if _render(tokenizer, chats, with_tools.tools, kwargs) == _render(tokenizer, chats, None, kwargs):
-            raise UserError(
-                f"The rows have tools (data.tools_path={config.tools_path}, or a column 'tools'), and {name} does not "
-                "show them: take a template that does with model.tokenizer_path, write them into the system prompt, or "
-                "leave them out (data.columns.tools=null)"
-            )
+    first = next((prompt for prompt in prompts if prompt.tools is not None), None)
+    if first is not None and render(first.messages, first.tools) == render(first.messages, None):
+        raise UserError(
+            f"The rows have tools (data.tools_path={config.tools_path}, or a column 'tools'), and {name} does not show "
+            "them: take a template that does with model.tokenizer_path, write them into the system prompt, or leave "
+            "them out (data.columns.tools=null)"
+        )
     system = config.system_prompt
-    prompted = next((prompt for prompt in prompts if prompt.messages[0]["content"] == system), None)
-    if system is not None and prompted is not None and len(prompted.messages) > 1:
-        whole, rest = prompted.messages, prompted.messages[1:]
-        if _render(tokenizer, [whole], prompted.tools, kwargs) == _render(tokenizer, [rest], prompted.tools, kwargs):
+    first = next((prompt for prompt in prompts if prompt.messages[0]["content"] == system), None)
+    if system is not None and first is not None and len(first.messages) > 1:
+        if render(first.messages, first.tools) == render(first.messages[1:], first.tools):
             raise UserError(
                 f"data.system_prompt={system!r:.100}: {name} does not show system messages; write it around the prompt "
                 "with data.prompt_template, or take another template with model.tokenizer_path"
             )
-
-
-def truncate(tokens: np.ndarray, limit: int, side: str) -> np.ndarray:
-    """At most `limit` tokens. side: the end that is cut off, `left` or `right`; `middle` keeps both ends."""
-    if side == "left":
-        return tokens[-limit:]
-    if side == "right":
-        return tokens[:limit]
-    head = limit // 2
-    return np.concatenate([tokens[:head], tokens[len(tokens) - (limit - head) :]])

@@ -100,6 +100,14 @@ def test_the_state_of_another_dataset_is_refused(make: Callable) -> None:
         next(iter(other))
 
 
+@pytest.mark.parametrize("sampler", [None, "Backwards"])
+def test_a_step_that_asks_for_more_prompts_than_an_epoch_has_is_refused(make: Callable, sampler: str | None) -> None:
+    config = config_of(train_batch_size=5) if sampler is None else sampled(sampler, train_batch_size=5)
+    with pytest.raises(UserError, match="data.train_batch_size=5: an epoch has only 4 prompts.*Set .*=4 or less"):
+        build_order(make(4), config)
+    assert [len(batch) for batch in build_order(make(5), config)] == [5]
+
+
 # --- sources by weight -----------------------------------------------------------------------------------------------
 
 
@@ -374,7 +382,7 @@ def test_a_samplers_epoch_may_have_another_length_than_the_data(make: Callable) 
             yield from [*range(self.size), *range(self.size)]
 
     data = make(6)
-    order = SamplerBatches(Twice(data, DataConfig()), "Twice", len(data), 4, seed=0, fingerprint="x")
+    order = SamplerBatches(Twice(data, DataConfig()), len(data), 4, seed=0, fingerprint="x")
     assert list(order) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
     assert count_steps(config_of(train_batch_size=4), order.rows) == 3
 
