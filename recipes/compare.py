@@ -96,8 +96,8 @@ class Run:
     def fingerprint(self) -> str:
         """A short name for the settings that are not defaults, those of the recipe included. Raises UserError if they
         are not accepted."""
+        from trainer.recipe import recipe_overrides
         from trainer.resume import flat_config
-        from trainer.run import recipe_overrides
         from verl_lite.config import PPOConfig, load_config
 
         usual = flat_config(PPOConfig())
@@ -176,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
 
 def prepare_once() -> None:
     """Makes the model that all runs begin with, before several want it at once."""
-    from trainer.run import recipe_overrides
+    from trainer.recipe import recipe_overrides
     from verl_lite.config import load_config
 
     common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)

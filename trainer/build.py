@@ -1,4 +1,5 @@
-"""The one place that turns config names into objects: datasets, worker groups, the reward pool, trackers, the trainer.
+"""The one place that turns the options of `trainer.main_ppo` into objects: data, worker groups, reward pool, trainer.
+`PPOJob` is what the frame (`trainer.run`) runs, for language models and for agents.
 
 `build_trainer` is a context: what it started (processes, files) ends with it, whatever happens inside.
 """
@@ -6,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,33 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.build import episode_parts, try_environments
+from trainer.console import Console
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import DynamicSampling, PromptStream
 from trainer.environment import worker_environment
+from trainer.picture import draw_curve
+from trainer.planner.batch import launch_table
+from trainer.planner.remedies import fits
+from trainer.planner.report import device_memory_gib, expected_rows, launch_device, measured_line, memory_lines
+from trainer.planner.run_memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.recipe import worker_modules
+from trainer.recipe import trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
-from trainer.resources import join_ray, start_workers, wish_of
+from trainer.resources import host_bytes, join_ray, start_workers
 from trainer.rewards.failures import FailureLog
 from trainer.rewards.groups import check_entries, names_entry
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
+from trainer.run import Job, Report, ResourceRequest, Trainer, run
 from trainer.samples.files import SampleFiles
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
+from verl_lite.config.checks import validate
+from verl_lite.config.loader import DEFAULT_RECIPE
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
@@ -47,7 +57,9 @@ from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rewards.pool import RewardPool
+from workers.rollout.base import resolve_engine_name
 
+GIB = 1 << 30
 REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
 
 
@@ -90,6 +102,78 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
         try_rewards(config, datasets)
     inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
+
+
+class PPOJob(Job[PPOConfig]):
+    """`trainer.main_ppo`, and what validates or generates with its options.
+
+    trainer_class: one that replaces a stage of the trainer; None = the recipe's, or the one that the options ask for.
+    """
+
+    module, options, default_recipe = "trainer.main_ppo", PPOConfig, DEFAULT_RECIPE
+    to_look = "trainer.val_only=true or `python -m trainer.main_eval`"
+
+    def __init__(
+        self, config: PPOConfig, slots: int, console: Console, trainer_class: type[RayPPOTrainer] | None = None
+    ) -> None:
+        super().__init__(config, slots, console)
+        self.trainer_class = trainer_class or trainer_of(config)
+        self.continues = not config.trainer.val_only  # else it may validate with other settings
+
+    def check(self, available: int | None) -> None:
+        validate(self.config, slots=self.slots, available=available)
+
+    def request(self) -> ResourceRequest:
+        return request_of(self.config, self.slots, self.run_dir)
+
+    def read_data(self) -> int:
+        kind = self.trainer_class
+        self.data = load_data(self.config, trains=kind.trains, scores=kind.scores)
+        for part in dict.fromkeys((self.data.train, self.data.val)):
+            if part is not None:
+                self.console.print(part.report)
+        self.total_steps = count_steps(self.config, self.data.epoch_prompts)
+        return self.total_steps
+
+    def checkpoint_bytes(self) -> int:
+        return checkpoint_bytes(self.config)
+
+    def check_folder(self) -> None:
+        self.trainer_class.claim(self.config, self.data.val, self.run_dir)
+
+    def plan(self) -> str:
+        if not self.trainer_class.trains:
+            return ""
+        config, slots, steps = self.config, self.slots, self.total_steps
+        return launch_table(config, slots, steps, expected_rows(config, slots, steps))
+
+    def full_plan(self) -> tuple[str, bool]:
+        config, slots = self.config, self.slots
+        networks, device = read_networks(config), launch_device(config)
+        memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+        lines = [self.plan(), *memory_lines(config, networks, slots, device, memory)]
+        return "\n".join(lines), fits(memory_plan(config, networks, slots, device), memory * GIB)
+
+    def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
+        return build_trainer(self.config, self.data, self.run_dir, tracking, self.trainer_class)
+
+    def report(self, trainer: Trainer, result: Any) -> Report:
+        config, run_dir = self.config, self.run_dir
+        measured = measured_line(config, self.slots, run_dir) if self.trainer_class.trains else ""
+        more = "rollout.val_kwargs.n=8"
+        if config.is_agentic and config.agentic.val_batch_size > 0:
+            more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
+        commands = {
+            "look": f"python -m trainer.report {run_dir}",
+            "evaluate": f"python -m trainer.main_eval {run_dir} {more}",
+            "export": f"python -m trainer.export {run_dir} --to {run_dir / 'hf'}",
+        }
+        return Report([measured], {"picture": draw_curve(run_dir)}, commands)
+
+
+def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
+    """Runs a whole training from its command line; returns the exit status. trainer_class: see `PPOJob`."""
+    return run(PPOJob, argv, trainer_class=trainer_class)
 
 
 def check_context(config: PPOConfig) -> None:
@@ -135,6 +219,19 @@ def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
         pool.close()
 
 
+def request_of(config: PPOConfig, slots: int, run_dir: Path) -> ResourceRequest:
+    """What the run takes of one machine."""
+    on_cpu = device_type(config.trainer.device) == "cpu"
+    with_vllm = resolve_engine_name(config.rollout.name) == "vllm"
+    return ResourceRequest(
+        count=slots // config.trainer.nnodes,
+        run=str(run_dir),
+        memory_share=config.rollout.gpu_memory_utilization if with_vllm else 0.0,
+        shared=config.trainer.share_devices,
+        host_bytes=host_bytes(config, slots, with_vllm) if on_cpu else 0,
+    )
+
+
 def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> ServiceHandle | None:
     """The reward pool as a service, its processes starting; it ends with `stack`. None if no function is called."""
     if not needs_reward_function(config):
@@ -163,7 +260,7 @@ def worker_classes(
     """
     roles = {}
     if config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda":
-        roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(wish_of(config, 1, run_dir), count=1))
+        roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(request_of(config, 1, run_dir), count=1))
     if needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
     if needs_reference_model(config):

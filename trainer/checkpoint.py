@@ -184,6 +184,13 @@ def _no_room(run_dir: Path, needed: int, free: int, what: str, count: int = 1) -
     )
 
 
+def why_not_written(path: Path, error: OSError) -> str:
+    """A sentence on a file that could not be written: where, why, and how much room is left there."""
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    return f"{path}: {error.strerror or error}; {free / 1e9:.3g} GB are free there. Free some space; the run goes on"
+
+
 # --- what survives a power cut --------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,8 @@ from trainer.environment import prepare_driver
 from verl_lite.errors import ClusterLostError, UserError, circumstances
 
 WRONG_INPUT = 2
+INTERRUPTED = 130
+"""Exit status of a run that its user stopped, as shells have it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; what schedulers send before they take a machine back; what comes when the terminal is closed."""
 

@@ -1,9 +1,8 @@
-"""A crash capsule: what is needed to run the step that failed once more, under a debugger, on this machine or another.
+"""What a run leaves that ends with an error, so that the failed step can be run again, here or on another machine.
 
-A run that ends with an error (not the user's) leaves RUN/crash/step_N: config.yaml, the error as it was printed, the
-stacks of the driver's threads, versions, the ends of all logs (where a stall has left the stacks of the workers), and
-step.pkl with the prompts of the step and the batch as far as it was known. `python -m trainer.replay
-RUN/crash/step_N` runs that step again, inline.
+RUN/crash/step_N has config.yaml, the error as it was printed, the stacks of the driver's threads, versions, and the
+ends of all logs (where a stall has left the stacks of the workers). Where the loop keeps prompts and a batch, step.pkl
+has them, and `python -m trainer.replay RUN/crash/step_N` runs that step once more, inline.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import Any, Protocol
 
-from trainer.checkpoint import saved_steps
+from trainer.checkpoint import saved_steps, why_not_written
 from trainer.cli import failure_text
-from trainer.ray_trainer import RayPPOTrainer
+from trainer.steps import StepCounter
 from verl_lite.errors import UserError, circumstances
 from verl_lite.protocol import DataProto
 from verl_lite.schema import column
@@ -36,6 +35,11 @@ COMPUTED_BY = ("workers/actor_rollout.py", "workers/reference.py", "workers/crit
 
 END_OF_LOG = 64 << 10
 """Bytes kept of each log."""
+
+
+class FailedTrainer(Protocol):
+    @property
+    def steps(self) -> StepCounter: ...
 
 
 @dataclass(frozen=True)
@@ -55,51 +59,47 @@ class FailedStep:
 
 
 @contextmanager
-def capsule_on_failure(trainer: RayPPOTrainer) -> Iterator[None]:
-    """What goes wrong inside `trainer.fit()` leaves a capsule in the run folder, and goes on."""
+def dump_on_failure(trainer: FailedTrainer, run_dir: Path) -> Iterator[None]:
+    """What goes wrong inside leaves a dump in the run folder and goes on; a dump that fails changes nothing of it."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        folder = write_capsule(trainer, error)
-        if folder is not None:
-            error.add_note(f"To run the failed step again, inline: python -m trainer.replay {folder}")
+        folder = run_dir / "crash" / f"step_{trainer.steps.global_step}"
+        try:
+            error.add_note(write_dump(trainer, run_dir, folder, error))
+        except OSError as why:
+            error.add_note(f"No crash dump was kept: {why_not_written(folder, why)}")
         raise
 
 
-def write_capsule(trainer: RayPPOTrainer, error: BaseException) -> Path | None:
-    """The capsule's folder; None if the run failed before its first step, where the command itself is the replay."""
-    frame = _frame_of_fit(error)
-    prompts = None if frame is None else frame.f_locals.get("prompts")
-    if frame is None or prompts is None:
-        return None
-    phase, step = circumstances(error).phase, trainer.steps.global_step
-    saved = saved_steps(trainer.run_dir)
-    folder = trainer.run_dir / "crash" / f"step_{step}"
+def write_dump(trainer: FailedTrainer, run_dir: Path, folder: Path, error: BaseException) -> str:
+    """Writes everything; returns the sentence that says what to do with it."""
+    failed = _failed_step(trainer, run_dir, error)
     folder.mkdir(parents=True, exist_ok=True)
-    failed = FailedStep(
-        step=step,
-        epoch=trainer.steps.epoch,
-        phase=phase,
-        prompts=prompts,
-        batch=None if phase in BEFORE_THE_BATCH else _sampled_and_scored(frame.f_locals["batch"]),
-        checkpoint=str(saved[max(saved)]) if saved else None,
-    )
-    DataProto(meta_info={"failed": failed}).save_to_disk(folder / "step.pkl")
     (folder / "error.txt").write_text(failure_text(error))
     (folder / "stacks.txt").write_text(thread_stacks())
     (folder / "versions.json").write_text(json.dumps(versions(), indent=2))
-    if (trainer.run_dir / "config.yaml").exists():
-        shutil.copy(trainer.run_dir / "config.yaml", folder)
-    _copy_ends(trainer.run_dir / "logs", folder / "logs")
-    return folder
+    if (run_dir / "config.yaml").exists():
+        shutil.copy(run_dir / "config.yaml", folder)
+    _copy_ends(run_dir / "logs", folder / "logs")
+    if failed is None:
+        return f"Stacks, versions and the ends of all logs: {folder}"
+    DataProto(meta_info={"failed": failed}).save_to_disk(folder / "step.pkl")
+    return f"To run the failed step again, inline: python -m trainer.replay {folder}"
 
 
-def read_capsule(folder: Path) -> FailedStep:
-    """What `write_capsule` kept. A pickle: open only capsules that you trust. UserError if it is none."""
+def read_dump(folder: Path) -> FailedStep:
+    """The step that `write_dump` kept. It is a pickle: open only dumps that you trust.
+
+    Raises:
+        UserError: there is none.
+    """
     if not (folder / "step.pkl").exists() or not (folder / "config.yaml").exists():
-        raise UserError(f"{folder}: no capsule there; expected a folder RUN/crash/step_N with step.pkl and config.yaml")
+        raise UserError(
+            f"{folder}: no crash dump there; expected a folder RUN/crash/step_N with step.pkl and config.yaml"
+        )
     return DataProto.load_from_disk(folder / "step.pkl").meta_info["failed"]
 
 
@@ -119,6 +119,23 @@ def versions() -> dict[str, str]:
     return found | {name: installed[name] for name in PACKAGES if name in installed}
 
 
+def _failed_step(trainer: FailedTrainer, run_dir: Path, error: BaseException) -> FailedStep | None:
+    """None where the loop keeps no prompts, or failed before its first step: there the command is the replay."""
+    found = _locals_of_fit(trainer, error)
+    prompts = found.get("prompts")
+    if not isinstance(prompts, DataProto):
+        return None
+    phase, saved = circumstances(error).phase, saved_steps(run_dir)
+    return FailedStep(
+        step=trainer.steps.global_step,
+        epoch=trainer.steps.epoch,
+        phase=phase,
+        prompts=prompts,
+        batch=None if phase in BEFORE_THE_BATCH else _sampled_and_scored(found["batch"]),
+        checkpoint=str(saved[max(saved)]) if saved else None,
+    )
+
+
 def _sampled_and_scored(batch: DataProto) -> DataProto:
     """The batch with the columns only that were there after the reward."""
     kept = [name for name in map(str, batch.batch.keys()) if column(name).writer not in COMPUTED_BY]
@@ -134,7 +151,8 @@ def _copy_ends(source: Path, target: Path) -> None:
             (target / log.name).write_bytes(file.read())
 
 
-def _frame_of_fit(error: BaseException) -> FrameType | None:
-    """The frame of `RayPPOTrainer.fit` that the error passed through, with what it knew."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return next((frame for frame in frames if frame.f_code is RayPPOTrainer.fit.__code__), None)
+def _locals_of_fit(trainer: FailedTrainer, error: BaseException) -> dict[str, Any]:
+    """What the innermost `fit` knew that the error passed through."""
+    loops = {kind.__dict__["fit"].__code__ for kind in type(trainer).__mro__ if "fit" in kind.__dict__}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in loops]
+    return dict(frames[-1].f_locals) if frames else {}

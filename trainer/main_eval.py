@@ -41,9 +41,10 @@ class Evaluated:
 
 def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     """Validates one target, or shows what an earlier call found. Raises UserError if there is nothing to validate."""
+    from trainer.build import run_ppo
     from trainer.console import Console
     from trainer.final_report import validation_table
-    from trainer.run import prepare_recipe, recipe_overrides, run_ppo
+    from trainer.recipe import prepare_recipe, recipe_overrides
     from trainer.validation.evaluation import Evaluation, answer_settings, finished_metrics, read_results
 
     argv = eval_arguments(target, overrides)
@@ -89,7 +90,7 @@ def folder_for(target: Target, name: str, overrides: list[str]) -> Path:
 
 def _evaluate_agents(target: Target, argv: list[str], overrides: list[str]) -> Evaluated:
     """Episodes, which are not kept: the same command runs them again, into a folder of its own."""
-    from trainer.run import run_ppo
+    from trainer.build import run_ppo
     from trainer.tracking import read_metrics
 
     folder = folder_for(target, time.strftime("%Y%m%d-%H%M%S"), overrides)

@@ -25,7 +25,8 @@ UNSCORED = ("~reward", "~reward_model", "rollout.val_kwargs.greedy_too=false")
 
 def generate(name: str, options: list[str]) -> int:
     """Answers and writes the file; returns the exit status. Raises UserError for what cannot be done."""
-    from trainer.run import prepare_recipe, recipe_overrides, run_ppo
+    from trainer.build import run_ppo
+    from trainer.recipe import prepare_recipe, recipe_overrides
     from trainer.validation.generation import Generation, folder_of, is_complete
     from trainer.validation.targets import find_targets
 

@@ -14,7 +14,7 @@ from trainer.cli import command
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.run import run_ppo
+    from trainer.build import run_ppo
 
     return run_ppo(argv)
 

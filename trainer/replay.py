@@ -1,9 +1,9 @@
-"""`python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]`: runs the step of a crash capsule once more.
+"""`python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]`: runs the step of a crash dump once more.
 
 Everything runs in this process (trainer.backend=inline), so that breakpoints hold in workers too; --pdb stops where the
 error is raised. The weights are those of the newest checkpoint that the run had, else the model's own: if it failed
 later than that, they are older than they were. A batch that was complete (answers and scores) is taken from the
-capsule; else answers are sampled again with the same seeds.
+dump; else answers are sampled again with the same seeds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str],
 
 def replay(folder: Path, overrides: list[str]) -> int:
     """Runs the step; returns the exit status of the run."""
-    from trainer.crash_dump import read_capsule
+    from trainer.build import run_ppo
+    from trainer.crash_dump import read_dump
     from trainer.recipe import recipe_overrides, trainer_of
-    from trainer.run import run_ppo
     from verl_lite.config import load_config
     from verl_lite.protocol import DataProto
 
-    failed = read_capsule(folder)
+    failed = read_dump(folder)
     config = load_config(["--config", str(folder / "config.yaml")], recipe_loader=recipe_overrides).config
     arguments = replay_arguments(folder, failed.checkpoint, overrides, acts=config.is_agentic)
     trainer = trainer_of(config)
@@ -58,7 +58,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
         def score(self, batch: DataProto) -> DataProto:
             return super().score(batch) if failed.batch is None else batch
 
-    kept = "sampled again" if failed.batch is None else "from the capsule"
+    kept = "sampled again" if failed.batch is None else "from the dump"
     weights = failed.checkpoint or "the model"
     print(f"Step {failed.step}, which failed in {failed.phase}: answers {kept}, weights of {weights}")
     return run_ppo(arguments, trainer_class=Replay)

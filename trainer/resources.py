@@ -12,12 +12,12 @@ from trainer.requirements import needs_critic, needs_reference_model
 from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.device import cpu_count, device_type
 from verl_lite.errors import UserError
-from verl_lite.machine.claim import Wish, claimed_gpus, tell_of_busy_host
+from verl_lite.machine.claim import Wish as ResourceRequest
+from verl_lite.machine.claim import claimed_gpus, tell_of_busy_host
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.critic import critic_network
 from workers.policy.loading import count_parameters, count_trained
-from workers.rollout.base import resolve_engine_name
 
 MIB, GIB = 1 << 20, 1 << 30
 DRIVER_BYTES = int(0.6 * GIB)
@@ -28,36 +28,23 @@ _TRAINED, _FROZEN = 16, 4  # bytes for each parameter: fp32 weight, gradient and
 
 
 @contextmanager
-def claimed_devices(config: RunOptions, wish: Wish, tell: Callable[[str], None]) -> Iterator[None]:
+def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable[[str], None]) -> Iterator[None]:
     """Inside, the run's devices are its own, or shared knowingly. In a cluster that is joined Ray gives devices out,
     and the workers make sure of those that they get.
 
-    wish: of one machine. tell: takes sentences worth knowing. Raises UserError if the devices cannot be had.
+    request: of one machine. log: takes sentences worth knowing. Raises UserError if the devices cannot be had.
     """
     if device_type(config.trainer.device) == "cpu":
-        tell_of_busy_host(wish, tell)
+        tell_of_busy_host(request, log)
     elif config.ray_kwargs.ray_init.address is None:
-        with claimed_gpus(wish, tell):
+        with claimed_gpus(request, log):
             yield
         return
     yield
 
 
-def wish_of(config: PPOConfig, slots: int, run_dir: Path) -> Wish:
-    """What the run takes of one machine."""
-    on_cpu = device_type(config.trainer.device) == "cpu"
-    with_vllm = resolve_engine_name(config.rollout.name) == "vllm"
-    return Wish(
-        count=slots // config.trainer.nnodes,
-        run=str(run_dir),
-        memory_share=config.rollout.gpu_memory_utilization if with_vllm else 0.0,
-        shared=config.trainer.share_devices,
-        host_bytes=host_bytes(config, slots, with_vllm) if on_cpu else 0,
-    )
-
-
 @contextmanager
-def told_of(section: str) -> Iterator[None]:
+def error_prefix(section: str) -> Iterator[None]:
     """What is wrong with `model.` inside is said of that of a section."""
     try:
         yield
@@ -71,10 +58,10 @@ def host_bytes(config: PPOConfig, slots: int, with_vllm: bool) -> int:
     learns = count_trained(config.model)  # all of it, or an adapter beside it
     critic = reward_model = 0
     if needs_critic(config):
-        with told_of("critic." if config.critic.model.path is not None else ""):
+        with error_prefix("critic." if config.critic.model.path is not None else ""):
             critic = count_parameters(critic_network(config))
     if config.reward_model.enable:
-        with told_of("reward_model."):
+        with error_prefix("reward_model."):
             reward_model = count_parameters(config.reward_model.model)
     processes = DRIVER_BYTES + RAY_BYTES + slots * WORKER_BYTES
     if with_vllm:

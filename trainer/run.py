@@ -1,149 +1,357 @@
-"""One run from command line to final report: what `trainer.main_ppo` does once it may import heavy things.
+"""The frame of every command that trains: one run from its command line to its exit status.
 
-The order is cheap before dear: the configuration is checked, the data and the reward are tried, the plan is printed,
-and only then are processes started.
+A command gives a `Job`: its options, how its data is read and tried, and how its trainer is built. All else is here:
+help, retries, devices, the run folder and its lock, resuming, the plan, signals, trackers, the crash dump, the report.
+Cheap things come first: processes are started when options, data and disk have been looked at.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import fcntl
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from trainer.build import RunData, build_trainer, load_data
-from trainer.cli import stopping_on_signal
+import psutil
+from rich.console import RenderableType
+
+from trainer import final_report
+from trainer.checkpoint import saved_steps
+from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, stopping_on_signal
 from trainer.console import Console
-from trainer.crash_dump import capsule_on_failure
-from trainer.final_report import final_report
-from trainer.launch import (
-    INTERRUPTED,
-    available_devices,
-    held_folder,
-    how_to_continue,
-    make_run_dir,
-    run_folder,
-    run_or_show,
-)
-from trainer.picture import draw_curve
-from trainer.planner.batch import launch_table
-from trainer.planner.report import device_memory_gib, expected_rows, launch_device, measured_line, memory_lines
-from trainer.planner.run_memory import read_networks
-from trainer.ray_trainer import RayPPOTrainer
-from trainer.recipe import prepare_recipe, recipe_overrides, trainer_of
+from trainer.crash_dump import dump_on_failure
+from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.reports.terminal import closing_findings
-from trainer.resources import claimed_devices, wish_of
+from trainer.resources import reserved_devices
 from trainer.resume import refuse_another_run
-from trainer.saving import checkpoint_bytes, require_room_for_checkpoints
-from trainer.steps import count_steps
+from trainer.saving import require_room_for_checkpoints
+from trainer.steps import StepCounter
+from trainer.trackers.base import check_trackers
 from trainer.tracking import Tracking
-from verl_lite.config import LoadedConfig, PPOConfig, load_config, save_config
-from verl_lite.config.checks import validate
+from verl_lite.config import LoadedConfig, RunOptions, help_config, load_schema, print_config, save_config
+from verl_lite.device import device_type, visible_devices
+from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
+from verl_lite.machine.claim import Wish as ResourceRequest
 from verl_lite.random_state import seed_random_state
+from verl_lite.single_controller.guard import guarded
 
-COMMAND = ["python", "-m", "trainer.main_ppo"]
+MOST_DEFAULT_CPU_SLOTS = 2
+LOCK = "in_use"
+
+Options = TypeVar("Options", bound=RunOptions)
 
 
-def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
-    """Runs a whole training from its command line; returns the exit status.
+class Outcome(final_report.Outcome, Protocol):
+    """What `fit` gives. stopped: the user ended the run before its last step."""
 
-    trainer_class: one that replaces a stage of the trainer; None = the recipe's, or the one that the
-    configuration asks for.
+    stopped: bool
+
+
+class Trainer(Protocol):
+    """What a job builds."""
+
+    @property
+    def steps(self) -> StepCounter: ...
+
+    def fit(self) -> Any:
+        """Trains; returns an `Outcome`."""
+        ...
+
+
+@dataclass
+class Report:
+    """What a job adds to the report of its run: lines first, then pictures by name, then commands to go on with."""
+
+    lines: list[RenderableType] = field(default_factory=list)
+    pictures: Mapping[str, Path | None] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+
+
+class Job(Generic[Options]):
+    """What a command trains. Made anew for each try; the frame calls its methods in the order in which they stand.
+
+    module: the command is `python -m module`. options: class of its options. default_recipe: taken where the command
+    line names neither recipe, model nor data; None = recipes are not for this command. to_look: how a user looks at a
+    run that has no step left, with {run_dir} in it. continues: whether it starts from checkpoints of its run folder.
     """
-    loaded = load_config(argv, recipe_loader=recipe_overrides)
+
+    module: ClassVar[str]
+    options: ClassVar[type[Any]]
+    default_recipe: ClassVar[str | None] = None
+    to_look: ClassVar[str] = "python -m trainer.report {run_dir}"
+    continues: bool = True
+
+    def __init__(self, config: Options, slots: int, console: Console) -> None:
+        self.config, self.slots, self.console = config, slots, console
+        self.run_dir = run_folder(config)
+
+    def prepare(self) -> None:
+        """Makes what the options name, before anybody looks for it."""
+        prepare_recipe(self.config)
+
+    def check(self, available: int | None) -> None:
+        """Raises UserError for options that cannot work. available: devices of this machine; None = do not compare."""
+
+    def request(self) -> ResourceRequest:
+        """What the run takes of one machine."""
+        trainer = self.config.trainer
+        return ResourceRequest(self.slots // trainer.nnodes, str(self.run_dir), shared=trainer.share_devices)
+
+    def read_data(self) -> int:
+        """Reads the data and tries all that can fail cheaply; returns the training steps of the whole run."""
+        raise NotImplementedError
+
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint, about; 0 = not known."""
+        return 0
+
+    def check_folder(self) -> None:
+        """A last look into the run folder, which exists; raises UserError if the run cannot continue what is there."""
+
+    def plan(self) -> str:
+        """The arithmetic of the run as text; empty = nothing to count, and no progress to show."""
+        return ""
+
+    def full_plan(self) -> tuple[str, bool]:
+        """For trainer.dry_run: all that is known before the start, and whether it fits this machine."""
+        return self.plan(), True
+
+    def build(self, tracking: Tracking) -> AbstractContextManager[Trainer]:
+        """The trainer with everything it is made of, started; ended with the context."""
+        raise NotImplementedError
+
+    def report(self, trainer: Trainer, result: Any) -> Report:
+        """What to show besides validation, samples and places. The workers have ended."""
+        return Report()
+
+
+def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
+    """Does what a command line asks for: the help, the configuration, or the run. Returns the exit status.
+
+    Args:
+        parts: more arguments of the job.
+    """
+    loader = recipe_overrides if job_class.default_recipe is not None else None
+    loaded = load_schema(argv, job_class.options, recipe_loader=loader, default_recipe=job_class.default_recipe or "")
+    config: Options = loaded.config
+    command = ["python", "-m", job_class.module, *argv]
 
     def attempt(slots: int, stack: ExitStack) -> int:
-        return train(loaded, slots, argv, trainer_class or trainer_of(loaded.config), stack)
+        return train(job_class(config, slots, Console(verbosity=loaded.verbosity), **parts), loaded, command, stack)
 
-    return run_or_show(loaded, [*COMMAND, *argv], attempt)
+    return run_or_show(loaded, command, attempt)
 
 
-def train(
-    loaded: LoadedConfig[PPOConfig],
-    slots: int,
-    argv: list[str],
-    trainer_class: type[RayPPOTrainer],
-    stack: ExitStack,
-) -> int:
-    """A run from its data to its report; returns the exit status. What it holds meanwhile ends with `stack`."""
-    config, console = loaded.config, Console(verbosity=loaded.verbosity)
-    available = available_devices(config)
+def run_or_show(loaded: LoadedConfig[Options], command: list[str], attempt: Callable[[int, ExitStack], int]) -> int:
+    """The help, the configuration, or the run, of which `attempt` is one try. Returns the exit status."""
+    config = loaded.config
+    if loaded.action == "help":
+        print(help_config(type(config)))
+        return 0
+    slots = resolve_slots(config)
+    if loaded.action == "print":
+        print(print_config(loaded))
+        return 0
+    check_trackers(config.trainer.logger)
+    return with_retries(config, command, lambda stack: attempt(slots, stack))
+
+
+def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], stack: ExitStack) -> int:
+    """One try, from the data to the report; returns the exit status. What it holds meanwhile ends with `stack`."""
+    config, console, run_dir = job.config, job.console, job.run_dir
     for note in loaded.notes:
         console.note(note)
-    prepare_recipe(config)
-    if config.trainer.dry_run:
-        return dry_run(loaded, slots, trainer_class, console)
-    validate(config, slots=slots, available=available)
-    stack.enter_context(claimed_devices(config, wish_of(config, slots, run_folder(config)), console.note))
-    data = read_data(config, trainer_class, console)
-    run_dir = make_run_dir(config)
-    stack.enter_context(held_folder(run_dir, console.note))
-    total_steps = count_steps(config, data.epoch_prompts)
-    check_folder(config, run_dir, total_steps)
-    trainer_class.claim(config, data.val, run_dir)
+    job.prepare()
+    if getattr(config.trainer, "dry_run", False):
+        return dry_run(job, loaded)
+    job.check(available_devices(config))
+    stack.enter_context(reserved_devices(config, job.request(), console.note))
+    total_steps = job.read_data()
+    make_run_dir(config)
+    stack.enter_context(locked_folder(run_dir, console.note))
+    check_run_dir(job, total_steps)
     save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
-    if trainer_class.trains:
-        console.print(launch_table(config, slots, total_steps, expected_rows(config, slots, total_steps)))
+    if plan := job.plan():
+        console.print(plan)
         console.start(total_steps)
     with (
         Tracking(run_dir, config, console) as tracking,
-        build_trainer(config, data, run_dir, tracking, trainer_class) as trainer,
+        job.build(tracking) as trainer,
         stopping_on_signal(trainer.steps.stop, console.note),
-        capsule_on_failure(trainer),
+        dump_on_failure(trainer, run_dir),
     ):
         result = trainer.fit()
-    if trainer_class.trains and (line := measured_line(config, slots, run_dir)):
-        console.print(line)
-    if trainer_class.trains and (findings := closing_findings(run_dir)) is not None:
-        console.print(findings)
-    console.print(final_report(result, run_dir, {"picture": draw_curve(run_dir)}, next_commands(config, run_dir)))
+    report = job.report(trainer, result)
+    for part in [*report.lines, closing_findings(run_dir) if plan else None]:
+        if part:
+            console.print(part)
+    console.print(final_report.final_report(result, run_dir, report.pictures, report.commands))
     if result.stopped:
-        console.print(how_to_continue([*COMMAND, *argv], run_dir))
+        console.print(how_to_continue(command, run_dir))
         return INTERRUPTED
     return 0
 
 
-def read_data(config: PPOConfig, trainer_class: type[RayPPOTrainer], console: Console) -> RunData:
-    """The data, checked, with a line about each part."""
-    data = load_data(config, trains=trainer_class.trains, scores=trainer_class.scores)
-    for part in dict.fromkeys((data.train, data.val)):
-        if part is not None:
-            console.print(part.report)
-    return data
-
-
-def check_folder(config: PPOConfig, run_dir: Path, total_steps: int) -> None:
-    """Raises UserError where the run cannot continue from what the folder has, or its checkpoints find no room."""
-    if not config.trainer.val_only:  # it continues nothing, and may validate with other settings
-        refuse_another_run(config, run_dir, total_steps, "trainer.val_only=true or `python -m trainer.main_eval`")
-        require_room_for_checkpoints(config.trainer, run_dir, total_steps, checkpoint_bytes(config))
-
-
-def dry_run(loaded: LoadedConfig[PPOConfig], slots: int, trainer_class: type[RayPPOTrainer], console: Console) -> int:
+def dry_run(job: Job[Options], loaded: LoadedConfig[Options]) -> int:
     """`trainer.dry_run=true`: all that can be checked without workers and devices, the plan, and the resolved
-    configuration as RUN/dry_run.yaml. Returns the exit status."""
-    config = loaded.config
-    validate(config, slots=slots, available=None)
-    data = read_data(config, trainer_class, console)
-    total_steps = count_steps(config, data.epoch_prompts)
+    configuration as RUN/dry_run.yaml. Returns the exit status: a plan that does not fit is wrong input."""
+    job.check(None)
+    total_steps = job.read_data()
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    check_run_dir(job, total_steps)
+    save_config(loaded, job.run_dir / "dry_run.yaml")
+    text, fits = job.full_plan()
+    job.console.print(text)
+    job.console.print(f"Nothing was started (trainer.dry_run=true). All options: {job.run_dir / 'dry_run.yaml'}")
+    return 0 if fits else WRONG_INPUT
+
+
+# ------------------------------------------------------------------------------------------------- tries and devices
+
+
+def with_retries(config: RunOptions, command: list[str], attempt: Callable[[ExitStack], int]) -> int:
+    """Tries again from the last checkpoint where a worker was lost, as often as trainer.max_retries says; returns the
+    exit status."""
+    lost: WorkerDiedError | StalledError | None = None
+    for retries_left in range(config.trainer.max_retries, -1, -1):
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(guarded())
+                return attempt(stack)
+        except (WorkerDiedError, StalledError) as error:
+            if not retries_left or isinstance(error, ClusterLostError):  # which cannot be joined anew by this process
+                raise
+            lost = error
+            print(failure_text(error), file=sys.stderr)
+            print(f"Starting again from the last checkpoint; trainer.max_retries leaves {retries_left - 1} more.")
+        except NoRoomError as error:
+            if lost is None:
+                raise
+            lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, run_folder(config))}")
+            raise lost from None
+        config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
+    raise AssertionError("the last try returns or raises")
+
+
+def how_to_continue(command: list[str], run_dir: Path) -> str:
+    """The command that goes on where a stopped run ended."""
+    folder = f"trainer.default_local_dir={run_dir}"
+    return "Stopped. To go on:\n  " + shlex.join([*command, folder, "trainer.resume_mode=auto"])
+
+
+def available_devices(config: RunOptions) -> int:
+    """GPUs that this process sees, or its CPU cores."""
+    return visible_devices(device_type(config.trainer.device))
+
+
+def resolve_slots(config: RunOptions) -> int:
+    """Fills in trainer.n_gpus_per_node; returns the number of slots of the run, over all machines."""
+    trainer = config.trainer
+    if trainer.n_gpus_per_node is None:
+        available = available_devices(config)
+        on_cpu = device_type(trainer.device) == "cpu"
+        trainer.n_gpus_per_node = min(MOST_DEFAULT_CPU_SLOTS, available) if on_cpu else available
+        if trainer.backend == "inline":
+            trainer.n_gpus_per_node = 1
+    return trainer.n_gpus_per_node * trainer.nnodes
+
+
+# -------------------------------------------------------------------------------------------------------- run folder
+
+
+def run_folder(config: RunOptions) -> Path:
+    """Where the run folder is, or will be."""
+    return Path(config.trainer.default_local_dir).expanduser().absolute()
+
+
+def make_run_dir(config: RunOptions) -> Path:
+    """Makes the run folder.
+
+    Raises:
+        UserError: it cannot be made or written to, or holds another run that is not to be resumed.
+    """
     run_dir = run_folder(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    check_folder(config, run_dir, total_steps)
-    save_config(loaded, run_dir / "dry_run.yaml")
-    console.print(launch_table(config, slots, total_steps, expected_rows(config, slots, total_steps)))
-    networks, device = read_networks(config), launch_device(config)
-    memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
-    console.print("\n".join(memory_lines(config, networks, slots, device, memory)))
-    console.print(f"Nothing was started (trainer.dry_run=true). All options: {run_dir / 'dry_run.yaml'}")
-    return 0
+    taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
+    if taken and config.trainer.resume_mode == "disable":
+        raise UserError(
+            f"trainer.default_local_dir={run_dir} holds a run already, and trainer.resume_mode=disable. Choose another "
+            "trainer.experiment_name, or continue that run with trainer.resume_mode=auto"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"trainer.default_local_dir={run_dir} cannot be written to ({error.strerror}): give a folder of yours on a "
+            "disk with room"
+        ) from error
+    return run_dir
 
 
-def next_commands(config: PPOConfig, run_dir: Path) -> dict[str, str]:
-    """What a user may want to type when the run has ended."""
-    more = "rollout.val_kwargs.n=8"
-    if config.is_agentic and config.agentic.val_batch_size > 0:
-        more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
-    return {
-        "look": f"python -m trainer.report {run_dir}",
-        "evaluate": f"python -m trainer.main_eval {run_dir} {more}",
-        "export": f"python -m trainer.export {run_dir} --to {run_dir / 'hf'}",
-    }
+@contextmanager
+def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Inside, no other run can write to this folder. The kernel takes the lock off a process that is killed.
+
+    Raises:
+        UserError: one does already.
+    """
+    path, user = run_dir / LOCK, psutil.Process().username()
+    holder = {"pid": os.getpid(), "user": user, "run": str(run_dir), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        descriptor = _locked(path)
+    except BlockingIOError:
+        raise UserError(
+            f"trainer.default_local_dir={run_dir} is in use by {_holder(path)}: choose another "
+            "trainer.experiment_name, or wait"
+        ) from None
+    except OSError as error:
+        log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
+        yield
+        return
+    try:
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor with the lock on the file of this name; BlockingIOError if another process has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the one who had it removed the file in between
+
+
+def _holder(path: Path) -> str:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return f"pid {known['pid']} of user {known['user']}, since {known['since']}"
+    except (OSError, ValueError, KeyError):
+        return "a run that does not tell its name"
+
+
+def check_run_dir(job: Job[Options], total_steps: int) -> None:
+    """Raises UserError where the run cannot continue from what the folder has, or its checkpoints find no room."""
+    if job.continues:
+        refuse_another_run(job.config, job.run_dir, total_steps, job.to_look.format(run_dir=job.run_dir))
+        require_room_for_checkpoints(job.config.trainer, job.run_dir, total_steps, job.checkpoint_bytes())
+    job.check_folder()

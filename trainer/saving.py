@@ -23,7 +23,7 @@ from trainer.checkpoint import (
     require_space,
 )
 from trainer.requirements import needs_critic
-from trainer.step_counter import StepCounter
+from trainer.steps import StepCounter
 from verl_lite.config import PPOConfig, RunConfig
 from verl_lite.errors import UserError
 from verl_lite.single_controller.worker_group import WorkerGroup

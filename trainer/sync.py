@@ -55,7 +55,7 @@ class Asked:
 
 def sync(asked: Asked) -> int:
     """Does what was asked for; returns the exit status. Raises UserError for a folder that is no run, or is in use."""
-    from trainer.launch import held_folder
+    from trainer.run import locked_folder
 
     console = Console()
     run = TrackedRun.saved(asked.run_dir, console)
@@ -63,7 +63,7 @@ def sync(asked: Asked) -> int:
     check_trackers(names, None if asked.tracker is None else f"--to {asked.tracker}")
     if not names:
         console.print(f"No tracker lacks anything of {asked.run_dir}.")
-    with held_folder(asked.run_dir, console.note):
+    with locked_folder(asked.run_dir, console.note):
         return max([_sync_one(run, name, asked.whole) for name in names], default=0)
 
 

@@ -11,23 +11,22 @@ from recipes.flow_grpo.checks import validate
 from recipes.flow_grpo.picture import draw_before_after
 from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.trainer import FitResult, FlowActor, FlowGRPOTrainer, PromptSteps
-from trainer.cli import stopping_on_signal
+from trainer.cli import INTERRUPTED, stopping_on_signal
 from trainer.console import Console
 from trainer.final_report import final_report
-from trainer.launch import (
-    INTERRUPTED,
+from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
+from trainer.recipe import prepare_recipe, recipe_modules, recipe_overrides
+from trainer.reports.terminal import closing_findings
+from trainer.resources import join_ray, reserved_devices, start_workers
+from trainer.resume import refuse_another_run
+from trainer.run import (
     available_devices,
-    held_folder,
     how_to_continue,
+    locked_folder,
     make_run_dir,
     run_folder,
     run_or_show,
 )
-from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
-from trainer.recipe import prepare_recipe, recipe_modules, recipe_overrides
-from trainer.reports.terminal import closing_findings
-from trainer.resources import claimed_devices, join_ray, start_workers
-from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.tracking import Tracking
 from verl_lite.config import LoadedConfig, load_schema, save_config
@@ -60,9 +59,9 @@ def train(loaded: LoadedConfig[FlowGRPOConfig], slots: int, argv: list[str], sta
     prompts = read_prompts(config.data.train_files)
     val_prompts = read_prompts(config.data.val_files) if config.data.val_files else prompts
     reward = load_reward(config.reward)
-    stack.enter_context(claimed_devices(config, wish_of(config, slots), console.note))
+    stack.enter_context(reserved_devices(config, wish_of(config, slots), console.note))
     run_dir = make_run_dir(config)
-    stack.enter_context(held_folder(run_dir, console.note))
+    stack.enter_context(locked_folder(run_dir, console.note))
     steps = PromptSteps(config, prompts)
     refuse_another_run(config, run_dir, steps.total, "see its curve.png")
     require_room_for_checkpoints(config.trainer, run_dir, steps.total, one=0)

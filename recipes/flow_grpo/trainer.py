@@ -22,8 +22,8 @@ from trainer.loss_columns import loss_columns
 from trainer.resume import flat_config
 from trainer.samples.sample import Sample
 from trainer.saving import SavedByWorkers, Saver
-from trainer.step_counter import StepCounter
 from trainer.step_metrics import frac_reward_zero_std
+from trainer.steps import StepCounter
 from trainer.timing import timed
 from trainer.tracking import Tracking
 from trainer.validation.metrics import name_metrics, process_validation_metrics

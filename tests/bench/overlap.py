@@ -47,8 +47,8 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
     """
     from tests.bench.step_task import PROMPTS_PER_STEP, SAMPLES
     from trainer import build
+    from trainer.build import run_ppo
     from trainer.ray_trainer import RayPPOTrainer
-    from trainer.run import run_ppo
     from verl_lite.protocol import DataProto
     from verl_lite.rewards import RewardItem, RewardResult
     from workers.rewards.pool import RewardPool

@@ -19,8 +19,8 @@ def main() -> None:
     from trainer.environment import prepare_driver
 
     prepare_driver()
+    from trainer.build import run_ppo
     from trainer.ray_trainer import RayPPOTrainer
-    from trainer.run import run_ppo
     from verl_lite.protocol import DataProto
 
     class OnCommand(RayPPOTrainer):

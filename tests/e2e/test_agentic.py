@@ -18,7 +18,7 @@ import torch
 from tests.e2e.test_exact_resume import ACTOR, CRITIC, Runs, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
 from trainer.checkpoint import MARKER
-from trainer.crash_dump import read_capsule
+from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
 from trainer.tracking import read_metrics
 
@@ -166,14 +166,14 @@ def test_a_step_that_fails_is_run_again_from_its_capsule(
     process.join(120)
     assert process.exitcode == 1 and "python -m trainer.replay" in log.read_text(), log.read_text()[-3000:]
     folder = run_dir / "crash" / "step_2"
-    capsule = read_capsule(folder)
-    assert capsule.phase == "update_actor" and capsule.batch is not None and "env_metrics" in capsule.batch
+    dump = read_dump(folder)
+    assert dump.phase == "update_actor" and dump.batch is not None and "env_metrics" in dump.batch
     import wrong_loss
 
     wrong_loss.STEP[0] = 1
     with pytest.raises(ArithmeticError, match="step 2"):
         replay([str(folder)])
-    assert "answers from the capsule" in capsys.readouterr().out
+    assert "answers from the dump" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])

@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.tiny_run import ROOT, TinyTask
+from trainer.build import run_ppo
 from trainer.main_eval import main as main_eval
 from trainer.main_generate import main as main_generate
-from trainer.run import run_ppo
 
 REWARD = """
 import time

@@ -14,8 +14,8 @@ import pytest
 
 from tests.e2e.faulty_parts import DYING
 from tests.tiny_run import TinyTask
+from trainer.build import run_ppo
 from trainer.cli import failure_text
-from trainer.run import run_ppo
 from trainer.tracking import read_metrics
 from verl_lite.config import RayInitConfig
 from verl_lite.errors import circumstances

@@ -1,4 +1,4 @@
-"""A run that fails leaves a capsule; its replay fails in the same way, inline, and passes once the cause is mended."""
+"""A run that fails leaves a dump; its replay fails in the same way, inline, and passes once the cause is mended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_exact_resume import Runs
-from trainer.crash_dump import read_capsule
+from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
 from verl_lite.errors import UserError
 
@@ -35,7 +35,7 @@ def loss(*args, **kwargs):
 
 @pytest.fixture
 def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The capsule of a run whose loss fails in its second step."""
+    """The dump of a run whose loss fails in its second step."""
     (tmp_path / "broken_loss.py").write_text(LOSS.format(good=1))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -48,12 +48,12 @@ def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_dir / "crash" / "step_2"
 
 
-def test_the_capsule_holds_the_step(failed: Path) -> None:
-    capsule = read_capsule(failed)
-    assert (capsule.step, capsule.phase) == (2, "update_actor")
-    assert capsule.checkpoint is not None and capsule.checkpoint.endswith("global_step_1")
-    assert capsule.batch is not None and "token_level_scores" in capsule.batch and "advantages" not in capsule.batch
-    assert len(capsule.prompts) == 4 and len(capsule.batch) == 8
+def test_the_dump_holds_the_step(failed: Path) -> None:
+    dump = read_dump(failed)
+    assert (dump.step, dump.phase) == (2, "update_actor")
+    assert dump.checkpoint is not None and dump.checkpoint.endswith("global_step_1")
+    assert dump.batch is not None and "token_level_scores" in dump.batch and "advantages" not in dump.batch
+    assert len(dump.prompts) == 4 and len(dump.batch) == 8
     assert "ArithmeticError" in (failed / "error.txt").read_text()
     assert "MainThread" in (failed / "stacks.txt").read_text()
     assert {"python", "torch", "transformers"} <= json.loads((failed / "versions.json").read_text()).keys()
@@ -65,7 +65,7 @@ def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pyt
     broken_loss.STEP[0] = 1
     with pytest.raises(ArithmeticError, match="step 2"):
         replay([str(failed)])
-    assert "Step 2, which failed in update_actor: answers from the capsule" in capsys.readouterr().out
+    assert "Step 2, which failed in update_actor: answers from the dump" in capsys.readouterr().out
     broken_loss.STEP[0] = -100
     done = replay([str(failed), f"trainer.default_local_dir={failed / 'mended'}"])
     assert done == 0, capsys.readouterr().out
@@ -113,6 +113,6 @@ def read_until(terminal: int, text: str) -> str:
     return found
 
 
-def test_no_capsule_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no capsule there; expected a folder RUN/crash/step_N"):
-        read_capsule(tmp_path)
+def test_no_dump_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no crash dump there; expected a folder RUN/crash/step_N"):
+        read_dump(tmp_path)

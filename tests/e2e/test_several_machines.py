@@ -143,10 +143,10 @@ def test_without_a_machine_to_take_its_place_the_run_ends_and_goes_on_with_fewer
     assert "in update_actor (phase update_actor of step 2)" in summary and "left the cluster" in summary
     assert "2 slots are asked for, on 2 machines with 1 CPU each; 1 of the 2 machines there can hold that" in text
     assert "trainer.nnodes=1" in text and "trainer.resume_mode=auto" in text
-    capsule = run.run_dir / "crash" / "step_2"
-    assert (capsule / "step.pkl").exists() and f"node {lost}" in (capsule / "error.txt").read_text()
-    assert "MainThread" in (capsule / "stacks.txt").read_text()
-    assert (capsule / "logs" / "actor_rollout-1.log").exists()
+    dump = run.run_dir / "crash" / "step_2"
+    assert (dump / "step.pkl").exists() and f"node {lost}" in (dump / "error.txt").read_text()
+    assert "MainThread" in (dump / "stacks.txt").read_text()
+    assert (dump / "logs" / "actor_rollout-1.log").exists()
 
     fewer = site.start("alone", "trainer.nnodes=1", "trainer.resume_mode=auto")
     runs.append(fewer)

@@ -53,24 +53,24 @@ def prepare() -> None:
     from trainer.environment import prepare_driver
 
     prepare_driver()
-    import trainer.run
+    import trainer.build
     from workers.rollout.base import resolve_engine_name
 
-    build = trainer.run.build_trainer
+    build = trainer.build.build_trainer
 
     def build_or_stop(config: Any, *rest: Any) -> Any:
         if config.trainer.backend == "ray" or resolve_engine_name(config.rollout.name) == "vllm":
             raise Planned
         return build(config, *rest)
 
-    trainer.run.build_trainer = build_or_stop
+    trainer.build.build_trainer = build_or_stop
 
 
 def run(argv: list[str]) -> dict[str, str]:
     """What became of the command: ran, planned, refused (kind, message), or failed (kind, message)."""
-    from trainer.cli import WRONG_INPUT, run_command
+    from trainer.build import run_ppo
+    from trainer.cli import INTERRUPTED, WRONG_INPUT, run_command
     from trainer.ray_trainer import RayPPOTrainer
-    from trainer.run import INTERRUPTED, run_ppo
     from verl_lite.errors import UserError
 
     class OneStep(RayPPOTrainer):

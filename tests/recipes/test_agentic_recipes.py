@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.agentic_frozen_lake.data import best_moves, clumsy, lake_player, play, write_demonstrations
 from recipes.agentic_frozen_lake.model import WORDS, grid_tokenizer, write_model
 from recipes.agentic_sokoban.worlds import room_player
-from trainer.run import recipe_overrides
+from trainer.recipe import recipe_overrides
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.envs import env_templates
 from verl_lite.envs.grid import GridEnv

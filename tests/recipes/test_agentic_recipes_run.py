@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.agentic_frozen_lake.model import write_model
-from trainer.run import run_ppo
+from trainer.build import run_ppo
 from trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.slow

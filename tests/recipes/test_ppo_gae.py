@@ -9,8 +9,8 @@ import pytest
 from recipes.ppo_gae import recipe
 from recipes.quickstart import recipe as quickstart
 from tests.e2e.test_main_job import metrics, run
+from trainer.recipe import recipe_overrides
 from trainer.requirements import needs_critic
-from trainer.run import recipe_overrides
 from verl_lite.config import load_config
 from verl_lite.config.checks import validate
 

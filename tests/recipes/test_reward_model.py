@@ -15,9 +15,9 @@ from recipes.quickstart.data import add_questions, sort_questions, verl_row
 from recipes.quickstart.model import write_model
 from recipes.reward_model import pairs, recipe, start
 from recipes.reward_model.start import training_settings
+from trainer.build import run_ppo
 from trainer.recipe import recipe_overrides
 from trainer.requirements import needs_reference
-from trainer.run import run_ppo
 from verl_lite.config import load_config
 from verl_lite.config.checks import validate
 

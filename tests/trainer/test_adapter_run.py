@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from trainer import main_sft
-from trainer.build import worker_classes
+from trainer.build import run_ppo, worker_classes
 from trainer.export import main as export
 from trainer.planner.batch import launch_table
 from trainer.resources import host_bytes
-from trainer.run import run_ppo
 from trainer.saving import checkpoint_bytes
 from trainer.tracking import read_metrics
 from verl_lite.config import ConfigError, PPOConfig

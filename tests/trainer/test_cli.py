@@ -87,7 +87,7 @@ def test_the_first_cause_is_printed_last() -> None:
     with pytest.raises(ValueError) as caught, during("step", 3), during("update_actor", 3):
         raise error
     blocks = failure_text(caught.value).split("\n\n")
-    assert blocks[0].lstrip().startswith("Traceback (most recent call last)") and "test_ending.py" in blocks[0]
+    assert blocks[0].lstrip().startswith("Traceback (most recent call last)") and Path(__file__).name in blocks[0]
     assert blocks[1:] == [
         "raised in actor, rank 1, update",
         "The first cause, actor, rank 1, in update (phase update_actor of step 3):\n"

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForTokenClassification
 
 from tests.tiny_model import tiny_qwen2
+from trainer.build import run_ppo
 from trainer.export import main as export
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.run import run_ppo
 from trainer.tracking import read_metrics
 from verl_lite.protocol import DataProto
 

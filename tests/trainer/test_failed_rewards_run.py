@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.tiny_model import tiny_qwen2
+from trainer.build import run_ppo
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import RewardFailure
-from trainer.run import run_ppo
 from verl_lite.protocol import DataProto
 
 QUESTIONS = ["1+2=", "3+4=", "5+1=", "sort 31", "2*2=", "9-3=", "7+7=", "sort 20"]

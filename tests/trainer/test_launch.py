@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch import make_run_dir
+from trainer.run import make_run_dir
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 

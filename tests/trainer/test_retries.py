@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from trainer import launch, run
+from trainer import build, run
 from trainer.cli import failure_text
 from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError
 
@@ -22,7 +22,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
     def run_with(*ends: Exception | None, retries: int) -> list[str]:
         modes, left = [], list(ends)
 
-        def train(loaded, *args) -> int:
+        def train(job, loaded, *args) -> int:
             modes.append(loaded.config.trainer.resume_mode)
             error = left.pop(0)
             if error is not None:
@@ -30,8 +30,8 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
             return 0
 
         monkeypatch.setattr(run, "train", train)
-        monkeypatch.setattr(launch, "guarded", nullcontext)
-        assert run.run_ppo([*ARGV, f"trainer.max_retries={retries}"]) == 0
+        monkeypatch.setattr(run, "guarded", nullcontext)
+        assert build.run_ppo([*ARGV, f"trainer.max_retries={retries}"]) == 0
         return modes
 
     return run_with

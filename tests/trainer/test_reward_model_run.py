@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny_model import tiny_qwen2, tiny_reward_model
-from trainer.run import run_ppo
+from trainer.build import run_ppo
 
 QUESTIONS = ["1+2=", "3+4=", "5+1=", "sort 31"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_model import tiny_qwen2
-from trainer.run import run_ppo
+from trainer.build import run_ppo
 from workers.rollout.base import Completion
 from workers.rollout.hf_engine import HFEngine
 

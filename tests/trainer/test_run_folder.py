@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from trainer.run import held_folder
+from trainer.run import locked_folder
 from verl_lite.errors import UserError
 
 
 def test_a_folder_in_use_is_refused_with_the_name_of_its_user(tmp_path: Path) -> None:
-    with held_folder(tmp_path, pytest.fail):
+    with locked_folder(tmp_path, pytest.fail):
         with pytest.raises(UserError, match=f"in use by pid {os.getpid()} of user .* trainer.experiment_name"):
-            with held_folder(tmp_path, pytest.fail):
+            with locked_folder(tmp_path, pytest.fail):
                 pass
-    with held_folder(tmp_path, pytest.fail):
+    with locked_folder(tmp_path, pytest.fail):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -30,5 +30,5 @@ def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, mo
     told: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(fcntl, "flock", no_locks)
-        with held_folder(tmp_path, told.append):
+        with locked_folder(tmp_path, told.append):
             assert "cannot be locked (No locks available)" in told[0]

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.tiny_model import tiny_qwen2
-from trainer.run import run_ppo
+from trainer.build import run_ppo
 from trainer.score import score
 
 JUDGE = """

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from trainer.cli import stopping_on_signal
+from trainer.cli import INTERRUPTED, stopping_on_signal
 from trainer.clips.picture import BeforeAfter, before_after, before_after_gif
 from trainer.console import Console
 from trainer.final_report import final_report
@@ -19,21 +19,20 @@ from trainer.flow.actor import LORA
 from trainer.flow.reward_flow import FlowResult, RewardFlowTrainer
 from trainer.flow.steps import count_steps, fingerprint, refuse_other_clips
 from trainer.flow.trial import try_reward
-from trainer.launch import (
-    INTERRUPTED,
-    available_devices,
-    held_folder,
-    how_to_continue,
-    make_run_dir,
-    run_folder,
-    run_or_show,
-)
 from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.reports.terminal import closing_findings
-from trainer.resources import claimed_devices
+from trainer.resources import reserved_devices
 from trainer.resume import refuse_another_run
+from trainer.run import (
+    available_devices,
+    how_to_continue,
+    locked_folder,
+    make_run_dir,
+    run_folder,
+    run_or_show,
+)
 from trainer.saving import require_room_for_checkpoints
 from trainer.tracking import TRACKERS, Tracking
 from trainer.video_data import VideoDataset, steps_per_epoch
@@ -70,12 +69,12 @@ def train(loaded: LoadedConfig[RewardFlowConfig], slots: int, argv: list[str], s
     validate(config, count=slots, available=available, trackers=TRACKERS, files=config.recipe is None)
     prepare_recipe(config)
     validate(config, count=slots, available=available, trackers=TRACKERS)
-    stack.enter_context(claimed_devices(config, wish_of(config, slots, run_folder(config)), console.note))
+    stack.enter_context(reserved_devices(config, wish_of(config, slots, run_folder(config)), console.note))
     data = VideoDataset(config.data)
     data.check()
     try_reward(config.reward, data, console.note)
     run_dir = make_run_dir(config)
-    stack.enter_context(held_folder(run_dir, console.note))
+    stack.enter_context(locked_folder(run_dir, console.note))
     total_steps = count_steps(config, steps_per_epoch(len(data), config.data))
     refuse_another_run(config, run_dir, total_steps, f"open {run_dir}")
     refuse_other_clips(config, run_dir, fingerprint(data))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.checkpoint import find_checkpoint, read_state
-from trainer.step_counter import StepCounter
+from trainer.steps import StepCounter
 from trainer.video_data import VideoDataset
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError

@@ -97,7 +97,7 @@ class Target:
         if devices is not None and config.trainer.n_gpus_per_node is None:
             config.trainer.n_gpus_per_node = devices
         if self.options == "ppo":
-            from trainer.launch import resolve_slots
+            from trainer.run import resolve_slots
             from verl_lite.config.checks import validate
 
             validate(config, slots=resolve_slots(config), available=devices)

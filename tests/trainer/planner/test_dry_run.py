@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import TinyTask
-from trainer import run as run_module
-from trainer.run import run_ppo
+from trainer import build
+from trainer.build import run_ppo
 from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
@@ -21,7 +21,7 @@ def test_it_checks_and_plans_and_writes_all_options(
     def build_nothing(*_: object) -> None:
         raise AssertionError("a dry run builds no trainer")
 
-    monkeypatch.setattr(run_module, "build_trainer", build_nothing)
+    monkeypatch.setattr(build, "build_trainer", build_nothing)
     task, run_dir = TinyTask(tmp_path), tmp_path / "run"
     assert run_ppo([*task.options, *FEW, f"trainer.default_local_dir={run_dir}"]) == 0
     text = capsys.readouterr().out
@@ -34,3 +34,9 @@ def test_it_checks_and_plans_and_writes_all_options(
     (tmp_path / "reward.py").write_text("def compute_score(data_source): return 1.0\n")
     with pytest.raises(UserError, match="compute_score"):
         run_ppo([*task.options, *FEW, f"trainer.default_local_dir={run_dir}"])
+
+
+def test_a_plan_that_does_not_fit_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*TinyTask(tmp_path).options, *FEW, f"trainer.default_local_dir={tmp_path / 'run'}"]
+    assert run_ppo([*options, "rollout.name=vllm", "rollout.kv_cache_memory_mb=100000000"]) == 2
+    assert "does not fit" in capsys.readouterr().out
