@@ -1,261 +1,120 @@
-"""Clips and prompts for reward flow: metadata.csv -> checked clips -> the batch of each step, decoded ahead.
+"""`python -m trainer.video_data FILE.csv [data.KEY=VALUE ...]`: what becomes of each clip, and what cannot be used.
 
-`VideoDataset` reads the csv files and decodes single clips; its `check` looks into every file before anything heavy
-starts. `VideoLoader` gives the batch of any step: which rows, and which noise, is a function of the seed and the step
-alone, so a resumed run needs no state. VIDEO_DATA.md beside this file is the guide; `python -m trainer.video_data
-FILE.csv` checks data and shows what becomes of it.
+Takes the data options of `trainer.main_reward_flow`; `decode=true` tries every frame, `out=FILE.csv` writes the rows
+that can be used. Exit status: 0 if every row can be used and all come to one size, else 1.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import csv
 import sys
-import threading
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from trainer.cli import WRONG_INPUT, command
-from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
-from trainer.clips.table import VideoRow, read_tables
-from verl_lite.config.checks.video import video_data
+from trainer.clips.dataset import Selection, VideoDataset, steps_per_epoch
+from trainer.clips.reading import ClipError
+from trainer.console import Console
+from verl_lite.config import ConfigError, help_config, load_schema
+from verl_lite.config.checks import ranges
 from verl_lite.config.diffusion import VideoDataConfig
+from verl_lite.config.fields import at_least, opt, section
 from verl_lite.errors import UserError
-from verl_lite.protocol import DataProto
 
-_SHOWN_PROBLEMS = 5
-_LIST_ALL = "`python -m trainer.video_data FILE.csv`, with the same data.* options, lists all"
-_THREADS = min(8, os.cpu_count() or 1)
+USAGE = "usage: python -m trainer.video_data FILE.csv [data.KEY=VALUE ...] [decode=true] [out=USABLE.csv]"
 
 
-@dataclass(frozen=True)
-class Clip:
-    """video: uint8 (F, H, W, 3), not to be written to. row: in the dataset. extra: further columns of the csv."""
+@dataclass
+class VideoReportConfig:
+    """Options beside the file."""
 
-    video: Frames
-    prompt: str
-    row: int
-    path: Path
-    extra: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What becomes of a file: the frames that are taken, by number, and the size that they are brought to."""
-
-    header: Header
-    numbers: list[int]
-    height: int
-    width: int
-
-
-class VideoDataset:
-    """The clips of data.train_files, by row, and after them those of data.val_files; the rows of several files stand
-    one after another. Its length is the number of rows to train on.
-
-    Decoded clips are kept until they take data.cache_gb; those that find no room are decoded again each time (an epoch
-    asks for every clip once, so that dropping one for another would gain nothing). May be read from several threads.
-    Raises UserError for options that do not fit each other and for csv files that cannot be used.
-    """
-
-    def __init__(self, config: VideoDataConfig) -> None:
-        problems = list(video_data(config))
-        if problems:
-            raise UserError("\n".join(problems))
-        self.config = config
-        trained = read_tables(config)
-        self.rows: list[VideoRow] = trained + read_tables(config, "val")
-        self._length = len(trained)
-        self._plans: dict[Path, Plan] = {}
-        self._cache: dict[Path, Frames] = {}
-        self._cache_bytes = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def validation(self) -> range:
-        """The rows of data.val_files, or where it is empty those of data.train_files."""
-        return range(len(self) if self.config.val_files else 0, len(self.rows))
-
-    def __getitem__(self, row: int) -> Clip:
-        """Raises UserError for a file that cannot be decoded, and IndexError."""
-        entry = self.rows[row]
-        frames = self._cache.get(entry.path)
-        if frames is None:
-            try:
-                plan = self.plan(row)
-                frames = read_frames(entry.path, plan.numbers, plan.height, plan.width)
-            except ClipError as error:
-                raise UserError(self.sentence(row, error)) from error
-            frames.setflags(write=False)
-            self._keep(entry.path, frames)
-        return Clip(frames, entry.prompt, row % len(self.rows), entry.path, entry.extra)
-
-    def plan(self, row: int) -> Plan:
-        """What becomes of a row's file, from its header. Raises ClipError for one that is no clip."""
-        path, config = self.rows[row].path, self.config
-        if path not in self._plans:
-            header = read_header(path, config.num_frames, config.fps)
-            numbers = choose_frames(header, config.num_frames, config.fps)
-            exact = None if config.height is None or config.width is None else (config.height, config.width)
-            height, width = fitted_size(
-                header.height, header.width, max_pixels=config.max_pixels, multiple=config.side_multiple, exact=exact
-            )
-            self._plans[path] = Plan(header, numbers, height, width)
-        return self._plans[path]
-
-    def plans(self) -> list[Plan | ClipError]:
-        """What becomes of every row; headers are read by several threads."""
-
-        def look(row: int) -> Plan | ClipError:
-            try:
-                return self.plan(row)
-            except ClipError as error:
-                return error
-
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-check") as pool:
-            return list(pool.map(look, range(len(self.rows))))
-
-    def check(self) -> None:
-        """Looks into every file. Raises UserError with the first few that cannot be used, and where clips come to
-        different sizes: a batch has one."""
-        plans = self.plans()
-        problems = [self.sentence(row, plan) for row, plan in enumerate(plans) if isinstance(plan, ClipError)]
-        if problems:
-            more = len(problems) - _SHOWN_PROBLEMS
-            rest = [f"... and {more} more, of {len(self.rows)} rows. {_LIST_ALL}"] if more > 0 else []
-            raise UserError("\n".join(problems[:_SHOWN_PROBLEMS] + rest))
-        if sizes := self.size_problem(plans):
-            raise UserError(sizes)
-
-    def size_problem(self, plans: Sequence[Plan | ClipError]) -> str | None:
-        """What is wrong where usable clips come to several sizes; None if they come to one."""
-        sizes = {row: (plan.height, plan.width) for row, plan in enumerate(plans) if isinstance(plan, Plan)}
-        counted = Counter(sizes.values()).most_common()
-        if len(counted) < 2:
-            return None
-        height, width = counted[0][0]
-        odd = next(row for row, size in sizes.items() if size != (height, width))
-        listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counted[:_SHOWN_PROBLEMS])
-        return (
-            f"Clips come to {len(counted)} sizes (width x height) at data.max_pixels="
-            f"{self.config.max_pixels}: {listed}; {self.rows[odd].place} is the first of another than the most "
-            f"frequent. All clips of a run have one size: data.height={height} data.width={width} scales and crops "
-            "them all to the most frequent one; else train on one size at a time"
-        )
-
-    def sentence(self, row: int, error: ClipError) -> str:
-        """What is wrong with the file of a row, with its place."""
-        return f"{self.rows[row].place}, {self.rows[row].path}: {error}"
-
-    def _keep(self, path: Path, frames: Frames) -> None:
-        with self._lock:
-            if path not in self._cache and self._cache_bytes + frames.nbytes <= self.config.cache_gb * 2**30:
-                self._cache[path] = frames
-                self._cache_bytes += frames.nbytes
-
-
-def steps_per_epoch(num_rows: int, config: VideoDataConfig) -> int:
-    """Optimizer steps of one pass; its last batch may be smaller."""
-    return -(-num_rows * config.repeat // config.train_batch_size)
-
-
-def rows_of_step(step: int, num_rows: int, config: VideoDataConfig, seed: int) -> list[int]:
-    """The rows of the batch of a step, which count from 1. An epoch has every row data.repeat times; its order depends
-    on (seed, epoch) alone, and is that of the files without data.shuffle."""
-    epoch, number = divmod(step - 1, steps_per_epoch(num_rows, config))
-    order = np.tile(np.arange(num_rows), config.repeat)
-    if config.shuffle:
-        order = np.random.default_rng([seed, epoch]).permutation(order)
-    return order[number * config.train_batch_size : (number + 1) * config.train_batch_size].tolist()
-
-
-def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None = None) -> list[int]:
-    """A seed in [0, 2^63) for the noise of each sample: a hash of (seed, step, row, how often the row came before in
-    the batch). constant: for all of them instead."""
-    if constant is not None:
-        return [constant] * len(rows)
-    found, before = [], Counter[int]()
-    for row in rows:
-        text = f"{seed},{step},{row},{before[row]}"
-        found.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
-        before[row] += 1
-    return found
-
-
-def collate(clips: Sequence[Clip], noise_seeds: Sequence[int]) -> DataProto:
-    """A batch with video (B, F, 3, H, W) float32 in [0, 1], noise_seed and row (B,) int64, prompt and extra_info (B,).
-
-    Clips of one size. The caller adds meta_info.
-    """
-    frames, height, width, colours = clips[0].video.shape
-    video = np.empty((len(clips), frames, colours, height, width), dtype=np.float32)
-    for row, clip in enumerate(clips):
-        for colour in range(colours):  # straight into place: a permuted copy of all takes twice the time and memory
-            np.divide(clip.video[..., colour], np.float32(255.0), out=video[row, :, colour])
-    columns = {
-        "video": torch.from_numpy(video),
-        "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
-        "row": torch.tensor([clip.row for clip in clips], dtype=torch.int64),
-    }
-    prompts, extra = np.empty(len(clips), dtype=object), np.empty(len(clips), dtype=object)
-    prompts[:] = [clip.prompt for clip in clips]
-    extra[:] = [clip.extra for clip in clips]
-    return DataProto.from_dict(columns, non_tensors={"prompt": prompts, "extra_info": extra})
-
-
-class VideoLoader:
-    """The batch of each step, its clips decoded while the step before was trained; a context that ends the threads.
-
-    seed: trainer.seed. noise_seed: sampler.noise_seed. last_step: nothing is decoded beyond it.
-    """
-
-    def __init__(self, data: VideoDataset, *, seed: int, noise_seed: int | None, last_step: int) -> None:
-        self.data, self.seed, self.noise_seed, self.last_step = data, seed, noise_seed, last_step
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode")
-        self._coming: dict[int, dict[int, Future[Clip]]] = {}
-
-    def __enter__(self) -> VideoLoader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def batch(self, step: int) -> DataProto:
-        """The batch of a step, from 1, with meta_info["global_step"]; decoding of the next step's begins.
-
-        Raises UserError for a file that cannot be decoded.
-        """
-        coming = self._coming.pop(step, None) or self._begin(step)
-        self._coming = {step + 1: self._begin(step + 1)} if step < self.last_step else {}
-        rows = rows_of_step(step, len(self.data), self.data.config, self.seed)
-        batch = collate([coming[row].result() for row in rows], noise_seeds(step, rows, self.seed, self.noise_seed))
-        batch.meta_info["global_step"] = step
-        return batch
-
-    def _begin(self, step: int) -> dict[int, Future[Clip]]:
-        """By row: one that comes several times is decoded once."""
-        rows = rows_of_step(step, len(self.data), self.data.config, self.seed)
-        return {row: self._pool.submit(self.data.__getitem__, row) for row in dict.fromkeys(rows)}
+    data: VideoDataConfig = section(VideoDataConfig, "clips and prompts, as for training")
+    decode: bool = opt(False, "decode all frames that training would take, not only each clip's first")
+    shown: int = opt(20, "clips to list; those that cannot be used are listed all", at_least(0))
+    out: str | None = opt(None, "csv file to write, of the rows of train_files that can be used, with absolute paths")
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command that checks data; returns the exit status."""
-    from trainer.clips.report import USAGE, show
-
-    if not argv or (argv[0] != "--help-config" and (argv[0].startswith("-") or "=" in argv[0])):
+    """The command; returns the exit status. Raises UserError for options or csv files that cannot be used."""
+    if argv[:1] == ["--help-config"]:
+        print(help_config(VideoReportConfig))
+        return 0
+    if not argv or argv[0].startswith("-") or "=" in argv[0]:
         print(USAGE, file=sys.stderr)
         return WRONG_INPUT
-    return show(argv)
+    config = load_schema([item for item in argv if "=" in item], VideoReportConfig).config
+    config.data.train_files = [*(item for item in argv if "=" not in item), *config.data.train_files]
+    if problems := list(ranges(config)):
+        raise ConfigError(problems)
+    out = None if config.out is None else Path(config.out).expanduser()
+    if out is not None and out.exists():
+        raise UserError(f"out={out}: the name of a new file is expected")
+    data, console = VideoDataset(config.data), Console()
+    found = data.selections(config.decode)
+    console.print(table(data, found, config.shown))
+    for row, taken in enumerate(found):
+        if isinstance(taken, ClipError):
+            console.print(data.sentence(row, taken))
+    console.print(summary(data, found))
+    if sizes := data.size_problem(found):
+        console.note(sizes)
+    usable = [row for row, taken in enumerate(found) if isinstance(taken, Selection)]
+    if out is not None:
+        written = write_usable(out, data, [row for row in usable if row < len(data)])
+        console.print(f"{written} rows in {out}")
+    return int(len(usable) < len(found) or sizes is not None)
+
+
+def table(data: VideoDataset, found: Sequence[Selection | ClipError], shown: int) -> Table:
+    """A line for each of the first `shown` clips and for each that cannot be used."""
+    lines = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("row", "file", "frames", "per second", "size", "taken", "becomes"):
+        is_text = title in ("file", "taken", "becomes")
+        lines.add_column(title, justify="left" if is_text else "right", overflow="fold")
+    for row, taken in enumerate(found):
+        name = Text("/".join(data.rows[row].path.parts[-2:]))
+        if isinstance(taken, ClipError):
+            lines.add_row(str(row), name, "", "", "", "", Text("cannot be used", style="red"))
+        elif row < shown:
+            header, numbers = taken.header, taken.numbers
+            rate = "" if header.rate is None else f"{header.rate:.4g}"
+            listed = " ".join(map(str, numbers)) if len(numbers) < 6 else f"{numbers[0]} {numbers[1]} ... {numbers[-1]}"
+            sizes = [f"{size.width} x {size.height}" for size in (header, taken)]
+            lines.add_row(str(row), name, str(header.frames), rate, sizes[0], listed, sizes[1])
+    return lines
+
+
+def summary(data: VideoDataset, found: Sequence[Selection | ClipError]) -> str:
+    """How many rows can be used, the steps of an epoch over those to train on, and the memory of the clips."""
+    usable = [taken for taken in found if isinstance(taken, Selection)]
+    trained = sum(isinstance(taken, Selection) for taken in found[: len(data)])
+    config, line = data.config, f"{len(usable)} of {len(found)} rows can be used"
+    if not trained:
+        return line
+    clip = max(len(taken.numbers) * taken.height * taken.width * 3 for taken in usable)
+    samples = min(config.train_batch_size, trained * config.repeat)
+    return (
+        f"{line}: steps of an epoch {steps_per_epoch(trained, config)}, samples of a step {samples}\n"
+        f"memory: {clip / 2**20:.1f} MiB a decoded clip, {len(usable) * clip / 2**30:.2f} GiB all of them "
+        f"(kept: data.cache_gb={config.cache_gb:g}), {samples * clip * 4 / 2**20:.0f} MiB a batch"
+    )
+
+
+def write_usable(path: Path, data: VideoDataset, rows: Sequence[int]) -> int:
+    """Writes a csv of these rows, with absolute paths; returns their number."""
+    entries = [data.rows[row] for row in rows]
+    extra = list(dict.fromkeys(name for entry in entries for name in entry.extra))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow([data.config.video_key, data.config.prompt_key, *extra])
+        lines.writerows([entry.path, entry.prompt, *(entry.extra.get(name, "") for name in extra)] for entry in entries)
+    return len(rows)
 
 
 if __name__ == "__main__":

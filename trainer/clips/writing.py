@@ -1,23 +1,23 @@
-"""Clips written to mp4 files beside the training, which never waits for them.
-
-`VideoWriter` takes frames and writes them in a thread. What is waiting is bounded in bytes: a clip that finds no room
-is dropped and counted. An encoder that fails costs its own clip and one sentence; one that hangs costs the clips behind
-it. A file has its final name only when it is whole.
-"""
+"""Clips written beside the training, which never waits for them, and the picture of before and after."""
 
 from __future__ import annotations
 
 import os
+import queue
+import textwrap
 import threading
-import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from trainer.clips.reading import Frames, require_av
 from verl_lite.errors import UserError
@@ -26,22 +26,20 @@ FPS = 16
 """Wan's, and ROLL's."""
 
 CODEC = "libx264"
-QUALITY_CRF = "18"
 _BT601 = 6  # what PyAV makes of RGB; without the word players take 720 lines and more for BT.709
-_WAITING_BYTES = 2**30
+WAITING_BYTES = 2**30
 _FINISH_TIMEOUT_S = 60.0
 
 Encode = Callable[[Path, Frames, int], None]
 
 
 def write_mp4(path: Path, frames: Frames, fps: int = FPS) -> None:
-    """Writes frames (F, H, W, 3) as H.264 in yuv420p, which every player shows; an odd side gets its last row or column
-    twice. One thread of the processor."""
+    """Writes frames (F, H, W, 3) as H.264, yuv420p, which every player shows; an odd side gets its last line twice."""
     av = require_av()
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
-        stream: Any = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": QUALITY_CRF, "threads": "1"})
+        stream: Any = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "18", "threads": "1"})
         stream.height, stream.width = even.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.colorspace = _BT601
@@ -57,11 +55,18 @@ def as_frames(video: torch.Tensor) -> Frames:
 
 
 class VideoWriter:
-    """Writes clips as FOLDER/NAME.mp4; a context that finishes when left.
+    """Writes clips as FOLDER/NAME.mp4 in a thread; a context that finishes when left.
 
-    tell: takes a sentence for the user, at most one for each kind of trouble; called from the writing thread too.
-    encode: writes a file. waiting_bytes: of the clips that wait; one larger than that is taken only alone.
-    written, failed, dropped: counts so far. Raises UserError where PyAV or its H.264 encoder is missing.
+    What waits is bounded in bytes: a clip that finds no room is dropped. An encoder that fails costs its own clip and
+    one sentence. A file has its final name only when it is whole.
+
+    Args:
+        tell: takes a sentence for the user, at most one for each kind of trouble; called from the thread too.
+        encode: writes a file.
+        waiting_bytes: of the clips that wait; one larger than that is taken only alone.
+
+    Raises:
+        UserError: PyAV or its H.264 encoder is missing.
     """
 
     def __init__(
@@ -69,25 +74,22 @@ class VideoWriter:
         folder: Path,
         tell: Callable[[str], None],
         *,
-        fps: int = FPS,
         encode: Encode = write_mp4,
-        waiting_bytes: int = _WAITING_BYTES,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         if encode is write_mp4 and CODEC not in require_av().codecs_available:
             raise UserError(
                 f"The installed PyAV has no encoder {CODEC}, with which clips are written: install av from PyPI, or "
                 "set trainer.video_freq=0"
             )
-        self.folder, self.fps, self.waiting_bytes = Path(folder), fps, waiting_bytes
-        self.written = self.failed = self.dropped = 0
+        self.folder, self.waiting_bytes = Path(folder), waiting_bytes
+        self.taken = self.written = self.failed = self.dropped = 0
         self._tell, self._encode = tell, encode
-        self._told: set[str] = set()
         self._names: Counter[str] = Counter()
-        self._waiting: deque[tuple[str, Frames]] = deque()
-        self._at_work: Path | None = None
         self._bytes = 0
-        self._is_closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+        self._queue: queue.SimpleQueue[tuple[str, Frames] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="video-writer", daemon=True)
         self._thread.start()
 
@@ -97,81 +99,104 @@ class VideoWriter:
     def __exit__(self, *exception: object) -> None:
         self.finish()
 
-    def write(self, name: str, video: torch.Tensor) -> bool:
-        """Takes a clip (F, 3, H, W) in [0, 1], copied here; whether there was room for it. name: without the suffix,
-        may have folders; one that came before gets a number, NAME_1. Never waits. Raises ValueError for another shape,
-        or once it is finished."""
-        if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
-            raise ValueError(f"video {name!r} has shape {tuple(video.shape)}, expected (F, 3, H, W)")
+    def write(self, name: str, video: torch.Tensor) -> None:
+        """Takes a clip (F, 3, H, W) in [0, 1], copied here. Never waits.
+
+        Args:
+            name: without the suffix, may have folders; one that came before gets a number, NAME_1.
+        """
         frames = as_frames(video)
-        with self._changed:
-            if self._is_closed:
-                raise ValueError(f"video {name!r} comes after finish()")
-            self._names[name] += 1
-            if self._names[name] > 1:
-                name = f"{name}_{self._names[name] - 1}"
-            if self._bytes and self._bytes + frames.nbytes > self.waiting_bytes:
-                self.dropped += 1
-            else:
-                self._waiting.append((name, frames))
-                self._bytes += frames.nbytes
-                self._changed.notify_all()
-                return True
-        self._tell_once(
-            "dropped",
-            f"videos: the writer is {self.waiting_bytes / 2**20:.0f} MiB behind, so {name}.mp4 and others that find no "
-            "room are dropped; the training goes on",
-        )
-        return False
+        self._names[name] += 1
+        if self._names[name] > 1:
+            name = f"{name}_{self._names[name] - 1}"
+        with self._lock:
+            has_room = not self._bytes or self._bytes + frames.nbytes <= self.waiting_bytes
+            self._bytes += frames.nbytes * has_room
+        if has_room:
+            self.taken += 1
+            self._queue.put((name, frames))
+            return
+        self.dropped += 1
+        if self.dropped == 1:
+            self._tell(
+                f"videos: the writer is {self.waiting_bytes / 2**20:.0f} MiB behind, so {name}.mp4 and others that "
+                "find no room are dropped; the training goes on"
+            )
 
     def finish(self, timeout_s: float = _FINISH_TIMEOUT_S) -> None:
-        """Waits until all clips are written, for so long at most, and tells what is lost. May be called again."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        with self._changed:
-            lost, draft = len(self._waiting), self._at_work
-            self._waiting.clear()
-        if draft is not None:
-            draft.unlink(missing_ok=True)
-            lost += 1
+        """Waits until all clips are written, for so long at most, and tells what is lost."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        self._is_abandoned = True
+        lost = self.taken - self.written - self.failed
         if lost:
-            self._tell(f"videos: the writer does not end within {timeout_s:g} s; {lost} clips are not written")
-        if self.failed or self.dropped:
-            self._tell(f"videos: {self.written} written, {self.failed} failed, {self.dropped} dropped")
+            for draft in self.folder.rglob(".*.mp4.part"):
+                draft.unlink(missing_ok=True)
+        if lost or self.failed or self.dropped:
+            late = f", {lost} not written within {timeout_s:g} s" * bool(lost)
+            self._tell(f"videos: {self.written} written, {self.failed} failed, {self.dropped} dropped{late}")
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if not self._waiting:
-                    return
-                name, frames = self._waiting.popleft()
-                final = self.folder / f"{name}.mp4"
-                self._at_work = final.with_name(f".{final.name}.part")
+        while (item := self._queue.get()) is not None and not self._is_abandoned:
+            name, frames = item
+            final = self.folder / f"{name}.mp4"
+            draft = final.with_name(f".{final.name}.part")
             try:
-                self._write_whole(self._at_work, final, frames)
+                draft.parent.mkdir(parents=True, exist_ok=True)
+                self._encode(draft, frames, FPS)
+                os.replace(draft, final)
                 self.written += 1
             except Exception as error:  # a lost clip must not end a run, whatever the encoder raises
                 self.failed += 1
-                self._tell_once("failed", f"videos: {final} failed ({type(error).__name__}: {error}); the run goes on")
-            with self._changed:
-                self._at_work = None
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
+                if self.failed == 1:
+                    self._tell(f"videos: {final} failed ({type(error).__name__}: {error}); the run goes on")
+            with self._lock:
                 self._bytes -= frames.nbytes
 
-    def _write_whole(self, draft: Path, final: Path, frames: Frames) -> None:
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._encode(draft, frames, self.fps)
-            os.replace(draft, final)
-        finally:
-            draft.unlink(missing_ok=True)
 
-    def _tell_once(self, kind: str, sentence: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            self._tell(sentence)
+@dataclass(frozen=True)
+class Strip:
+    """A row of frames (n, H, W, 3) in a picture, with what stands before it; green where it is better."""
+
+    label: str
+    frames: Frames
+    is_better: bool | None = None
+
+
+_WIDTH, _LABEL, _TALLEST = 8.3, 1.0, 1.15  # inches
+_COLOURS = {None: "#1c2126", True: "#2f7d4a", False: "#b5495b"}
+
+
+def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title: str, columns: int = 6) -> Path:
+    """Writes a PNG: for each prompt its strips below each other, of each `columns` frames from the first to the last.
+
+    Args:
+        groups: prompts with their strips; all frames have one size, all strips one number of them.
+    """
+    strips = [(prompt if row == 0 else "", strip) for prompt, group in groups for row, strip in enumerate(group)]
+    count, high, wide = strips[0][1].frames.shape[:3]
+    numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int)
+    width = min((_WIDTH - _LABEL) / len(numbers), _TALLEST * wide / high)
+    height = width * high / wide
+    heads = [0.06 + (0.3 if prompt else 0.0) for prompt, _ in strips]
+    total = 0.4 + sum(heads) + height * len(strips)
+    figure = Figure(figsize=(_WIDTH, total), facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.text(0.01, 1 - 0.1 / total, title, va="top", weight="bold")
+    top = 0.35
+    for head, (prompt, strip) in zip(heads, strips, strict=True):
+        text = textwrap.shorten(prompt, 108, placeholder=" ...")
+        figure.text(0.01, 1 - (top + 0.04) / total, text, va="top", size=9, parse_math=False)
+        top += head
+        middle, color = 1 - (top + height / 2) / total, _COLOURS[strip.is_better]
+        figure.text(0.01, middle, strip.label, va="center", color=color, parse_math=False)
+        for column, number in enumerate(numbers):
+            box = ((_LABEL + column * width) / _WIDTH, 1 - (top + height) / total, 0.96 * width / _WIDTH)
+            axes = figure.add_axes((*box, height / total))
+            axes.imshow(strip.frames[number], interpolation="nearest")
+            axes.set_axis_off()
+        top += height
+    figure.savefig(path, dpi=200)
+    return path

@@ -10,15 +10,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.checkpoint import folder_bytes
+from trainer.clips.dataset import VideoDataset, VideoLoader, collate, noise_seeds, steps_per_epoch
 from trainer.clips.writing import VideoWriter
 from trainer.flow.actor import LORA, AdapterExport, FlowActorRole
 from trainer.flow.reward_flow import RewardFlowTrainer
-from trainer.flow.steps import ClipSteps, count_steps, fingerprint
+from trainer.flow.steps import ClipSteps, count_steps
 from trainer.recipe import recipe_modules
 from trainer.resources import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, start_workers
 from trainer.saving import Savable, Saver
 from trainer.tracking import Tracking
-from trainer.video_data import VideoDataset, VideoLoader, collate, noise_seeds, steps_per_epoch
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.device import device_type
 from verl_lite.machine.claim import Wish
@@ -83,7 +83,7 @@ def build_trainer(
         yield RewardFlowTrainer(
             config,
             actor=actor,
-            steps=ClipSteps(loader.batch, total=total, steps_per_epoch=per_epoch, dataset=fingerprint(data)),
+            steps=ClipSteps(loader.batch, total=total, steps_per_epoch=per_epoch, dataset=data.fingerprint()),
             validation=validation_batch(config, data),
             videos=videos,
             tracking=tracking,

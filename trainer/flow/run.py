@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trainer.cli import INTERRUPTED, stopping_on_signal
-from trainer.clips.picture import BeforeAfter, before_after, before_after_gif
+from trainer.clips.dataset import VideoDataset, steps_per_epoch
+from trainer.clips.writing import Strip, as_frames, draw_strips
 from trainer.console import Console
 from trainer.final_report import final_report
 from trainer.flow.actor import LORA
 from trainer.flow.reward_flow import FlowResult, RewardFlowTrainer
-from trainer.flow.steps import count_steps, fingerprint, refuse_other_clips
+from trainer.flow.steps import count_steps, refuse_other_clips
 from trainer.flow.trial import try_reward
 from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
 from trainer.planner.diffusion import launch_plan
@@ -35,7 +36,6 @@ from trainer.run import (
 )
 from trainer.saving import require_room_for_checkpoints
 from trainer.tracking import TRACKERS, Tracking
-from trainer.video_data import VideoDataset, steps_per_epoch
 from verl_lite.config import LoadedConfig, load_schema, save_config
 from verl_lite.config.checks.diffusion import validate
 from verl_lite.config.diffusion import RewardFlowConfig
@@ -46,6 +46,8 @@ COMMAND = ["python", "-m", "trainer.main_reward_flow"]
 DEFAULT_RECIPE = "reward_flow"
 STAGES = ("data", "train", "videos")
 """In the order of the step."""
+MOST_CLIPS = 3
+"""That the picture of before and after shows."""
 
 
 def run_reward_flow(argv: list[str]) -> int:
@@ -77,7 +79,7 @@ def train(loaded: LoadedConfig[RewardFlowConfig], slots: int, argv: list[str], s
     stack.enter_context(locked_folder(run_dir, console.note))
     total_steps = count_steps(config, steps_per_epoch(len(data), config.data))
     refuse_another_run(config, run_dir, total_steps, f"open {run_dir}")
-    refuse_other_clips(config, run_dir, fingerprint(data))
+    refuse_other_clips(config, run_dir, data.fingerprint())
     require_room_for_checkpoints(config.trainer, run_dir, total_steps, one=0)
     save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
@@ -137,17 +139,16 @@ def draw_pictures(trainer: RewardFlowTrainer, result: FlowResult) -> Mapping[str
     if result.first is None or result.last is None:
         return pictures
     first, last, shown = result.first.batch, result.last.batch, trainer.validation
-    clips = [
-        BeforeAfter(
-            str(shown.non_tensor_batch["prompt"][row]),
-            shown.batch["video"][row],
-            *(samples["frames"][row] for samples in (first, last)),
-            *(float(samples["face_score"][row]) for samples in (first, last)),
+    groups = []
+    for row in range(min(len(shown), MOST_CLIPS)):
+        before, after = (float(samples["face_score"][row]) for samples in (first, last))
+        strips = (
+            Strip("reference", as_frames(shown.batch["video"][row])),
+            Strip(f"before\n{before:.2f}", as_frames(first["frames"][row])),
+            Strip(f"after\n{after:.2f}", as_frames(last["frames"][row]), is_better=after > before),
         )
-        for row in range(len(shown))
-    ]
-    pictures["frames"] = before_after(run_dir / "before_after.png", clips, run_dir.name)
-    pictures["moving"] = before_after_gif(run_dir / "before_after.gif", clips)
+        groups.append((str(shown.non_tensor_batch["prompt"][row]), strips))
+    pictures["frames"] = draw_strips(run_dir / "before_after.png", groups, run_dir.name)
     return pictures
 
 

@@ -3,13 +3,11 @@ run needs to know nothing but where it stands."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.steps import StepCounter
-from trainer.video_data import VideoDataset
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -21,20 +19,11 @@ def count_steps(config: RewardFlowConfig, steps_per_epoch: int) -> int:
     return steps_per_epoch * config.trainer.total_epochs if limit is None else limit
 
 
-def fingerprint(data: VideoDataset) -> str:
-    """Changes with the number of rows to train on, their order, prompts, and the names and sizes of their files."""
-    digest = hashlib.sha256()
-    for row in data.rows[: len(data)]:
-        size = row.path.stat().st_size if row.path.is_file() else 0
-        digest.update(f"{row.path.name}\0{size}\0{row.prompt}\n".encode())
-    return digest.hexdigest()[:16]
-
-
 class ClipSteps(StepCounter):
     """Iterates over the numbers of the steps, from the first or the resumed one to the last.
 
     batch: gives their clips, as `VideoLoader.batch` does. steps_per_epoch: of one pass over the clips. dataset: its
-    `fingerprint`.
+    `VideoDataset.fingerprint`.
     """
 
     def __init__(self, batch: Callable[[int], DataProto], *, total: int, steps_per_epoch: int, dataset: str) -> None:
@@ -49,7 +38,7 @@ class ClipSteps(StepCounter):
 
 def refuse_other_clips(config: RewardFlowConfig, run_dir: Path, dataset: str) -> None:
     """Raises UserError if the run continues from a checkpoint that was made with other clips, unless
-    trainer.resume_allow names data.train_files or data.train_max_samples. dataset: see `fingerprint`."""
+    trainer.resume_allow names data.train_files or data.train_max_samples. dataset: see `VideoDataset.fingerprint`."""
     trainer = config.trainer
     if {"data.train_files", "data.train_max_samples"} & set(trainer.resume_allow):
         return

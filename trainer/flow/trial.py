@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from trainer.video_data import VideoDataset, collate
+from trainer.clips.dataset import VideoDataset, collate
 from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.errors import UserError
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames

@@ -12,7 +12,7 @@ from PIL import Image
 from tests.trainer.made_clips import corner_frames, grey_frames, which, write_animation, write_folder, write_video
 from trainer.clips.reading import ClipError, choose_frames, fitted_size, read_frames, read_header
 
-KINDS = ("a.mp4", "a.mov", "a.mkv", "a.avi", "a.gif", "a.webp", "a")
+KINDS = ("a.mp4", "a.mov", "a.mkv", "a.avi", "a.gif", "a.apng", "a")
 RATE = 10
 
 
@@ -21,7 +21,7 @@ def make(path: Path, number: int) -> Path:
     frames = grey_frames(number)
     if not path.suffix:
         return write_folder(path, frames)
-    if path.suffix in (".gif", ".webp"):
+    if path.suffix in (".gif", ".apng"):
         return write_animation(path, frames, durations_ms=1000 // RATE)
     return write_video(path, frames, rate=RATE, codec="mpeg4" if path.suffix == ".avi" else "libx264")
 
@@ -29,8 +29,8 @@ def make(path: Path, number: int) -> Path:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_gives_its_frames(tmp_path: Path, name: str) -> None:
     path = make(tmp_path / name, 12)
-    header = read_header(path, 5)
-    assert (header.height, header.width, header.frames, header.is_whole) == (32, 48, 12, True)
+    header = read_header(path)
+    assert (header.height, header.width, header.frames) == (32, 48, 12)
     frames = read_frames(path, [0, 1, 2, 10, 11], 32, 48)
     assert frames.shape == (5, 32, 48, 3) and frames.dtype == np.uint8 and which(frames) == [0, 1, 2, 10, 11]
 
@@ -39,43 +39,40 @@ def test_every_kind_of_file_gives_its_frames(tmp_path: Path, name: str) -> None:
 def test_frames_at_a_rate_are_those_nearest_in_time(tmp_path: Path, name: str) -> None:
     path = make(tmp_path / name, 12)
     # at 10 frames a second, 0, 1/4, 2/4 ... s are frames 0, 2.5, 5, 7.5, 10: of two that are as near the earlier
-    numbers = choose_frames(read_header(path, 5, 4.0), 5, 4.0)
+    numbers = choose_frames(read_header(path), 5, 4.0)
     assert numbers == [0, 2, 5, 7, 10] and which(read_frames(path, numbers, 32, 48)) == numbers
-    assert choose_frames(read_header(path, 5, float(RATE)), 5, float(RATE)) == [0, 1, 2, 3, 4]
+    assert choose_frames(read_header(path), 5, float(RATE)) == [0, 1, 2, 3, 4]
 
 
-def test_a_header_of_a_long_clip_is_read_only_as_far_as_needed(tmp_path: Path) -> None:
-    path = write_video(tmp_path / "a.mp4", np.tile(grey_frames(25), (8, 1, 1, 1)), bf="3")
-    header = read_header(path, 5)
-    assert header.times is not None
-    assert 5 <= header.frames < 100 and not header.is_whole
-    np.testing.assert_allclose(header.times, np.arange(header.frames) / 16)  # also where frames lie out of order
-    header = read_header(path, 9, 2.0)
-    assert choose_frames(header, 9, 2.0) == [0, 8, 16, 24, 32, 40, 48, 56, 64] and header.frames < 130
+def test_frames_that_lie_out_of_order_are_counted_by_their_times(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", np.tile(grey_frames(25), (4, 1, 1, 1)), bf="3")
+    header = read_header(path)
+    np.testing.assert_allclose(header.times or (), np.arange(100) / 16)
+    assert choose_frames(header, 9, 2.0) == [0, 8, 16, 24, 32, 40, 48, 56, 64]
     assert which(read_frames(path, [24, 25, 40], 32, 48)) == [24, 0, 15]
 
 
 def test_a_rate_that_is_nearly_that_of_the_clip_is_the_clip(tmp_path: Path) -> None:
     path = write_video(tmp_path / "a.mp4", grey_frames(20), rate=Fraction(16_000, 1_001))
-    assert choose_frames(read_header(path, 17, 16.0), 17, 16.0) == list(range(17))
+    assert choose_frames(read_header(path), 17, 16.0) == list(range(17))
     with pytest.raises(ClipError, match=r"it has 15.98 frames a second, fewer than data.fps=24"):
-        choose_frames(read_header(path, 17, 24.0), 17, 24.0)
+        choose_frames(read_header(path), 17, 24.0)
 
 
 def test_durations_that_differ_and_what_players_make_of_none(tmp_path: Path) -> None:
     path = write_animation(tmp_path / "a.gif", grey_frames(4), [300, 100, 100, 500])
-    header = read_header(path, 5, 5.0)
+    header = read_header(path)
     assert header.times == pytest.approx((0.0, 0.3, 0.4, 0.5))
     assert choose_frames(header, 3, 5.0) == [0, 1, 2]  # at 0, 0.2, 0.4 s
     still = write_animation(tmp_path / "b.gif", grey_frames(3), 0)
-    assert read_header(still, 1, 5.0).times == pytest.approx((0.0, 0.1, 0.2))
+    assert read_header(still).times == pytest.approx((0.0, 0.1, 0.2))
 
 
 @pytest.mark.parametrize(("turned", "corner"), [(90, (1, 0)), (-90, (0, 1)), (180, (1, 1))])
 def test_a_clip_that_was_filmed_sideways_is_upright(tmp_path: Path, turned: int, corner: tuple[int, int]) -> None:
     """Turned counter-clockwise by a quarter, what was in the upper left corner is in the lower left one."""
     path = write_video(tmp_path / "a.mp4", corner_frames(2), turned=turned)
-    header = read_header(path, 1)
+    header = read_header(path)
     assert (header.height, header.width) == ((32, 48) if turned == 180 else (48, 32))
     frame = read_frames(path, [0], header.height, header.width)[0]
     bright = frame.reshape(2, header.height // 2, 2, header.width // 2, 3).mean((1, 3, 4)) > 128
@@ -92,7 +89,7 @@ def test_pictures_of_a_folder_in_natural_order_upright_and_on_white(tmp_path: Pa
     side = tmp_path / "b"
     side.mkdir()
     Image.fromarray(corner_frames(1)[0]).save(side / "0.jpg", exif=exif)
-    header = read_header(side, 1)
+    header = read_header(side)
     assert (header.height, header.width) == (48, 32)
     frame = read_frames(side, [0], 48, 32)[0]
     assert frame[:20, 20:].mean() > 250 and frame[:20, :12].mean() < 5
@@ -132,22 +129,23 @@ def test_frames_are_scaled_until_they_cover_and_cropped_around_the_centre(tmp_pa
 def test_what_can_be_wrong_with_a_file(tmp_path: Path) -> None:
     good = write_video(tmp_path / "good.mp4", grey_frames(6))
     whole = good.read_bytes()
+    webp = write_animation(tmp_path / "moving.webp", grey_frames(6))
     cases = {
         "goood.mp4": (None, "there is no such file or folder (did you mean good.mp4?)"),
-        "empty.mp4": (b"", "the file is empty"),
-        "text.mp4": (b"no video" * 100, "it is no video that can be read"),
-        "cut.mp4": (whole[:600], "it is no video that can be read"),
-        "text.gif": (b"no picture", "text.gif is no picture that can be read"),
+        "empty.mp4": (b"", "empty.mp4 cannot be read as a video or picture"),
+        "text.mp4": (b"no video" * 100, "text.mp4 cannot be read"),
+        "cut.mp4": (whole[:600], "cut.mp4 cannot be read"),
+        "moving.webp": (webp.read_bytes(), "an animated webp has to be saved as mp4 or gif"),
     }
     for name, (content, words) in cases.items():
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ClipError) as error:
-            read_header(tmp_path / name, 5)
+            read_header(tmp_path / name)
         assert words in str(error.value)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ClipError, match="the folder holds no picture"):
-        read_header(tmp_path / "nothing", 5)
+        read_header(tmp_path / "nothing")
 
 
 def test_a_file_without_pictures(tmp_path: Path) -> None:
@@ -161,15 +159,15 @@ def test_a_file_without_pictures(tmp_path: Path) -> None:
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     with pytest.raises(ClipError, match="it has no pictures, only audio"):
-        read_header(path, 1)
+        read_header(path)
 
 
 def test_too_short_and_too_small(tmp_path: Path) -> None:
     path = write_video(tmp_path / "a.mp4", grey_frames(6))
     with pytest.raises(ClipError, match="it has 6 frames, and data.num_frames=17"):
-        choose_frames(read_header(path, 17), 17, None)
+        choose_frames(read_header(path), 17, None)
     with pytest.raises(ClipError, match=r"it lasts 0.38 s, and data.num_frames=5 at data.fps=8 reach to 0.50 s"):
-        choose_frames(read_header(path, 5, 8.0), 5, 8.0)
+        choose_frames(read_header(path), 5, 8.0)
     with pytest.raises(ClipError, match="its frames are 2000 x 20, which leaves a side below 16"):
         fitted_size(20, 2000, max_pixels=20_000, multiple=16)
 
@@ -177,8 +175,11 @@ def test_too_short_and_too_small(tmp_path: Path) -> None:
 def test_pictures_of_two_sizes_in_a_folder(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", grey_frames(3))
     Image.new("RGB", (16, 16)).save(folder / "frame_3.png")
-    with pytest.raises(ClipError, match="frame_0.png is 48 x 32, frame_3.png 16 x 16"):
-        read_header(folder, 3)
+    with pytest.raises(ClipError, match="frame_0.png is 48 x 32, frame_3.png is 16 x 16"):
+        read_header(folder)
+    (folder / "frame_3.png").write_bytes((folder / "frame_0.png").read_bytes()[:60])
+    with pytest.raises(ClipError, match="frame_3.png cannot be read"):
+        read_header(folder)
 
 
 def test_frames_that_the_header_promises_and_the_file_lacks(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_bytes_that_are_wrong_anywhere_are_a_sentence_or_another_picture(tmp_pat
     noise = rng.integers(0, 255, (6, 32, 48, 3), dtype=np.uint8)
     sources = [
         *(write_video(tmp_path / f"a.{kind}", noise) for kind in ("mp4", "mkv")),
-        *(write_animation(tmp_path / f"a.{kind}", noise) for kind in ("gif", "webp")),
+        *(write_animation(tmp_path / f"a.{kind}", noise) for kind in ("gif", "apng")),
     ]
     for kind in ("png", "jpg", "bmp"):
         sources.append(tmp_path / f"a.{kind}")
@@ -218,7 +219,7 @@ def test_bytes_that_are_wrong_anywhere_are_a_sentence_or_another_picture(tmp_pat
         path.write_bytes(content)
         frames = 1 if source.suffix in (".png", ".jpg", ".bmp") else 5
         try:
-            numbers = choose_frames(read_header(path, frames, 10.0), frames, 10.0)
+            numbers = choose_frames(read_header(path), frames, 10.0)
             assert read_frames(path, numbers, 16, 16).shape == (frames, 16, 16, 3)
         except ClipError:
             refused += 1
@@ -234,29 +235,3 @@ def test_a_frame_that_the_decoder_only_guessed_is_refused(tmp_path: Path) -> Non
     path.write_bytes(content)
     with pytest.raises(ClipError, match="damaged"):
         read_frames(path, list(range(6)), 32, 48)
-
-
-def test_a_title_in_an_old_encoding_is_no_reason_to_fail(tmp_path: Path) -> None:
-    import av
-
-    path = tmp_path / "a.mkv"
-    with av.open(str(path), "w") as container:
-        container.metadata["title"] = "caf__"
-        stream = container.add_stream("mpeg4", rate=16)
-        stream.width = stream.height = 32
-        frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), dtype=np.uint8), format="rgb24")
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    path.write_bytes(path.read_bytes().replace(b"caf__", b"caf\xe9s"))
-    assert b"caf\xe9s" in path.read_bytes() and read_header(path, 1).frames == 1
-    assert read_frames(path, [0], 32, 32).max() < 5
-
-
-def test_a_picture_that_claims_to_be_enormous(tmp_path: Path) -> None:
-    path = tmp_path / "a.bmp"
-    Image.new("RGB", (16, 16)).save(path)
-    content = bytearray(path.read_bytes())
-    content[18:26] = (100_000).to_bytes(4, "little") * 2
-    path.write_bytes(content)
-    with pytest.raises(ClipError, match="a.bmp cannot be decoded"):
-        read_header(path, 1)

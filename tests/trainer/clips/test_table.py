@@ -38,7 +38,7 @@ def test_a_byte_order_mark_and_prompts_of_several_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["is empty", "video,prompt"]),
+        ("", ["its first line gives nothing", "video,prompt"]),
         ("video,prompt\n", ["no rows"]),
         ("file,prompt\na,b\n", ["no column 'video' (data.video_key)", "file, prompt", "data.video_key='file'"]),
         ("Video,prompt\na,b\n", ["data.video_key='Video'"]),
@@ -46,13 +46,12 @@ def test_a_byte_order_mark_and_prompts_of_several_lines(tmp_path: Path) -> None:
         ("video,promt\na,b\n", ["data.prompt_key='promt'"]),
         ("a.mp4,a cat\nb.mp4,a dog\n", ["its first line gives a.mp4, a cat", "should name the columns"]),
         ("video;prompt\na;b\n", ["separated by commas"]),
-        ("video\tprompt\na\tb\n", ["separated by commas"]),
-        ("video,prompt,prompt\na,b,c\n", ["'prompt' twice"]),
+        ("video,prompt,prompt\na,b,c\n", ["a column twice"]),
         ("video,prompt\na,b\nc,a cat, asleep\n", ["row 1 (line 3)", "3 values for the 2 columns", "double quotes"]),
         ("video,prompt\na\n", ["row 0 (line 2)", "1 values for the 2 columns"]),
         ("video,prompt\n ,b\n", ["row 0 (line 2)", "'video' is empty"]),
         ("video,prompt\na,\n", ["'prompt' is empty"]),
-        ('video,prompt\na,"b\n', ["not csv after line 1", "double quotes"]),
+        ('video,prompt\na,"b\n', ["cannot be read as csv"]),
     ],
 )
 def test_what_can_be_wrong_with_a_csv(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -64,19 +63,12 @@ def test_what_can_be_wrong_with_a_csv(tmp_path: Path, text: str, words: list[str
         assert word in str(error.value)
 
 
-def test_text_that_is_not_utf_8(tmp_path: Path) -> None:
-    table = tmp_path / "metadata.csv"
-    table.write_bytes("video,prompt\na.mp4,é\n".encode("latin-1"))
-    with pytest.raises(UserError, match="not UTF-8"):
-        read_tables(options(table))
-
-
-def test_a_csv_that_is_not_there(tmp_path: Path) -> None:
-    write_table(tmp_path / "clips", [["a", "b"]]).rename(tmp_path / "clips" / "train.csv")
+def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "clips", [["a", "b"]]).rename(tmp_path / "clips" / "train.csv")
     with pytest.raises(UserError, match=r"no file .*clips/trian.csv \(did you mean train.csv\?\)"):
         read_tables(options(tmp_path / "clips" / "trian.csv"))
-    with pytest.raises(UserError, match=r"has no metadata.csv, it holds train.csv: name one of them"):
+    with pytest.raises(UserError, match=r"no file .*clips/metadata.csv"):
         read_tables(options(tmp_path / "clips"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="nor any other csv file"):
-        read_tables(options(tmp_path / "empty"))
+    table.write_bytes("video,prompt\na.mp4,é\n".encode("latin-1"))
+    with pytest.raises(UserError, match="cannot be read as csv in UTF-8"):
+        read_tables(options(table))

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.made_clips import grey_frames, options, write_animation, write_folder, write_video
+from trainer.clips.dataset import VideoDataset
 from trainer.clips.reading import fitted_size
-from trainer.clips.writing import _WAITING_BYTES, FPS
-from trainer.video_data import VideoDataset, main
+from trainer.clips.writing import FPS, WAITING_BYTES
+from trainer.video_data import main
 from verl_lite.config import schema_of
 from verl_lite.config.diffusion import RewardFlowConfig, VideoDataConfig
 
@@ -51,4 +52,4 @@ def test_sizes_are_those_that_clips_come_to() -> None:
 
 def test_bounds_are_those_of_the_page() -> None:
     assert f"{VideoDataConfig().cache_gb:g} GiB, in the driver" in PAGE
-    assert f"At most {_WAITING_BYTES // 2**30} GiB of frames wait" in PAGE and f"H.264, {FPS} frames a second" in PAGE
+    assert f"At most {WAITING_BYTES // 2**30} GiB of frames wait" in PAGE and f"H.264, {FPS} frames a second" in PAGE

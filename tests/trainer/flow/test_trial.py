@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.clips.dataset import Clip
 from trainer.clips.table import VideoRow
 from trainer.flow.trial import require_gradient, try_reward
-from trainer.video_data import Clip
 from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.errors import UserError
 from verl_lite.visual_rewards.base import VisualReward, VisualScore
