@@ -20,6 +20,7 @@ from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import DynamicSampling, PromptStream
 from trainer.environment import worker_environment
+from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
 from trainer.planner.batch import launch_table
 from trainer.planner.remedies import fits
@@ -35,7 +36,6 @@ from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.run import Job, Report, ResourceRequest, Trainer, run
-from trainer.samples.files import SampleFiles
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking

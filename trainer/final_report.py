@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.samples.sample import Sample
-from trainer.validation.metrics import INTERVAL, MEAN_OF_SOURCES
+from trainer.evaluate.metrics import INTERVAL, MEAN_OF_SOURCES
+from trainer.evaluate.sample import Sample
 
 _TEXT_SHOWN = 300
 _MEAN = re.compile(r"val-(?P<rank>core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")

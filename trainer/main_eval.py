@@ -23,7 +23,7 @@ from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
 if TYPE_CHECKING:
-    from trainer.validation.targets import Target
+    from trainer.evaluate.targets import Target
 
 USAGE = "usage: python -m trainer.main_eval RUN_OR_CHECKPOINT_OR_MODEL ... [--all-checkpoints] [key=value ...]"
 ALL_CHECKPOINTS = "--all-checkpoints"
@@ -43,9 +43,9 @@ def evaluate(target: Target, overrides: list[str]) -> Evaluated:
     """Validates one target, or shows what an earlier call found. Raises UserError if there is nothing to validate."""
     from trainer.build import run_ppo
     from trainer.console import Console
+    from trainer.evaluate.evaluation import Evaluation, answer_settings, finished_metrics, read_results
     from trainer.final_report import validation_table
     from trainer.recipe import prepare_recipe, recipe_overrides
-    from trainer.validation.evaluation import Evaluation, answer_settings, finished_metrics, read_results
 
     argv = eval_arguments(target, overrides)
     loaded = load_config(argv, recipe_loader=recipe_overrides)
@@ -105,8 +105,8 @@ def _evaluate_agents(target: Target, argv: list[str], overrides: list[str]) -> E
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     from trainer.console import Console
+    from trainer.evaluate.targets import find_targets, split_arguments
     from trainer.final_report import steps_table
-    from trainer.validation.targets import find_targets, split_arguments
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
     if not names:

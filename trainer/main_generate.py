@@ -3,7 +3,7 @@ answers to each prompt, without rewards.
 
 TARGET is a run folder (its newest checkpoint), a global_step_N folder, a model folder or a hub name. The sampling is
 rollout.val_kwargs.*, for example rollout.val_kwargs.n=8 with do_sample=true and a temperature. The file has a row for
-each answer (`trainer.validation.generation`); a name that ends in .jsonl gives json lines. Beside it the folder
+each answer (`trainer.evaluate.generation`); a name that ends in .jsonl gives json lines. Beside it the folder
 FILE.parquet.run has what is answered so far: the same command goes on where a killed one was.
 """
 
@@ -26,9 +26,9 @@ UNSCORED = ("~reward", "~reward_model", "rollout.val_kwargs.greedy_too=false")
 def generate(name: str, options: list[str]) -> int:
     """Answers and writes the file; returns the exit status. Raises UserError for what cannot be done."""
     from trainer.build import run_ppo
+    from trainer.evaluate.generation import Generation, folder_of, is_complete
+    from trainer.evaluate.targets import find_targets
     from trainer.recipe import prepare_recipe, recipe_overrides
-    from trainer.validation.generation import Generation, folder_of, is_complete
-    from trainer.validation.targets import find_targets
 
     output, overrides = output_file(options)
     targets = find_targets(name)
@@ -52,7 +52,7 @@ def generate(name: str, options: list[str]) -> int:
 
 def output_file(options: list[str]) -> tuple[Path, list[str]]:
     """The file to write, and the other options. Raises UserError if it is missing or of another kind."""
-    from trainer.validation.generation import FORMATS
+    from trainer.evaluate.generation import FORMATS
 
     given = [item.removeprefix(OUTPUT) for item in options if item.startswith(OUTPUT)]
     if len(given) != 1:
@@ -88,7 +88,7 @@ def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.validation.targets import split_arguments
+    from trainer.evaluate.targets import split_arguments
 
     options = [item for item in argv if item.startswith(OUTPUT)]
     names, others = split_arguments([item for item in argv if not item.startswith(OUTPUT)])

@@ -20,6 +20,10 @@ from trainer.agentic.advantage import shape_scores, token_estimator
 from trainer.checkpoint import find_checkpoint, read_state, saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import ANSWERS, DynamicSampling, NothingToLearn
+from trainer.evaluate import chunks
+from trainer.evaluate.metrics import validation_metrics
+from trainer.evaluate.sample import Sample, samples_of
+from trainer.evaluate.sample_files import SampleFiles
 from trainer.requirements import needs_greedy_baseline
 from trainer.resume import flat_config
 from trainer.rewards.baselines import take_greedy_baselines
@@ -27,16 +31,11 @@ from trainer.rewards.groups import group_shares
 from trainer.rewards.overlong import punish_overlong
 from trainer.rewards.scores import Scorer, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
-from trainer.samples.files import SampleFiles
-from trainer.samples.sample import Sample, samples_of
 from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from trainer.steps import TrainingSteps
 from trainer.timing import timed
 from trainer.tracking import Tracking
-from trainer.validation.answering import TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
-from trainer.validation.kept_answers import KeptAnswers
-from trainer.validation.metrics import validation_metrics
 from verl_lite.algos.rollout_diff import rollout_probs_diff
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
@@ -105,7 +104,7 @@ class RayPPOTrainer:
         self.needs_old_log_prob = actor.needs_old_log_prob
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
-        self.validating = TimeShare()
+        self.validating = chunks.TimeShare()
         self.result = FitResult()
 
     # ---------------------------------------------------------------------------------------------- the algorithm
@@ -306,39 +305,39 @@ class RayPPOTrainer:
         time for. Keeps samples to show in `result`."""
         assert self.val_data is not None
         with self.validating.spent():
-            answered = self.answer_validation_set()
+            answered = self.generate_validation_set()
         metrics: dict[str, float] = {}
-        for way, rows in answered.items():
-            metrics |= validation_metrics(rows, way.prefix)
+        for sampling, rows in answered.items():
+            metrics |= validation_metrics(rows, sampling.prefix)
             if self.config.trainer.val_time_budget_s is not None:
-                metrics |= share_scored(rows, len(self.val_data), way.prefix)
-            self.samples.write_validation(rows, self.steps.global_step, way.prefix.strip("/"))
+                metrics |= chunks.share_scored(rows, len(self.val_data), sampling.prefix)
+            self.samples.write_validation(rows, self.steps.global_step, sampling.prefix.strip("/"))
         result.samples = next(iter(answered.values()))[: self.config.trainer.log_val_generations]
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
         return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
 
-    def answer_validation_set(self) -> dict[Way, list[Sample]]:
+    def generate_validation_set(self) -> dict[chunks.ValSampling, list[Sample]]:
         """Generates and scores the validation prompts. The numbers do not depend on data.val_batch_size."""
         assert self.val_data is not None
         kept = self.kept_answers()
         engines = self.actor.world_size // self.config.rollout.tensor_model_parallel_size
-        return answer_in_chunks(
+        return chunks.generate_in_chunks(
             self.val_data,
-            ways_of(self.config),
-            chunks_of(self.config, len(self.val_data), engines, are_kept=kept is not None),
-            self.answer_for_validation,
+            chunks.val_samplings(self.config),
+            chunks.chunks_of(self.config, len(self.val_data), engines, are_kept=kept is not None),
+            self.generate_for_validation,
             self.score_for_validation,
             kept,
             self.tracking.show,
         )
 
-    def kept_answers(self) -> KeptAnswers[Sample] | None:
+    def kept_answers(self) -> chunks.KeptAnswers[Sample] | None:
         """Where the validation's answers are kept, so that it can be continued; a run that trains validates anew."""
         return None
 
-    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
-        """Answers each prompt of the validation way.n times."""
-        answers = self.generate(prompts, way.sampling, way.n, way.purpose, step=0)
+    def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
+        """Answers each prompt of the validation sampling.n times."""
+        answers = self.generate(prompts, sampling.params, sampling.n, sampling.purpose, step=0)
         return answers.select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:

@@ -31,7 +31,7 @@ from verl_lite.errors import UserError
 from verl_lite.rewards import RewardResult, reward_modules
 
 if TYPE_CHECKING:
-    from trainer.samples.saved_answers import SavedAnswers
+    from trainer.evaluate.saved_answers import SavedAnswers
 
 USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [out=FILE.parquet]"
 REWARD = "reward="
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
 def score(target: Path, overrides: list[str]) -> int:
     """The whole command; returns the exit status. Raises UserError for what cannot be read or scored."""
     from trainer.console import Console
-    from trainer.samples.saved_answers import read_saved
-    from trainer.samples.score_report import changed_table, comparison_table, extras_line, write_scores
+    from trainer.evaluate.saved_answers import read_saved
+    from trainer.evaluate.score_report import changed_table, comparison_table, extras_line, write_scores
 
     run = run_config(target)
     config = score_config(run, overrides)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer.cli import command
 from trainer.console import Console
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.base import TRACKERS, TrackedRun, check_trackers
 from trainer.trackers.spool import LastStep, Message, Spool, spooled_trackers
 from trainer.tracking import read_metrics, read_samples

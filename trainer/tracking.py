@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.console import Console, following
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.background import BackgroundTracker
 from trainer.trackers.base import IMMEDIATE, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
 from trainer.trackers.spool import finite

@@ -18,15 +18,15 @@ import torch
 from recipes.flow_grpo.rewards import Reward
 from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
 from trainer.checkpoint import find_checkpoint, read_state
+from trainer.evaluate.metrics import name_metrics, process_validation_metrics
+from trainer.evaluate.sample import Sample
 from trainer.loss_columns import loss_columns
 from trainer.resume import flat_config
-from trainer.samples.sample import Sample
 from trainer.saving import SavedByWorkers, Saver
 from trainer.step_metrics import frac_reward_zero_std
 from trainer.steps import StepCounter
 from trainer.timing import timed
 from trainer.tracking import Tracking
-from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values

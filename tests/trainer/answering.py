@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from trainer.data.prompts import PromptDataset
+from trainer.evaluate.sample import Sample
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.rewards.scores import Rewards
 from trainer.roles import ActorRole
-from trainer.samples.sample import Sample
 from verl_lite.config import PPOConfig
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.samples.files import SampleFiles
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
+from trainer.evaluate.sample_files import SampleFiles
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- \x1b[2J\u2028 <img src=x onerror=alert(1)>"
 SAMPLE = Sample(

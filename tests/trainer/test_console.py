@@ -12,8 +12,8 @@ import pytest
 import rich.console
 
 from trainer.console import Console, following, format_seconds
+from trainer.evaluate.sample import Sample
 from trainer.final_report import final_report, printable, steps_table, validation_line, validation_means
-from trainer.samples.sample import Sample
 from verl_lite.config import ConfigError, SFTConfig, Verbosity, load_config, load_schema
 
 METRICS = {

@@ -17,10 +17,10 @@ from tests.conftest import logged_names, run_files
 from tests.trainer.trackers.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
 from trainer import metrics_reference
+from trainer.evaluate.chunks import share_scored
+from trainer.evaluate.metrics import validation_metrics
 from trainer.metric_docs import Metric, find, metrics, undocumented
 from trainer.metrics_reference import PAGE, main, render
-from trainer.validation.answering import share_scored
-from trainer.validation.metrics import validation_metrics
 from verl_lite.config.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig
 from verl_lite.rollout_correction import correct_rollout
 

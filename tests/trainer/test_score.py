@@ -14,10 +14,10 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from trainer.samples.files import SampleFiles
-from trainer.samples.sample import Sample, plain_value
-from trainer.samples.saved_answers import SavedAnswer, read_saved
-from trainer.samples.score_report import comparison_table, truth_text
+from trainer.evaluate.sample import Sample, plain_value
+from trainer.evaluate.sample_files import SampleFiles
+from trainer.evaluate.saved_answers import SavedAnswer, read_saved
+from trainer.evaluate.score_report import comparison_table, truth_text
 from trainer.score import main, run_config, score
 from verl_lite.config import ConfigError, ScoreConfig, load_config, save_config
 from verl_lite.errors import UserError

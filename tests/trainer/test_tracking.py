@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.console import Console
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.base import PACKAGES
 from trainer.tracking import TRACKERS, Tracking, read_metrics
 from verl_lite.config import PPOConfig, TrainerConfig

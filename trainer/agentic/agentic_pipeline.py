@@ -14,11 +14,11 @@ from typing import Any
 from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_of, write_episodes
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
 from trainer.agentic.renders import save_renders
+from trainer.evaluate.chunks import val_samplings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.rewards.failures import Failures
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
-from trainer.validation.answering import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -161,10 +161,10 @@ class AgenticPipeline(RayPPOTrainer):
         """Runs the validation's episodes with the newest weights. Keeps some to show in `result`."""
         self._give_weights(self.steps.global_step, must=True)
         metrics: dict[str, float] = {}
-        for way in ways_of(self.config):
-            prefix = way.prefix
+        for sampling in val_samplings(self.config):
+            prefix = sampling.prefix
             with self.validating.spent():
-                batch = self.run_validation(way.sampling)
+                batch = self.run_validation(sampling.params)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.agentic_pipeline import AgenticPipeline, EpisodeRewards
+from trainer.evaluate.chunks import val_samplings
 from trainer.ray_trainer import RayPPOTrainer, training_sampling
 from trainer.roles import AgentRole
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.steps import EpisodeSteps
-from trainer.validation.answering import ways_of
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from workers.envs.pool import EnvPool
@@ -50,7 +50,7 @@ def episode_parts(config: PPOConfig, agent: AgentRole, run_dir: Path, tell: Call
             config,
             agentic.val_env_manager,
             agent,
-            ways_of(config)[0].sampling,
+            val_samplings(config)[0].params,
             purpose="val",
             render=agentic.render_save_dir is not None,
         )

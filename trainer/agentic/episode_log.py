@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.evaluate.sample import Sample
 from trainer.final_report import printable
-from trainer.samples.sample import Sample
 from verl_lite.protocol import DataProto
 
 Message = Mapping[str, Any]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.clips.writing import VideoWriter
+from trainer.evaluate.sample import Sample
 from trainer.flow.actor import FlowActorRole
 from trainer.flow.steps import ClipSteps
 from trainer.resume import flat_config
-from trainer.samples.sample import Sample
 from trainer.saving import Saver
 from trainer.timing import timed
 from trainer.tracking import Tracking

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.evaluate.metrics import INTERVAL
 from trainer.final_report import validation_means
 from trainer.metric_docs import find
 from trainer.reports.health import Points, judge
 from trainer.reports.run_data import Run, run_titles
 from trainer.reports.run_samples import Answer, Group, groups
-from trainer.validation.metrics import INTERVAL
 
 MAX_POINTS = 1500
 MAX_PICTURE_BYTES = 1_500_000

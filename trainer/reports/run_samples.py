@@ -1,7 +1,7 @@
 """What the policy wrote in a run, read from its folder: file by file, and only the rows that are asked for.
 
-samples/{train,val}/*.parquet (`trainer.samples.files`); where there are none, samples.jsonl, which has what validations
-showed. A run whose samples are no text (reward flow) has neither.
+samples/{train,val}/*.parquet (`trainer.evaluate.sample_files`); where there are none, samples.jsonl, which has what
+validations showed. A run whose samples are no text (reward flow) has neither.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from trainer.samples.files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
+from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
 from trainer.tracking import read_samples
 
 SHOWN = "samples.jsonl"

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from trainer.evaluate.sample import is_prediction
 from trainer.rewards.failures import FailureLog
-from trainer.samples.sample import is_prediction
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric

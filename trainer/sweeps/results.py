@@ -8,10 +8,10 @@ import shlex
 import statistics
 from collections.abc import Sequence
 
+from trainer.evaluate.intervals import student_t
 from trainer.sweeps.runner import shown_values
 from trainer.sweeps.study import StudyRecord, TrialRecord
 from trainer.sweeps.table import shown_value
-from trainer.validation.intervals import student_t
 
 _SHOWN = 5
 

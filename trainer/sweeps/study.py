@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import write_atomically
+from trainer.evaluate.intervals import student_t
 from trainer.sweeps.options import Plan, Question
 from trainer.sweeps.space import Space, Value, read_space, space_changes
 from trainer.sweeps.targets import Target, find_target
 from trainer.tracking import read_metrics
-from trainer.validation.intervals import student_t
 from verl_lite.errors import UserError
 
 DESCRIPTION = "study.json"

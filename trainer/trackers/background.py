@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.base import TrackedRun, Tracker, TrackerFactory
 from trainer.trackers.spool import LastStep, Message, Spool
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import yaml
 
 from trainer.console import Console
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from verl_lite.config import RunOptions
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry

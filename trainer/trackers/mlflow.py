@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.base import TrackedRun
 
 _REFUSED = re.compile(r"[^\w\-. :/]")  # in names; what it takes beside letters, digits and _

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.base import TrackedRun
 
 _COLUMNS = "| source | prompt | answer | expected | score |\n|---|---|---|---|---|\n"

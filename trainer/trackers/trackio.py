@@ -8,7 +8,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.base import TrackedRun
 
 

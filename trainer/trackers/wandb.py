@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.trackers.base import TrackedRun
 
 _INIT_TIMEOUT_S = 30.0

@@ -13,10 +13,10 @@ import pytest
 from tests.trainer.reports.pages.test_page import Reader
 from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run
 from trainer import inspect, report
+from trainer.evaluate.sample_files import SampleFiles
 from trainer.reports import run_data
 from trainer.reports.page_data import MAX_POINTS, page_data
 from trainer.reports.run_data import read_run
-from trainer.samples.files import SampleFiles
 
 
 class Page(Reader):

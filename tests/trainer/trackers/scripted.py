@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.console import Console
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 from trainer.tracking import TRACKERS, TrackedRun, Tracking
 from verl_lite.config import PPOConfig, TrainerConfig
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.answering import answering, sampled, task, validated
+from trainer.evaluate.evaluation import Evaluation
 from trainer.ray_trainer import FitResult
-from trainer.validation.evaluation import Evaluation
 from verl_lite.config import PPOConfig
 
 PROMPTS, ANSWERS = 11, 3
@@ -72,11 +72,11 @@ def test_what_a_killed_evaluation_kept_is_not_asked_again(config: PPOConfig, tmp
     class Killed(Evaluation):
         calls = 0
 
-        def answer_for_validation(self, prompts, way):  # type: ignore[no-untyped-def]
+        def generate_for_validation(self, prompts, way):  # type: ignore[no-untyped-def]
             Killed.calls += 1
             if Killed.calls > 2 * killed_after:  # two ways to answer each chunk
                 raise KeyboardInterrupt
-            return super().answer_for_validation(prompts, way)
+            return super().generate_for_validation(prompts, way)
 
     with pytest.raises(KeyboardInterrupt), answering(config, tmp_path, 1, Killed) as trainer:
         trainer.validate(FitResult())

@@ -13,11 +13,10 @@ from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state, write_atomically
 from trainer.data.prompts import PromptDataset
+from trainer.evaluate.chunks import KeptAnswers, ValSampling, claim_folder, content_of, plain, read_settings
+from trainer.evaluate.sample import Sample
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.resume import flat_config, is_bound
-from trainer.samples.sample import Sample
-from trainer.validation.answering import Way
-from trainer.validation.kept_answers import KeptAnswers, claim_folder, content_of, plain, read_settings
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 
@@ -79,11 +78,11 @@ class Answering(RayPPOTrainer):
             self.saver.learners["actor"].load(str(folder / "actor"))
             self.steps.global_step = read_state(folder)["steps"]["global_step"]
 
-    def answer_for_validation(self, prompts: DataProto, way: Way) -> DataProto:
+    def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
         """Answers a chunk. Before it whoever asked the run to end gets that, as what was answered so far is kept."""
         if self.steps.stop_asked:
             raise KeyboardInterrupt
-        return super().answer_for_validation(prompts, way)
+        return super().generate_for_validation(prompts, sampling)
 
 
 class Evaluation(Answering):

@@ -14,9 +14,9 @@ import pyarrow.parquet
 from rich.table import Table
 from rich.text import Text
 
+from trainer.evaluate.sample import is_prediction
+from trainer.evaluate.saved_answers import SavedAnswer
 from trainer.final_report import printable, titled_table
-from trainer.samples.sample import is_prediction
-from trainer.samples.saved_answers import SavedAnswer
 from verl_lite.rewards import RewardResult
 
 _EQUAL = 1e-6

@@ -18,10 +18,18 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.data.prompts import PromptDataset
+from trainer.evaluate.chunks import (
+    KeptAnswers,
+    Prompts,
+    chunks_of,
+    claim_folder,
+    generate_in_chunks,
+    plain,
+    read_settings,
+    val_samplings,
+)
+from trainer.evaluate.evaluation import CHUNKS, Answering, answer_settings
 from trainer.ray_trainer import FitResult
-from trainer.validation.answering import Prompts, answer_in_chunks, chunks_of, ways_of
-from trainer.validation.evaluation import CHUNKS, Answering, answer_settings
-from trainer.validation.kept_answers import KeptAnswers, claim_folder, plain, read_settings
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -64,9 +72,9 @@ class Generation(Answering):
         kept = KeptAnswers(self.run_dir / CHUNKS, GeneratedAnswer)
         engines = self.actor.world_size // self.config.rollout.tensor_model_parallel_size
         chunks = chunks_of(self.config, len(self.val_data), engines, are_kept=True)
-        [way] = ways_of(self.config)
-        answered = answer_in_chunks(
-            self.val_data, [way], chunks, self.answer_for_validation, self.plain_answers, kept, self.tracking.show
+        [way] = val_samplings(self.config)
+        answered = generate_in_chunks(
+            self.val_data, [way], chunks, self.generate_for_validation, self.plain_answers, kept, self.tracking.show
         )
         write_answers(output_of(self.run_dir), self.val_data, answered[way], way.n)
         kept.clear()

@@ -1,6 +1,6 @@
 """Answers that were saved, read back to be scored: from a run folder, a folder of samples, or a file.
 
-A row is what `trainer.samples.files` or `trainer.main_generate` wrote, or anything with an answer (`output`,
+A row is what `trainer.evaluate.sample_files` or `trainer.main_generate` wrote, or anything with an answer (`output`,
 `response`, or a list `responses`), `data_source`, and a ground truth (`ground_truth`, `reward_model` with one, or
 `gts`). Also read where they are: prompt, extra_info, uid, step, score.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from trainer.samples.files import FOLDER, JSON, TRAIN, VAL
+from trainer.evaluate.sample_files import FOLDER, JSON, TRAIN, VAL
 from verl_lite.config import PPOConfig, ScoreConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardItem
@@ -134,7 +134,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _unpacked(row: dict[str, Any]) -> dict[str, Any]:
-    """With NAME for each NAME_json, as `trainer.samples.files` packs what has any shape."""
+    """With NAME for each NAME_json, as `trainer.evaluate.sample_files` packs what has any shape."""
     packed = {name: text for name, text in row.items() if name.endswith(JSON) and isinstance(text, str)}
     return row | {name.removesuffix(JSON): json.loads(text) for name, text in packed.items()}
 

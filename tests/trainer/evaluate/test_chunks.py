@@ -9,15 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.samples.sample import Sample
-from trainer.validation import answering
-from trainer.validation.answering import Chunks, TimeShare, Way, answer_in_chunks, chunks_of, share_scored, ways_of
-from trainer.validation.kept_answers import KeptAnswers
+from trainer.evaluate import chunks
+from trainer.evaluate.chunks import (
+    Chunks,
+    KeptAnswers,
+    TimeShare,
+    ValSampling,
+    chunks_of,
+    generate_in_chunks,
+    share_scored,
+    val_samplings,
+)
+from trainer.evaluate.sample import Sample
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 
-SAMPLED, GREEDY = Way("", "val0", 2, SamplingParams()), Way("greedy/", "val1", 1, SamplingParams(temperature=0.0))
+SAMPLED, GREEDY = (
+    ValSampling("", "val0", 2, SamplingParams()),
+    ValSampling("greedy/", "val1", 1, SamplingParams(temperature=0.0)),
+)
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,9 @@ class Policy:
         self.calls: list[str] = []
         self.now = 0.0
         if monkeypatch:
-            monkeypatch.setattr(answering.time, "monotonic", lambda: self.now)
+            monkeypatch.setattr(chunks.time, "monotonic", lambda: self.now)
 
-    def answer(self, prompts: DataProto, way: Way) -> DataProto:
+    def answer(self, prompts: DataProto, way: ValSampling) -> DataProto:
         self.now += len(prompts)
         self.calls.append(f"{way.purpose} {prompts.batch['place'].tolist()}")
         rows = prompts.repeat(way.n, interleave=True)
@@ -62,7 +73,7 @@ class Policy:
 
 def test_without_a_budget_the_order_is_that_of_the_dataset_and_each_answer_comes_once() -> None:
     policy = Policy()
-    answered = answer_in_chunks(Prompts(5), [SAMPLED, GREEDY], Chunks(2), policy.answer, policy.finish)
+    answered = generate_in_chunks(Prompts(5), [SAMPLED, GREEDY], Chunks(2), policy.answer, policy.finish)
     assert answered[SAMPLED] == [Row(place, sample) for place in range(5) for sample in range(2)]
     assert answered[GREEDY] == [Row(place, 0) for place in range(5)]
     asked = [f"{way} {places}" for places in ([0, 1], [2, 3], [4]) for way in ("val0", "val1")]
@@ -71,9 +82,9 @@ def test_without_a_budget_the_order_is_that_of_the_dataset_and_each_answer_comes
 
 def test_what_is_kept_is_finished_one_chunk_behind_and_not_asked_again(tmp_path: Path) -> None:
     policy, kept = Policy(), KeptAnswers(tmp_path, Row)
-    first = answer_in_chunks(Prompts(4), [GREEDY], Chunks(2), policy.answer, policy.finish, kept)
+    first = generate_in_chunks(Prompts(4), [GREEDY], Chunks(2), policy.answer, policy.finish, kept)
     assert policy.calls == ["val1 [0, 1]", "val1 [2, 3]", "finish", "finish"]
-    both = answer_in_chunks(Prompts(5), [SAMPLED, GREEDY], Chunks(3), policy.answer, policy.finish, kept)
+    both = generate_in_chunks(Prompts(5), [SAMPLED, GREEDY], Chunks(3), policy.answer, policy.finish, kept)
     assert policy.calls[4:] == ["val0 [0, 1, 2]", "val0 [3, 4]", "finish", "val1 [4]", "finish", "finish"]
     assert both[GREEDY] == [*first[GREEDY], Row(4, 0)] and len(both[SAMPLED]) == 10
 
@@ -81,8 +92,8 @@ def test_what_is_kept_is_finished_one_chunk_behind_and_not_asked_again(tmp_path:
 def test_a_time_budget_asks_a_random_sample_that_is_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, lines = Policy(monkeypatch), []
     chunks = Chunks(10, budget_s=25.0, seed=3)
-    found = answer_in_chunks(
-        Prompts(100), [GREEDY], chunks, policy.answer, policy.finish, tell=lines.append
+    found = generate_in_chunks(
+        Prompts(100), [GREEDY], chunks, policy.answer, policy.finish, log=lines.append
     )[GREEDY]  # fmt: skip
     assert len(found) == 30, "the chunk that runs when the time is over is finished, and no other begins"
     assert lines == ["trainer.val_time_budget_s=25 is over: 70 prompts are not asked"]
@@ -104,7 +115,7 @@ def test_a_random_order_is_not_biased_to_any_part_of_the_dataset() -> None:
 def test_at_least_one_chunk_is_asked_and_a_budget_that_suffices_asks_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for budget, asked in ((0.001, 4), (1e6, 12)):
         policy = Policy(monkeypatch)
-        found = answer_in_chunks(Prompts(12), [GREEDY], Chunks(4, budget), policy.answer, policy.finish)
+        found = generate_in_chunks(Prompts(12), [GREEDY], Chunks(4, budget), policy.answer, policy.finish)
         assert len(found[GREEDY]) == asked
 
 
@@ -128,13 +139,13 @@ def test_the_size_of_a_chunk(size: int | None, budget: float | None, are_kept: b
 
 def test_ways_to_answer() -> None:
     config = PPOConfig()
-    [greedy] = ways_of(config)
-    assert (greedy.prefix, greedy.n, greedy.sampling.temperature) == ("", 1, 0.0)
+    [greedy] = val_samplings(config)
+    assert (greedy.prefix, greedy.n, greedy.params.temperature) == ("", 1, 0.0)
     kwargs = config.rollout.val_kwargs
     kwargs.do_sample, kwargs.temperature, kwargs.top_p, kwargs.n, kwargs.greedy_too = True, 0.7, 0.9, 4, True
-    sampled, greedy = ways_of(config)
-    assert (sampled.prefix, sampled.n, sampled.sampling.temperature, sampled.sampling.top_p) == ("", 4, 0.7, 0.9)
-    assert (greedy.prefix, greedy.n, greedy.sampling.temperature) == ("greedy/", 1, 0.0)
+    sampled, greedy = val_samplings(config)
+    assert (sampled.prefix, sampled.n, sampled.params.temperature, sampled.params.top_p) == ("", 4, 0.7, 0.9)
+    assert (greedy.prefix, greedy.n, greedy.params.temperature) == ("greedy/", 1, 0.0)
 
 
 def sample(uid: str, source: str) -> Sample:
@@ -149,7 +160,7 @@ def test_shares_count_prompts_not_answers() -> None:
 
 def test_time_share(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(answering.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(chunks.time, "monotonic", lambda: now[0])
     share = TimeShare()
     assert share.metrics() == {}
     now[0] = 30.0

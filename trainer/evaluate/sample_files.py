@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from trainer.samples.sample import Sample
+from trainer.evaluate.sample import Sample
 
 FOLDER, TRAIN, VAL = "samples", "train", "val"
 JSON = "_json"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.answering import task
+from trainer.evaluate.evaluation import Evaluation, answer_settings, finished_metrics, write_results
+from trainer.evaluate.generation import Generation
+from trainer.evaluate.targets import find_targets, split_arguments
 from trainer.main_eval import eval_arguments
 from trainer.main_eval import main as main_eval
 from trainer.main_generate import main as main_generate
 from trainer.main_generate import output_file
-from trainer.validation.evaluation import Evaluation, answer_settings, finished_metrics, write_results
-from trainer.validation.generation import Generation
-from trainer.validation.targets import find_targets, split_arguments
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from trainer.validation.metrics import PREDICTION
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl_lite.protocol import DataProto
+
+PREDICTION = "pred"
+"""The entry of a reward's result that maj@n counts votes over."""
 
 
 def is_prediction(name: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.trainer.answering import answering, task
 from trainer.data.prompts import PromptDataset
-from trainer.validation.generation import Generation, folder_of, table_of
+from trainer.evaluate.generation import Generation, folder_of, table_of
 from verl_lite.errors import UserError
 from workers.policy.tokenizer import load_tokenizer
 
@@ -49,11 +49,11 @@ def test_a_killed_generation_goes_on_and_gives_the_same_file(config: Any, tmp_pa
     class Killed(Generation):
         chunks = 0
 
-        def answer_for_validation(self, prompts: Any, way: Any) -> Any:
+        def generate_for_validation(self, prompts: Any, way: Any) -> Any:
             Killed.chunks += 1
             if Killed.chunks == 3:
                 raise KeyboardInterrupt
-            return super().answer_for_validation(prompts, way)
+            return super().generate_for_validation(prompts, way)
 
     output = tmp_path / "killed.parquet"
     with pytest.raises(KeyboardInterrupt):

@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from trainer.samples.sample import Sample
-from trainer.validation.metrics import best_of, majority_of, process_validation_metrics, validation_metrics
+from trainer.evaluate.metrics import best_of, majority_of, process_validation_metrics, validation_metrics
+from trainer.evaluate.sample import Sample
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer import checkpoint
-from trainer.validation.kept_answers import Kept, KeptAnswers, claim_folder, content_of
+from trainer.evaluate.chunks import Kept, KeptAnswers, claim_folder, content_of
 from verl_lite.errors import UserError
 
 
@@ -66,8 +66,8 @@ def test_contents_tell_files_and_folders_apart(tmp_path: Path, monkeypatch: pyte
     assert content_of(tmp_path / "none") == "absent" and content_of(tmp_path) != first
     path.write_bytes(bytes(range(256)) * 63 + bytes(255) + b"x")
     assert content_of(path) != first
-    monkeypatch.setattr("trainer.validation.kept_answers._WHOLE_BYTES", 100)
-    monkeypatch.setattr("trainer.validation.kept_answers._SAMPLE_BYTES", 16)
+    monkeypatch.setattr("trainer.evaluate.chunks._WHOLE_BYTES", 100)
+    monkeypatch.setattr("trainer.evaluate.chunks._PIECE_BYTES", 16)
     sampled = content_of(path)
     path.write_bytes(bytes(range(256)) * 63 + bytes(256))
     assert content_of(path) != sampled, "the last bytes are always looked at"

@@ -1,5 +1,5 @@
 """Validation numbers by data source, under verl's names: mean@N, best@n, worst@n, maj@n of N answers to each prompt;
-and beside them the unbiased pass@k and 95% intervals (`trainer.validation.intervals`). EVALUATION.md has each formula.
+and beside them the unbiased pass@k and 95% intervals (`trainer.evaluate.intervals`). EVALUATION.md has each formula.
 
 verl estimates best@n, worst@n and maj@n by resampling n of the N answers with replacement. For best and worst the
 expectation of that has a closed form, which is used here: exact, fast, the same in any order of rows. maj@n is
@@ -13,17 +13,14 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.validation.intervals import Floats, half_width, pass_at_k
+from trainer.evaluate.intervals import Floats, half_width, pass_at_k
+from trainer.evaluate.sample import PREDICTION, Sample
 
-if TYPE_CHECKING:
-    from trainer.samples.sample import Sample
-
-PREDICTION = "pred"  # the entry of a reward's result that maj@n counts votes over
 INTERVAL = "/ci95"  # ends the name of the half width of the 95% interval of a mean
 MEAN_OF_SOURCES = "mean_of_sources"
 _OVERALL = ("mean@", "best@", "maj@", "pass@")

@@ -1,1 +1,0 @@
-"""What the policy wrote, as rows: kept in files, and read back to be scored."""
