@@ -34,8 +34,7 @@ from trainer.resources import reserved_devices
 from trainer.resume import refuse_another_run
 from trainer.saving import require_room_for_checkpoints
 from trainer.steps import StepCounter
-from trainer.trackers.base import check_trackers
-from trainer.tracking import Tracking
+from trainer.tracking import Tracking, check_trackers
 from verl_lite.config import LoadedConfig, RunOptions, help_config, load_schema, print_config, save_config
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError

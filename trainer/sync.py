@@ -1,111 +1,89 @@
-"""`python -m trainer.sync RUN [--to TRACKER] [--all]`: gives trackers what they lack of a run.
+"""`python -m trainer.sync RUN [--to TRACKER] [--all]`: gives trackers what they lack of a run, from its own record.
 
-While a run trains, what a tracker does not take (its server is down, or it hangs) is kept in RUN/spool. This command
-hands it over, and forgets what was taken. With --to TRACKER only to that one; a tracker that the run did not have gets
-the whole run from metrics.jsonl and samples.jsonl, and with --all any tracker does. Run it again for what was still not
-taken. Exit status: 0 all was taken, 1 not all, 2 wrong input.
+Those of `trainer.logger` that did not take everything while the run trained (a server was down, or hung); with --to
+only that one: a tracker that the run did not have gets the whole run. Run it again for what was still not taken. wandb
+and swanlab have commands of their own for what they wrote offline: `wandb sync`, `swanlab sync`. Exit status: 0 all was
+taken, 1 not all, 2 wrong input.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+import time
 from pathlib import Path
 
 from trainer.cli import command
 from trainer.console import Console
-from trainer.evaluate.sample import Sample
-from trainer.trackers.base import TRACKERS, TrackedRun, check_trackers
-from trainer.trackers.spool import LastStep, Message, Spool, spooled_trackers
-from trainer.tracking import read_metrics, read_samples
+from trainer.tracking.follower import Follower, taken_file
+from trainer.tracking.trackers import OWN, TRACKERS, TrackedRun, check_trackers
 from verl_lite.errors import UserError
 
-USAGE = "usage: python -m trainer.sync RUN [--to TRACKER] [--all]"
+PATIENCE_S = 60.0
+"""How long a tracker may take nothing before it is left alone."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The command line: the run's folder, the one tracker or None for all that lack something, the whole run or not."""
-
-    run_dir: Path
-    tracker: str | None = None
-    whole: bool = False
-
-    @classmethod
-    def parse(cls, argv: list[str]) -> Asked:
-        """Raises UserError with the usage."""
-        rest, tracker, whole = [], None, False
-        arguments = iter(argv)
-        for argument in arguments:
-            if argument == "--to" or argument.startswith("--to="):
-                tracker = argument.partition("=")[2] or next(arguments, None)
-                if not tracker:
-                    raise UserError(f"--to needs the name of a tracker. {USAGE}")
-            elif argument == "--all":
-                whole = True
-            elif argument.startswith("-"):
-                raise UserError(f"{argument} is not known. {USAGE}")
-            else:
-                rest.append(argument)
-        if len(rest) != 1 or (whole and tracker is None):
-            raise UserError(f"expected one run folder, and --all only with --to. {USAGE}")
-        return cls(Path(rest[0]).expanduser().absolute(), tracker, whole)
-
-
-def sync(asked: Asked) -> int:
+def sync(run_dir: Path, to: str | None = None, whole: bool = False) -> int:
     """Does what was asked for; returns the exit status. Raises UserError for a folder that is no run, or is in use."""
     from trainer.run import locked_folder
 
-    console = Console()
-    run = TrackedRun.saved(asked.run_dir, console)
-    names = spooled_trackers(asked.run_dir) if asked.tracker is None else [asked.tracker]
-    check_trackers(names, None if asked.tracker is None else f"--to {asked.tracker}")
+    run = TrackedRun.saved(run_dir, Console())
+    names = [to] if to else [name for name in run.options.get("trainer", {}).get("logger", ()) if name not in OWN]
+    if to in OWN:
+        raise UserError(f"--to {to}: that is no tracker that could lack anything")
+    check_trackers(names, f"--to {to}" if to else None)
     if not names:
-        console.print(f"No tracker lacks anything of {asked.run_dir}.")
-    with locked_folder(asked.run_dir, console.note):
-        return max([_sync_one(run, name, asked.whole) for name in names], default=0)
+        run.console.print(f"{run_dir} has no trackers; --to TRACKER names one")
+    with locked_folder(run_dir, run.console.note):
+        return max([_sync_one(run, name, whole) for name in names], default=0)
 
 
 def _sync_one(run: TrackedRun, name: str, whole: bool) -> int:
     """One tracker; 1 if it did not take all."""
-    spool, last, say = Spool(run.run_dir, name), LastStep(run.run_dir, name), run.console.print
-    if whole or (not len(spool) and not last.is_known and not (run.run_dir / name).is_dir()):
-        spool.clear()
-        for message in whole_run(run.run_dir):
-            spool.add(message)
-    if not len(spool):
-        say(f"{name}: lacks nothing (--all sends the whole run)")
+    if whole:
+        taken_file(run.run_dir, name).unlink(missing_ok=True)
+    follower = Follower(name, TRACKERS.get_fn(name), run)
+    before = follower.lacking()
+    if not before:
+        run.console.print(f"{name}: lacks nothing (--all sends the whole run)")
         return 0
-    try:
-        tracker = TRACKERS.get_fn(name)(run)
-        taken, failure = spool.hand_over(tracker, lambda message: last.note(message, tracker))
-        tracker.finish()
-    except Exception as error:  # the door to code of others, which may raise anything; what it lacks stays on disk
-        taken, failure = 0, error
-    left = len(spool)
-    say(f"{name}: took {taken} messages" + (f", lacks {left}" if left else ""))
-    if failure is not None:
-        print(f"{name} raised {type(failure).__name__}: {failure}", file=sys.stderr)
-    return int(left > 0 or failure is not None)
+    failures: list[str] = []
 
+    def work() -> None:
+        try:
+            follower.catch_up()
+            follower.finish()
+        except Exception as error:  # the door to code of others, which may raise anything; the record stays
+            failures.append(f"{type(error).__name__}: {error}")
 
-def whole_run(run_dir: Path) -> Iterator[Message]:
-    """All that was logged in a run, by step; where a resumed run went back, what it did the second time."""
-    path = run_dir / "metrics.jsonl"
-    metrics = read_metrics(path) if path.is_file() else {}
-    samples = read_samples(run_dir / "samples.jsonl")
-    for step in sorted({*metrics, *samples}):
-        if step in metrics:
-            yield Message(step, metrics=metrics[step])
-        if step in samples:
-            yield Message(step, samples=[Sample(**row) for row in samples[step]])
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    seen, since = dict(follower.taken), time.monotonic()
+    while thread.is_alive() and time.monotonic() - since < PATIENCE_S:
+        thread.join(min(1.0, PATIENCE_S))
+        if follower.taken != seen:
+            seen, since = dict(follower.taken), time.monotonic()
+    if thread.is_alive():
+        failures.append(f"took nothing for {PATIENCE_S:.0f} s, and is left alone")
+    left = follower.lacking()
+    run.console.print(f"{name}: took {before - left} messages" + (f", lacks {left}" if left else ""))
+    for text in failures:
+        print(f"{name}: {text}", file=sys.stderr)
+    return int(left > 0 or bool(failures))
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    return sync(Asked.parse(argv))
+    parser = argparse.ArgumentParser(prog="python -m trainer.sync", description="Gives trackers what they lack.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--to", metavar="TRACKER", help="only this one, which the run need not have had")
+    parser.add_argument("--all", action="store_true", help="the whole run anew; with --to")
+    given = parser.parse_args(argv)
+    if given.all and not given.to:
+        parser.error("--all needs --to TRACKER")
+    return sync(given.run.expanduser().absolute(), given.to, given.all)
 
 
 if __name__ == "__main__":

@@ -55,14 +55,14 @@ def test_a_step_is_one_readable_line() -> None:
     console = Console(file)
     console.start(100)
     console.advance(7)
-    console.step(METRICS, 7)
+    console.log(METRICS, 7)
     (line,) = file.getvalue().splitlines()
     assert line.split() == ("step 7/100 reward 0.563 length 12.3 kl 1.2e-03 entropy 0.810 5,231 tok/s 1.43 s".split())
 
 
 def test_failed_rewards_are_told() -> None:
     file = io.StringIO()
-    Console(file).step({**METRICS, "reward/error_rate": 0.05}, 7)
+    Console(file).log({**METRICS, "reward/error_rate": 0.05}, 7)
     assert "5.0% of rewards failed" in file.getvalue()
 
 
@@ -74,7 +74,7 @@ def test_a_file_gets_no_control_characters_and_the_time_left(monkeypatch: pytest
     console.start(10)
     for step in range(4):
         console.advance(step)
-        console.step(METRICS, step)
+        console.log(METRICS, step)
         now[0] += 2.0
     console.note("a [note] with brackets")
     console.print("text [as it is] " + "x" * 200)
@@ -109,7 +109,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     console.start(10)
     console.advance(0)
     console.advance(1)
-    console.step(METRICS, 1)
+    console.log(METRICS, 1)
     console.stop()
     assert "1/10" in file.getvalue() and "\x1b[" in file.getvalue()
 
@@ -206,8 +206,8 @@ def printed_by(verbosity: Verbosity) -> str:
     console.note("a warning")
     for step in (1, 2):
         console.advance(step)
-        console.step(METRICS, step)
-        console.validation(AFTER, step)
+        console.log(METRICS, step)
+        console.log(AFTER, step)
         console.progress("a sample")
     console.stop()
     console.print("the end")

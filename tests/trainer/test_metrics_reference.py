@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.conftest import logged_names, run_files
-from tests.trainer.trackers.scripted import SAMPLE
+from tests.trainer.tracking.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
 from trainer import metrics_reference
 from trainer.evaluate.chunks import share_scored

@@ -1,13 +1,13 @@
 """What the policy wrote in a run, read from its folder: file by file, and only the rows that are asked for.
 
-samples/{train,val}/*.parquet (`trainer.evaluate.sample_files`); where there are none, samples.jsonl, which has what
-validations showed. A run whose samples are no text (reward flow) has neither.
+samples/{train,val}/*.parquet (`trainer.evaluate.sample_files`); where there are none, samples.jsonl
+from validations. A run whose samples are no text (reward flow) has neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
-from trainer.tracking import read_samples
-
-SHOWN = "samples.jsonl"
+from trainer.tracking.record import SAMPLES, messages
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def groups(run_dir: Path, step: int | None = None) -> Iterator[Group]:
                 continue
             yield _of_table(judged, kind, number, file)
     if not files:
-        yield from (group for group in _of_lines(run_dir / SHOWN) if step is None or group.step == step)
+        yield from (group for group in _of_lines(run_dir / SAMPLES) if step is None or group.step == step)
 
 
 def _of_table(judged: pyarrow.Table, kind: str, step: int, file: Path) -> Group:
@@ -96,8 +94,9 @@ def _of_table(judged: pyarrow.Table, kind: str, step: int, file: Path) -> Group:
 
 
 def _of_lines(path: Path) -> Iterator[Group]:
-    for step, rows in read_samples(path).items():
-        answers = [_answer(row, VAL, step) for row in rows]
+    for message in messages(path):
+        step = message.step
+        answers = [_answer(asdict(sample), VAL, step) for sample in message.samples]
 
         def read(chosen: Sequence[int], answers: list[Answer] = answers) -> list[Answer]:
             return [answers[row] for row in chosen]

@@ -22,7 +22,7 @@ from trainer.planner.run_memory import (
 )
 from trainer.planner.step_time import Efficiency, accelerator
 from trainer.planner.table import GIB
-from trainer.tracking import TRACKERS, TrackedRun
+from trainer.tracking.record import Record
 from verl_lite.config import PPOConfig, load_schema
 from verl_lite.errors import UserError
 from verl_lite.machine.claim import Host
@@ -198,7 +198,7 @@ def test_a_run_tells_what_it_expects_and_what_was_measured(tmp_path: Path) -> No
     memory, disk = expected_rows(config, 1, 10)
     assert memory.value.endswith(" GiB") and "1 checkpoint of" in disk.options
     assert measured_line(config, 1, tmp_path) == ""
-    tracker = TRACKERS["jsonl"](TrackedRun(tmp_path, "project", "run", {}, Console()))
+    tracker = Record(tmp_path, Console().note)
     for step, (memory_gb, prompt, answer) in enumerate([(2.0, 40.0, 30.0), (4.0, 60.2, 20.0)], start=1):
         tracker.log(
             {

@@ -68,23 +68,20 @@ def raising(where: str, times: int = 10**6) -> Callable[[str], None]:
 
 
 class Run:
-    """A run folder whose tracker is a scripted one, beside metrics.jsonl, and what the console printed."""
+    """A run folder whose trackers are the named ones, and what the console printed. tracker: is called `scripted`."""
 
-    def __init__(self, folder: Path, tracker: Scripted) -> None:
-        TRACKERS["scripted"] = tracker
+    def __init__(self, folder: Path, tracker: Scripted | None = None, loggers: Sequence[str] = ("scripted",)) -> None:
+        if tracker is not None:
+            TRACKERS["scripted"] = tracker
         self.folder, self.file = folder, io.StringIO()
-        config = PPOConfig(trainer=TrainerConfig(logger=["scripted", "jsonl"], experiment_name="test"))
-        self.tracking = Tracking(folder, config, Console(self.file))
+        trainer = TrainerConfig(logger=list(loggers), project_name="p", experiment_name="e")
+        self.tracking = Tracking(folder, PPOConfig(trainer=trainer), Console(self.file))
 
-    def train(self, *steps: int, samples: bool = False) -> str:
+    def train(self, *steps: int, samples: bool = False, **numbers: float) -> str:
         """Logs these training steps; gives what was printed."""
         with self.tracking as tracking:
             for step in steps:
-                tracking.log({"training/global_step": float(step), "actor/lr": step / 2}, step)
+                tracking.log({"training/global_step": float(step), "actor/lr": step / 2, **numbers}, step)
                 if samples:
                     tracking.log_samples([SAMPLE], step)
         return self.file.getvalue()
-
-    @property
-    def spool(self) -> Path:
-        return self.folder / "spool" / "scripted.jsonl"

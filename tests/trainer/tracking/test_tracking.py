@@ -1,0 +1,95 @@
+"""What lands in the record and in TensorBoard's and wandb's files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.tracking.scripted import SAMPLE, Run
+from trainer.tracking import read_metrics
+from verl_lite.errors import UserError
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("console", set()),
+        ("jsonl", set()),
+        ("tensorboard", {"tensorboard", "tensorboard_taken.json"}),
+        pytest.param("wandb", {"wandb", "wandb_id.txt", "wandb_taken.json"}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_tracker_takes_numbers_and_samples_and_starts_again_in_the_same_folder(
+    name: str, left: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's own record is there whatever `trainer.logger` says."""
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    for start in (0, 2):
+        run = Run(tmp_path, loggers=[name])
+        printed = run.train(start, start + 1, samples=True, bad=math.nan)
+        assert "tracker" not in printed, printed
+        ids = [file.read_text() for file in tmp_path.glob("*_id.txt")]
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "samples.jsonl"} | left
+    if name == "wandb":  # without an account it is offline, and goes on in the same run
+        assert ids == [(tmp_path / "wandb_id.txt").read_text()]
+        assert any(path.name.startswith("offline-run") for path in (tmp_path / "wandb").iterdir())
+
+
+def test_the_record_has_a_line_per_step_and_null_for_what_is_no_number(tmp_path: Path) -> None:
+    with Run(tmp_path, loggers=[]).tracking as tracking:
+        tracking.log({"a": 1.5, "b": math.nan, "c": math.inf}, step=0)
+        tracking.log({"a": 2.0}, step=1)
+        tracking.log_samples([SAMPLE], step=1)
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "data": {"a": 1.5, "b": None, "c": None}},
+        {"step": 1, "data": {"a": 2.0}},
+    ]
+    (sample,) = lines(tmp_path / "samples.jsonl")
+    assert sample["step"] == 1 and sample["output"] == "12" and sample["extra"] == {"acc": 1.0}
+
+
+def test_a_resumed_run_appends_and_reading_leaves_out_what_was_repeated(tmp_path: Path) -> None:
+    for steps, value in ((range(1, 6), 1.0), (range(4, 7), 2.0)):
+        with Run(tmp_path, loggers=[]).tracking as tracking:
+            for step in steps:
+                tracking.log({"x": value + step / 10}, step)
+            tracking.log({"val": value}, 5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "da')  # the machine went down here
+    Run(tmp_path, loggers=[]).train(6)
+    read = read_metrics(tmp_path / "metrics.jsonl")
+    assert {step: row.get("x") for step, row in read.items()} == {1: 1.1, 2: 1.2, 3: 1.3, 4: 2.4, 5: 2.5, 6: None}
+    assert read[5]["val"] == 2.0 and read[6]["actor/lr"] == 3.0
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+    assert Run(tmp_path / "gone", loggers=[]).train(1, 2).count("cannot write") == 1
+
+
+def test_unknown_trackers_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no tracker 'swandb'.*tensorboard, wandb, mlflow, swanlab, trackio"):
+        Run(tmp_path, loggers=["jsonl", "swandb"])
+
+
+def test_a_resumed_run_hides_in_tensorboard_what_it_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Run(tmp_path, loggers=["tensorboard"]).train(*range(1, 6), x=1.0)
+    Run(tmp_path, loggers=["tensorboard"]).train(3, 4, x=2.0)  # rewound: the first step done again is 3
+    run = Run(tmp_path, loggers=["tensorboard"])  # continued after 4, with a validation before the next step
+    run.tracking.log({"val": 0.5}, 4)
+    run.train(5, x=3.0, samples=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
+    assert [event.step for event in events.Scalars("val")] == [4]
+    assert "samples/text_summary" in events.Tags()["tensors"]
