@@ -4,7 +4,7 @@
 and what is not: the section "Code" of verl_lite/rewards/README.md.
 """
 
-from verl_lite.sandbox.client import Process, Sandbox, SandboxError
+from verl_lite.sandbox.client import Outcome, Sandbox, SandboxError
 from verl_lite.sandbox.confine import Limits, Protection
 
-__all__ = ["Limits", "Process", "Protection", "Sandbox", "SandboxError"]
+__all__ = ["Limits", "Outcome", "Protection", "Sandbox", "SandboxError"]

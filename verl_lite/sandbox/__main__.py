@@ -6,16 +6,8 @@ import sys
 
 from verl_lite.sandbox.client import Sandbox
 
-
-def main() -> int:
-    """Prints; 1 if this machine does not hold code."""
-    sandbox = Sandbox(allow_unsafe=True)
-    protection = sandbox.protection
-    sandbox.close()
-    print("In force: " + "; ".join(protection.layers))
-    print("Code could: " + (", ".join(protection.missing()) or "do nothing that was tried"))
-    return int(not protection.is_safe)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    protection = Sandbox(allow_unsafe=True).protection
+    print("In force: " + "; ".join(protection.layers))
+    print("Code could: " + (", ".join(protection.could) or "do nothing that was tried"))
+    sys.exit(int(not protection.is_safe))

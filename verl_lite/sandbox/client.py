@@ -1,47 +1,38 @@
-"""The parent's side of the sandbox: starts confined processes, feeds them, watches their limits, and ends them.
+"""The parent's side of the sandbox: hands programs and their tests to confined processes and reads what comes back.
 
-One fork server for each `Sandbox`, started at first use. A `Sandbox` belongs to one thread at a time. What it promises
-on this machine is in `protection`; where untrusted code could change or reach something, nothing runs (`UserError`)
-unless that is allowed.
+That is bounded plain JSON and text: nothing of an answer is evaluated here. One fork server for each `Sandbox`, started
+at first use. A `Sandbox` belongs to one thread at a time. Where untrusted code could change or reach something outside,
+nothing runs (`UserError`) unless that is allowed.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import io
 import json
+import math
 import os
 import select
-import shutil
-import signal
 import socket
-import stat
 import subprocess
 import sys
 import sysconfig
-import tempfile
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import verl_lite
 from verl_lite.errors import UserError
 from verl_lite.sandbox.confine import Limits, Protection
-from verl_lite.sandbox.values import MESSAGE_BYTES_MAX, Unreadable, parse_message
+from verl_lite.sandbox.values import Unreadable, as_line, encode, read_line
 
-_WATCH_S = 0.1
 _START_S = 60.0
-_LONGEST_CPU_S = 3600.0
-_STDERR_BYTES = 1 << 14
-_CHUNK = 1 << 16
+_LOOK_S = 0.1
+_ERROR_CHARACTERS = 500
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_CHANNEL_BYTES_MAX = 4 * MESSAGE_BYTES_MAX
-_TICKS = os.sysconf("SC_CLK_TCK")
 
-Reason = Literal["exit", "time", "output", "files", "threads", "protocol"]
+Messages = list[dict[str, Any]]
 
 
 class SandboxError(RuntimeError):
@@ -49,147 +40,32 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a process ended. reason: by itself ("exit"), or the limit that it met. exit_code: minus the signal if it was
-    killed. cpu_s, peak_mb: what it used."""
+class Ended:
+    """How a process ended. met: the limit that it met (time, output, files, threads), "" for none. exit_code: minus the
+    signal if it was killed. messages: what it told, as far as that is readable; it is as untrusted as the text."""
 
-    reason: Reason
+    met: str
     exit_code: int
-    cpu_s: float
-    peak_mb: float
+    stdout: str
+    stderr: str
+    messages: Messages
+
+    def outcome(self, is_compiled: bool = True) -> Outcome:
+        """Of a test that it did not come through: the limit that it met, or the last line of its stderr."""
+        lines = self.stderr.strip().splitlines()
+        error = f"over its limit of {self.met}" if self.met else (lines or [f"exit code {self.exit_code}"])[-1]
+        return Outcome(is_compiled, error=error[:_ERROR_CHARACTERS], is_timeout=self.met == "time")
 
 
-class Process:
-    """A confined process as its owner sees it. messages: from its channel, not yet taken. stdout, stderr: of stderr the
-    end only. ending: once it is over. begin_test: its clocks start anew."""
+@dataclass(frozen=True)
+class Outcome:
+    """One test. value: what was printed, returned (as `values.encode` writes it), or True for a snippet that raised
+    nothing. error: why there is no value, in a line."""
 
-    def __init__(self, job: int, limits: Limits, folder: Path, ours: dict[str, int], stdin: bytes) -> None:
-        self.job, self.limits, self.folder = job, limits, folder
-        self.messages: deque[dict[str, Any]] = deque()
-        self.stdout, self.stderr = bytearray(), bytearray()
-        self.ending: Ending | None = None
-        self.pid: int | None = None
-        self.why: Reason = "exit"
-        self.is_killed, self.watched = False, time.monotonic()
-        self._open = ours
-        self._unsent = {"stdin": memoryview(stdin), "channel": memoryview(b"")}
-        self._unread = bytearray()
-        self._taken = dict.fromkeys(ours, 0)
-        self.begin_test()
-        for fd in ours.values():
-            os.set_blocking(fd, False)
-
-    def begin_test(self) -> None:
-        """The limits of time count from now."""
-        self._cpu_before = self._usage()[0]
-        self.deadline = time.monotonic() + self.limits.wall_s
-
-    def post(self, message: dict[str, Any]) -> None:
-        """Queues a message for the channel."""
-        body = json.dumps(message).encode()
-        self._unsent["channel"] = memoryview(bytes(self._unsent["channel"]) + len(body).to_bytes(4, "big") + body)
-
-    def interests(self) -> Iterator[tuple[int, int]]:
-        """What to wait for, as `poll` takes it."""
-        for name, fd in self._open.items():
-            events = 0 if name == "stdin" else select.POLLIN
-            if name == "stdin" or (name == "channel" and self._unsent["channel"]):
-                events |= select.POLLOUT
-            yield fd, events
-
-    def handle(self, fd: int, event: int) -> None:
-        """Reads and writes what is possible now. What breaks a limit is noted in `why`."""
-        name = next((name for name, own in self._open.items() if own == fd), None)
-        if name is None:
-            return
-        if event & (select.POLLOUT | select.POLLERR) and name in self._unsent:
-            self._write(name)
-        if event & (select.POLLIN | select.POLLHUP) and name in self._open and name != "stdin":
-            self._read(name)
-
-    def watch(self) -> None:
-        """Looks at the limits that the kernel does not see to."""
-        cpu_s, threads = self._usage()
-        if time.monotonic() > self.deadline or cpu_s - self._cpu_before > self.limits.cpu_s:
-            self.why = "time"
-        elif threads > self.limits.threads:
-            self.why = "threads"
-        elif _folder_exceeds(self.folder, self.limits.folder_mb << 20):
-            self.why = "files"
-
-    def end(self, report: dict[str, Any]) -> None:
-        """Takes what is left in its pipes. report: the fork server's."""
-        for name in [name for name in self._open if name != "stdin"]:
-            self._read(name)
-        self.close()
-        cpu_s, code = report["cpu_s"], report["exit"]
-        if self.why == "exit" and code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu_s >= self.limits.cpu_s - 0.5:
-            self.why = "time"
-        self.ending = Ending(self.why, code, cpu_s, report["peak_mb"])
-
-    def close(self) -> None:
-        """Closes the pipes and removes the folder."""
-        for fd in self._open.values():
-            os.close(fd)
-        self._open = {}
-        _remove(self.folder)
-
-    def _write(self, name: str) -> None:
-        try:
-            while self._unsent[name]:
-                self._unsent[name] = self._unsent[name][os.write(self._open[name], self._unsent[name][:_CHUNK]) :]
-        except BlockingIOError:
-            return
-        except OSError:  # it does not read: its business
-            self._unsent[name] = memoryview(b"")
-        if name == "stdin":
-            os.close(self._open.pop(name))
-
-    def _read(self, name: str) -> None:
-        while self.why == "exit":
-            try:
-                data = os.read(self._open[name], _CHUNK)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                os.close(self._open.pop(name))
-                return
-            self._take(name, data)
-
-    def _take(self, name: str, data: bytes) -> None:
-        self._taken[name] += len(data)
-        if self._taken[name] > (_CHANNEL_BYTES_MAX if name == "channel" else self.limits.output_kb << 10):
-            self.why = "protocol" if name == "channel" else "output"
-        elif name == "stderr":
-            self.stderr = (self.stderr + data)[-_STDERR_BYTES:]
-        elif name == "stdout":
-            self.stdout += data
-        else:
-            self._unread += data
-            try:
-                self._cut_messages()
-            except Unreadable:
-                self.why = "protocol"
-
-    def _cut_messages(self) -> None:
-        while len(self._unread) >= 4:
-            length = int.from_bytes(self._unread[:4], "big")
-            if length > MESSAGE_BYTES_MAX:
-                raise Unreadable("too long")
-            if len(self._unread) < 4 + length:
-                return
-            self.messages.append(parse_message(bytes(self._unread[4 : 4 + length])))
-            del self._unread[: 4 + length]
-
-    def _usage(self) -> tuple[float, int]:
-        """Seconds of processor time so far, and the number of threads."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0, 0
-        return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[17])
+    is_compiled: bool
+    value: Any = None
+    error: str = ""
+    is_timeout: bool = False
 
 
 class Sandbox:
@@ -201,8 +77,6 @@ class Sandbox:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._protection: Protection | None = None
-        self._jobs = itertools.count()
-        self._running: dict[int, Process] = {}
 
     @property
     def protection(self) -> Protection:
@@ -211,45 +85,110 @@ class Sandbox:
         assert self._protection is not None
         return self._protection
 
-    @contextmanager
-    def process(
-        self, program: str, *, stdin: str = "", channel: int | None = None, line: int | None = None
-    ) -> Iterator[Process]:
-        """A confined process that runs `program` of `verl_lite.sandbox.programs`, ended with the block.
+    def run_script(self, code: str, stdin: str = "", total_s: float = math.inf) -> Outcome:
+        """Runs code as a script; the value is its whole output. An exit code other than 0 is an error."""
+        [ended] = self.run([("run_script", [{"code": code}])], stdin, total_s)
+        compiled = ended.messages[0] if ended.messages else {}
+        if compiled.get("compiled") is not True or ended.met or ended.exit_code:
+            return _told(compiled) or ended.outcome(compiled.get("compiled") is True)
+        return Outcome(True, ended.stdout)
 
-        channel: a descriptor that is its channel, in place of one to this process; line: a second one. Raises
-        UserError where the machine cannot hold it, SandboxError.
+    def call(
+        self,
+        code: str,
+        name: str,
+        calls: Sequence[Sequence[Any]],
+        total_s: float = math.inf,
+        is_enough: Callable[[list[Outcome]], bool] = lambda outcomes: False,
+    ) -> list[Outcome]:
+        """Calls a function (or a method of the class `Solution`) with each list of plain arguments.
+
+        is_enough: asked ten times a second with the outcomes so far. There are fewer outcomes than calls if the process
+        ended; the last one says why.
         """
-        process = self._begin(program, stdin, {"channel": channel, "line": line})
+        requests = [{"do": "call", "on": name, "args": encode(list(args))} for args in calls]
+
+        def read(messages: Messages) -> list[Outcome]:
+            return [_told(message) or Outcome(True, message.get("value")) for message in messages[2 : 2 + len(calls)]]
+
+        task = [{"code": code, "has_requests": True}, *requests]
+        [ended] = self.run([("hold_functions", task)], "", total_s, lambda messages: is_enough(read(messages)))
+        if failed := next(filter(None, map(_told, ended.messages[:2])), None):
+            return [failed] * len(calls)
+        outcomes = read(ended.messages)
+        return outcomes if len(outcomes) == len(calls) else [*outcomes, ended.outcome(bool(ended.messages))]
+
+    def run_snippets(
+        self,
+        code: str,
+        tests: Sequence[str],
+        *,
+        setup: str = "",
+        call: str | None = None,
+        stop_early: bool = False,
+        total_s: float = math.inf,
+    ) -> tuple[list[Outcome], int]:
+        """Runs tests, each a piece of Python that raises if it fails, against what `code` defines.
+
+        setup: runs before each of them. call: the name of the function with which the tests' own `check` is called.
+        stop_early: whether the first failure ends it. Gives one outcome for each test that ended, and how many tests
+        there are, as far as it is known. Raises ValueError if the tests themselves are no Python.
+        """
+        task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
+        held = ("hold_functions", [{"code": code, "has_requests": False}])
+        functions, tester = self.run([held, ("run_tests", [task])], "", total_s)
+        outcomes, count = [], len(tests)
+        for message in tester.messages:  # the tests' own, which no answer can write
+            if "broken" in message:
+                raise ValueError(f"The tests of the ground truth are no Python: {message['broken']}")
+            count = message.get("tests", count)
+            if failed := _told(message):
+                outcomes.append(failed)
+            elif message.get("passed") is True:
+                outcomes.append(Outcome(True, True))
+        if tester.met or tester.exit_code:
+            outcomes.append(tester.outcome())
+        if functions.met:  # its test has failed for that
+            place = next((place for place, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
+            outcomes[place : place + 1] = [functions.outcome()]
+        return outcomes, max(count, len(outcomes))
+
+    def run(
+        self,
+        programs: Sequence[tuple[str, Sequence[dict[str, Any]]]],
+        stdin: str = "",
+        total_s: float = math.inf,
+        is_enough: Callable[[Messages], bool] = lambda messages: False,
+    ) -> list[Ended]:
+        """Runs programs of `verl_lite.sandbox.programs`, each in a confined process, until the last one has ended.
+
+        programs: name, and the messages that it finds in its file. is_enough: asked ten times a second with the last
+        one's messages so far. Raises UserError where the machine cannot hold it, SandboxError.
+        """
+        self._start_server()
+        request = {
+            "limits": asdict(self.limits),
+            "total_s": min(total_s, 1e9),
+            "programs": [name for name, _ in programs],
+        }
+        files: list[int] = []
         try:
-            yield process
+            for _, task in programs:
+                given = stdin.encode("utf-8", "surrogatepass"), None, None, b"".join(map(as_line, task)), None
+                files += map(_file, given)
+            reports = self._ask(request, files, lambda: is_enough(_messages(files[-1])))
+            return [
+                Ended(
+                    report["met"], report["exit"], _text(files[at + 1]), _text(files[at + 2]), _messages(files[at + 4])
+                )
+                for report, at in zip(reports, range(0, len(files), 5), strict=True)
+            ]
         finally:
-            if process.ending is None:
-                self.kill(process)
-
-    def wait(self, process: Process, until: Callable[[], bool]) -> None:
-        """Serves all processes until the condition holds or `process` has ended. One that breaks a limit is ended."""
-        while not until() and process.ending is None:
-            self._serve_once(_WATCH_S)
-
-    def wait_end(self, process: Process) -> Ending:
-        """Serves all processes until this one has ended."""
-        self.wait(process, lambda: False)
-        assert process.ending is not None
-        return process.ending
-
-    def kill(self, process: Process) -> Ending:
-        """Ends a process and waits for its end."""
-        if process.ending is None:
-            self._send({"kill": process.job}, [])
-        return self.wait_end(process)
+            for fd in files:
+                os.close(fd)
 
     def close(self) -> None:
         """Ends the fork server and all that it made."""
-        for process in self._running.values():
-            process.close()
-            process.ending = Ending(process.why, -signal.SIGKILL, 0.0, 0.0)
-        self._running = {}
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -258,86 +197,38 @@ class Sandbox:
             self._server.wait()
             self._server = None
 
-    # --------------------------------------------------------------------------------------------------- processes
-
-    def _begin(self, program: str, stdin: str, given: dict[str, int | None]) -> Process:
-        self._start_server()
-        limits = self.limits
-        theirs, ours = _pipes(program, has_channel=given["channel"] is None)
-        theirs |= {name: os.dup(fd) for name, fd in given.items() if fd is not None}
-        folder = Path(tempfile.mkdtemp(prefix="verl_lite-sandbox-"))
-        process = Process(next(self._jobs), limits, folder, ours, stdin.encode("utf-8", "surrogatepass"))
-        self._running[process.job] = process
-        if program != "program":  # it runs many tests, each with a clock of its own
-            limits = replace(limits, cpu_s=_LONGEST_CPU_S)
-        request = {"job": process.job, "program": program, "limits": asdict(limits), "folder": str(folder)}
-        try:
-            self._send({**request, "fds": list(theirs)}, list(theirs.values()))
-        finally:
-            for fd in theirs.values():
-                os.close(fd)
-        return process
-
-    def _serve_once(self, timeout_s: float) -> None:
-        """Reads and writes whatever is ready, then looks at the limits."""
-        assert self._control is not None
-        owners = {fd: process for process in self._running.values() for fd, _ in process.interests()}
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        for process in self._running.values():
-            for fd, events in process.interests():
-                poll.register(fd, events)
-        ready = poll.poll(timeout_s * 1000)
-        for fd, event in ready:
-            if fd in owners:
-                owners[fd].handle(fd, event)
-        if any(fd == self._control.fileno() for fd, _ in ready):
-            self._take_report()
-        now = time.monotonic()
-        for process in list(self._running.values()):
-            if now - process.watched > _WATCH_S:
-                process.watched = now
-                process.watch()
-            if process.why != "exit" and not process.is_killed:
-                process.is_killed = True
-                self._send({"kill": process.job}, [])
-
-    def _take_report(self) -> None:
-        assert self._control is not None
-        body = self._control.recv(_CHUNK)
-        if not body:
-            self.close()
-            raise SandboxError("the fork server of the sandbox has died")
-        report = json.loads(body)
-        process = self._running[report["job"]]
-        if "pid" in report:
-            process.pid = report["pid"]
-        else:
-            process.end(report)
-            del self._running[process.job]
-
-    def _send(self, request: dict[str, Any], fds: Sequence[int]) -> None:
+    def _ask(self, request: dict[str, Any], fds: Sequence[int], is_enough: Callable[[], bool]) -> list[dict[str, Any]]:
         assert self._control is not None
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
-        except OSError as error:
+            while not select.select([self._control], [], [], _LOOK_S)[0]:
+                if is_enough():
+                    self._control.send(b"stop")
+                    break
+            body = self._control.recv(1 << 16)
+        except OSError:
+            body = b""
+        except BaseException:  # interrupted: whoever asks next would get this job's report
             self.close()
-            raise SandboxError("the fork server of the sandbox has died") from error
-
-    # ------------------------------------------------------------------------------------------------------ server
+            raise
+        if not body:
+            self.close()
+            raise SandboxError("the fork server of the sandbox has died")
+        reports: list[dict[str, Any]] = json.loads(body)
+        return reports
 
     def _start_server(self) -> None:
         if self._control is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own_root = str(Path(verl_lite.__file__).parents[1])
-        readable = _readable_folders()
-        with tempfile.TemporaryDirectory(prefix="verl_lite-sandbox-") as folder, theirs:
-            run = (
-                f"import sys; sys.path.insert(0, {own_root!r}); from verl_lite.sandbox.server import main; "
-                f"sys.path[:] = [path for path in sys.path if path not in ('', {own_root!r})] + {_packages()!r}; "
-                f"main({theirs.fileno()}, {folder!r}, {readable!r})"
-            )
+        packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+        run = (
+            f"import sys; sys.path.insert(0, {own_root!r}); from verl_lite.sandbox.server import main; "
+            f"sys.path[:] = [path for path in sys.path if path not in ('', {own_root!r})] + {packages!r}; "
+            f"main({theirs.fileno()}, {_readable_folders()!r})"
+        )
+        with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, "-S", "-s", "-c", run],
                 env=_ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
@@ -346,38 +237,57 @@ class Sandbox:
                 pass_fds=[theirs.fileno()],
                 cwd="/",
             )
-            theirs.close()
-            ours.settimeout(_START_S)
-            hello = ours.recv(_CHUNK)
+        ours.settimeout(_START_S)
+        hello = ours.recv(1 << 16)
         if not hello:
             ours.close()
             raise SandboxError("the fork server of the sandbox did not start; its error is above")
         ours.settimeout(None)
         self._control = ours
-        found = json.loads(hello)["protection"]
-        self._protection = Protection(**{**found, "layers": tuple(found["layers"])})
+        self._protection = Protection(**{name: tuple(each) for name, each in json.loads(hello).items()})
         if not self._protection.is_safe and not self._allow_unsafe:
             self.close()
             raise UserError(
-                "Code of answers does not run on this machine: it could "
-                f"{', '.join(self._protection.missing())} (needed: Linux with seccomp on x86-64 or ARM). Run the "
-                "rewards on another machine (reward.remote.url), or, where nothing can be lost, set allow_unsafe: true "
-                "in the reward's kwargs."
+                f"Code of answers does not run on this machine: it could {', '.join(self._protection.could)} (needed: "
+                "Linux with seccomp on x86-64 or ARM). Run the rewards on another machine (reward.remote.url), or, "
+                "where nothing can be lost, set allow_unsafe: true in the reward's kwargs."
             )
 
 
-def _pipes(program: str, has_channel: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """The ends of the child and our own, by name."""
-    theirs: dict[str, int] = {}
-    ours: dict[str, int] = {}
-    if program == "program":
-        theirs["stdin"], ours["stdin"] = os.pipe()
-        ours["stdout"], theirs["stdout"] = os.pipe()
-    ours["stderr"], theirs["stderr"] = os.pipe()
-    if has_channel:
-        our_channel, their_channel = socket.socketpair()
-        ours["channel"], theirs["channel"] = our_channel.detach(), their_channel.detach()
-    return theirs, ours
+def _file(content: bytes | None) -> int:
+    """A descriptor of a file without a name in any folder: to be read, with this content, or to be written."""
+    fd = os.memfd_create("sandbox")
+    if content is None:
+        return fd
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+
+
+def _content(fd: int) -> bytes:
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def _text(fd: int) -> str:
+    return _content(fd).decode("utf-8", "replace")
+
+
+def _messages(fd: int) -> Messages:
+    """The whole messages of a file, up to the first that is none."""
+    lines, messages = io.BytesIO(_content(fd)), []
+    with contextlib.suppress(EOFError, Unreadable):
+        while True:
+            messages.append(read_line(lines))
+    return messages
+
+
+def _told(message: dict[str, Any]) -> Outcome | None:
+    """The outcome that a message tells, if it tells of an error."""
+    raised, error = message.get("raised"), message.get("error")
+    if isinstance(raised, dict):
+        error = f"{raised.get('name')}: {raised.get('text')}"
+    return Outcome(message.get("compiled") is not False, error=str(error)[:_ERROR_CHARACTERS]) if error else None
 
 
 def _readable_folders() -> list[str]:
@@ -387,33 +297,3 @@ def _readable_folders() -> list[str]:
     python |= {os.path.realpath(Path(sys.base_prefix, name)) for name in ("lib", "lib64")}  # conda's shared libraries
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"]
     return [*sorted(python), *system, "/etc/ld.so.cache", "/etc/localtime"]
-
-
-def _packages() -> list[str]:
-    paths = sysconfig.get_paths()
-    return sorted({paths["purelib"], paths["platlib"]})
-
-
-def _folder_exceeds(folder: Path, limit: int) -> bool:
-    """Whether the files below hold more bytes; each entry counts as 4 KiB at least."""
-    size, folders = 0, [folder]
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    size += max(4096, entry.stat(follow_symlinks=False).st_size)
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(Path(entry.path))
-                    if size > limit:
-                        return True
-        except OSError:  # it changes under our eyes
-            continue
-    return False
-
-
-def _remove(folder: Path) -> None:
-    def again(function: Callable[..., Any], path: str, _: Any) -> None:
-        os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        function(path)
-
-    shutil.rmtree(folder, onerror=again)

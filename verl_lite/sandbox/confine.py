@@ -21,11 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl_lite.sandbox.landlock import landlock_version, restrict_files
-from verl_lite.sandbox.system_calls import filter_calls, is_known_machine, prepare
+from verl_lite.sandbox.system_calls import filter_calls, forbid_new_rights, is_known_machine, prepare
 
 NOBODY = 65534
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG = 1
 _CAPABILITIES_VERSION_3 = 0x20080522
+_LONGEST_CPU_S = 3600
+READ = "read every file that this user may read"
 
 
 @dataclass(frozen=True)
@@ -49,47 +51,38 @@ class Limits:
 
 @dataclass(frozen=True)
 class Protection:
-    """What holds on this machine, tried out by a confined process. True means: it could not.
+    """What holds on this machine, tried out by a confined process. could: what it could do. layers: what hinders it
+    from doing more."""
 
-    network: open a socket. processes: start a process, or another program. signals: signal its parent. writing: write
-    outside its folder. reading: read files outside Python's own folders. layers: what sees to it, in words.
-    """
-
-    network: bool
-    processes: bool
-    signals: bool
-    writing: bool
-    reading: bool
+    could: tuple[str, ...]
     layers: tuple[str, ...]
 
     @property
     def is_safe(self) -> bool:
         """Whether nothing outside can be changed or reached. (Reading alone is no escape: nothing can be sent away.)"""
-        return self.network and self.processes and self.signals and self.writing
-
-    def missing(self) -> list[str]:
-        """What untrusted code could do, in words."""
-        could = {
-            "open network connections": self.network,
-            "start processes": self.processes,
-            "signal other processes": self.signals,
-            "write files outside its folder": self.writing,
-            "read every file that this user may read": self.reading,
-        }
-        return [name for name, is_kept in could.items() if not is_kept]
+        return set(self.could) <= {READ}
 
 
-def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
-    """Gives up all that code in `folder` does not need. readable: folders from which it may import.
+def confine(limits: Limits, folder: str, readable: Sequence[str], *, is_long: bool = False) -> None:
+    """Gives up all that code in `folder` does not need. readable: folders from which it may import. is_long: whether
+    cpu_s is for one of many tests, so that the kernel cannot see to it.
 
     Layers that the machine lacks are left out; `probe` says what that means.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getppid()
-    if os.getsid(0) != os.getpid():
-        os.setsid()
+    os.setsid()
     os.chdir(folder)
-    for name, value in _resources(limits):
+    cpu_s = _LONGEST_CPU_S if is_long else math.ceil(limits.cpu_s) + 1  # the server ends it at cpu_s, if it is awake
+    for name, value in (
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, limits.memory_mb << 20),
+        (resource.RLIMIT_FSIZE, limits.file_mb << 20),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+    ):
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
@@ -98,9 +91,8 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
     if os.getppid() != parent:
         os._exit(1)
     libc.capset(struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), struct.pack("=6I", *[0] * 6))
-    zero = ctypes.c_ulong(0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
     has_landlock = landlock_version(libc) > 0
+    forbid_new_rights(libc)
     if has_landlock:
         restrict_files(libc, readable, folder)
     if is_known_machine():
@@ -122,15 +114,15 @@ def probe(folder: str, readable: Sequence[str]) -> Protection:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        answer = pipe.read()
+        found = pipe.read()
     os.waitpid(child, 0)
-    if not answer:
-        return Protection(False, False, False, False, False, ("it could not be tried: a confined process died",))
-    kept: dict[str, bool] = json.loads(answer)
-    return Protection(**kept, layers=tuple(_layers(readable)))
+    if not found:
+        return Protection(("not be tried: a confined process died",), ())
+    return Protection(tuple(json.loads(found)), tuple(_layers(readable)))
 
 
-def _attempts() -> dict[str, bool]:
+def _attempts() -> list[str]:
+    """What succeeds."""
     outside = f"/tmp/verl_lite-sandbox-probe-{os.getpid()}"
 
     def fork() -> None:
@@ -141,13 +133,14 @@ def _attempts() -> dict[str, bool]:
         with open(outside, "w"):
             os.unlink(outside)
 
-    return {
-        "network": _fails(lambda: socket.socket().close()) and _fails(lambda: socket.socketpair()),
-        "processes": _fails(fork) and _fails(lambda: os.posix_spawn("/bin/true", ["true"], {})),
-        "signals": _fails(lambda: os.kill(os.getppid(), 0)),
-        "writing": _fails(write),
-        "reading": _fails(lambda: open("/etc/passwd").close()) and _fails(lambda: os.listdir("/proc")),
+    attempts: dict[str, tuple[Callable[[], object], ...]] = {
+        "open network connections": (lambda: socket.socket().close(), socket.socketpair),
+        "start processes": (fork, lambda: os.posix_spawn("/bin/true", ["true"], {})),
+        "signal other processes": (lambda: os.kill(os.getppid(), 0),),
+        "write files outside its folder": (write,),
+        READ: (lambda: open("/etc/passwd").close(), lambda: os.listdir("/proc")),
     }
+    return [name for name, ways in attempts.items() if not all(map(_fails, ways))]
 
 
 def _fails(attempt: Callable[[], object]) -> bool:
@@ -171,18 +164,6 @@ def _layers(readable: Sequence[str]) -> list[str]:
         is_nobody = all(_is_open_to_all(path) for path in readable)
         layers.append(f"user {NOBODY}" if is_nobody else "still user 0: Python's folder is closed to other users")
     return layers
-
-
-def _resources(limits: Limits) -> list[tuple[int, int]]:
-    return [
-        (resource.RLIMIT_CPU, math.ceil(limits.cpu_s) + 1),  # the parent ends it at cpu_s, if it is awake
-        (resource.RLIMIT_AS, limits.memory_mb << 20),
-        (resource.RLIMIT_FSIZE, limits.file_mb << 20),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-    ]
 
 
 def _give_up_user(folder: str, readable: Sequence[str]) -> None:

@@ -96,6 +96,12 @@ def prepare() -> None:
         _bytes(may_write)
 
 
+def forbid_new_rights(libc: ctypes.CDLL) -> None:
+    """From now on no program gives this process rights that it does not have; the kernel wants that first."""
+    zero = ctypes.c_ulong(0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
+
+
 def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
     """From now on this process makes allowed calls only; so do its threads. There is no way back.
 
@@ -105,9 +111,8 @@ def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
     code = _bytes(may_write).replace(_OWN_PID, struct.pack("=I", os.getpid()))
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
-    zero = ctypes.c_ulong(0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
-    if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, zero, zero) != 0:
+    forbid_new_rights(libc)
+    if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp filter refused: {os.strerror(number)}")
 

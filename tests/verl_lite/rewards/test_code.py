@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -20,6 +23,7 @@ from verl_lite.rewards.code_tests import (
     is_right_value,
     read_tests,
 )
+from verl_lite.sandbox.values import encode
 from workers.rewards.pool import RewardPool
 
 SUM = "print(sum(map(int, input().split())))"
@@ -164,10 +168,46 @@ def test_outputs(printed: str, expected: str, right: bool) -> None:
         ("3", 3, False),
         (None, None, True),
         ({1, 2}, [1, 2], False),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]], True),
+        (np.array([0.1, 0.2]) + 1e-9, [0.1, 0.2], True),
+        (np.float32(0.5), 0.5, True),
+        (np.array([1, 2]), [1, 3], False),
+        (10**400, 1.5, False),
+        (1 << 99_999, 1, False),
+        (10**400, 10**400, True),
+        (Decimal("sNaN"), 1.5, False),
+        (Decimal("0.5"), 0.5, True),
+        (Fraction(1, 2), 0.5, True),
+        (Fraction(10**400), 1.5, False),
+        (float("nan"), 1.5, False),
     ],
+    ids=lambda value: type(value).__name__,
 )
 def test_values(returned: Any, expected: Any, right: bool) -> None:
-    assert is_right_value(returned, expected) is right
+    assert is_right_value(encode(returned), expected) is right
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"Fraction": "1e99999999"}, {"Fraction": [1, 0]}, {"Decimal": ["x"]}, {"int": "g"}, {}, {"a": 1, "b": 2},
+     {"dict": 3}, {"dict": [[[1]]]}, {"Decimal": ["1e99999999"]}, {"held": 0}, json.loads("[" * 900 + "]" * 900)],
+)  # fmt: skip
+def test_a_forged_value_is_wrong_and_costs_nothing(forged: Any) -> None:
+    """Defect 11 of issue 16: nothing of an answer is evaluated outside the sandbox."""
+    started = time.monotonic()
+    assert not is_right_value(forged, 1.5) and not is_right_value([forged], [[1.5]])
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import numpy\ndef f(x): return numpy.array([x, 1])", "def f(x): return 10**400",
+     "from decimal import Decimal\ndef f(x): return Decimal('sNaN')", "def f(x): return f", "def f(x): return [f]",
+     "import os\ndef f(x): os.write(4, b'{\"value\": {\"Fraction\": \"1e99999999\"}}\\n')"],
+)  # fmt: skip
+def test_what_a_function_returns_raises_nothing_here(program: str) -> None:
+    truth = {"inputs": [[0], [1]], "outputs": [1.5, [1, 1]], "fn_name": "f"}
+    assert score(program, truth, partial=True)["passed"] == (0.5 if "numpy" in program else 0.0)
 
 
 def test_it_runs_in_reward_processes_and_leaves_nothing_behind() -> None:
