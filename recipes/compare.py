@@ -27,7 +27,7 @@ from pathlib import Path
 from recipes import common_task
 from recipes.comparison_report import Outcome, Point, report
 from trainer.cli import command
-from workers.children.inside import die_with_parent
+from workers.pool.child import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 VALIDATIONS = 4

@@ -114,7 +114,7 @@ class TimedPool:
         self.number = 0
 
     def _answer(self, key: Hashable, after_s: float, *values: Any, info: Any) -> None:
-        from workers.envs.messages import EnvReply
+        from workers.envs.reply import EnvReply
 
         self.number += 1
         heapq.heappush(self.coming, (self.clock.now() + after_s, self.number, EnvReply(key, *values, info=info)))

@@ -68,7 +68,7 @@ def role_of(process: psutil.Process, driver: int) -> str:
         return f"rank {log[1]}" if log else "rank"
     if line.startswith("ray::ServiceProcess"):
         return "reward service"
-    if "workers.rewards.process" in line:
+    if "workers.pool.child" in line:
         return "reward processes"
     if line.startswith("ray::"):
         return "ray idle workers"

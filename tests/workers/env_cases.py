@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -85,9 +86,7 @@ class Obedient:
         if word == "kill":
             os.kill(os.getpid(), 9)
         if word == "freeze":  # holds the interpreter's lock: no thread of the process goes on
-            import ctypes
-
-            ctypes.PyDLL(None).sleep(1000)
+            re.match("(a+)+$", "a" * 60 + "b")
         if word == "fork" and os.fork() == 0 and argument:
             time.sleep(float(argument))
         if word == "print":

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from trainer.sweeps.slots import Slot
 from verl_lite.single_controller import watcher
 from verl_lite.single_controller.guard import current_guard
-from workers.children.inside import die_with_parent
+from workers.pool.child import die_with_parent
 
 MARK = "VERL_LITE_SWEEP"
 RUN_MARK = "VERL_LITE_SWEEP_ATTEMPT"

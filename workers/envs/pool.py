@@ -2,44 +2,35 @@
 
 Takes keys of episodes chosen by the caller; each `reset` and each `step` gives exactly one `EnvReply` from `poll`, in
 the order in which they end, unless the episode was discarded meanwhile. An environment that raises, hangs, returns
-nonsense or takes its process down gives a reply with `error`, and the others go on.
+nonsense or takes its process down gives a reply with `error`, and the others go on (`workers.pool.pool`).
 
 A pool belongs to one thread: it works only inside its methods, and its processes end with that thread.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError
-from workers.envs.host import EnvHost
-from workers.envs.messages import Act, Begin, Call, EnvId, EnvReply, Trial
-from workers.envs.processes import EnvProcesses
+from workers.envs.host import Act, Begin, EnvHost, Trial
+from workers.envs.reply import EnvReply, digest
+from workers.pool.channel import Call, Reply
+from workers.pool.pool import ProcessPool, Work
+from workers.pool.runners import ThreadRunner
 
 __all__ = ["EnvError", "EnvPool", "EnvReply"]
 
 
 class EnvError(UserError):
     """Environments cannot be used at all: one fails in the dry run, or their processes do not start."""
-
-
-class EnvPlace(Protocol):
-    """Where environments live. One reply for each call; `end` frees an episode, whose call may still be under way."""
-
-    processes_replaced: int
-
-    def submit(self, call: Call) -> None: ...
-    def end(self, env: EnvId) -> None: ...
-    def poll(self, timeout_s: float) -> list[EnvReply]: ...
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -66,16 +57,26 @@ class EnvPool:
         modules: Sequence[str] = (),
         log_dir: str | None = None,
     ) -> None:
-        self._config = config
         self._templates = dict(templates)
-        self._modules = tuple(modules)
-        self._log_dir = log_dir
-        self._place: EnvPlace | None = None
+        self._work = Work(
+            functools.partial(EnvHost, self._templates, tuple(modules)),
+            name="env",
+            what="environment",
+            options="agentic.env_pool",
+            error=EnvError,
+            num_workers=config.num_workers,
+            threads=config.threads,
+            timeout_s=config.timeout_s,
+            max_memory_mb=config.max_memory_mb,
+            digest=digest,
+            log_dir=log_dir,
+        )
+        self._pool: ProcessPool | _Threads | None = None
         self._numbers = itertools.count()
-        self._ids: dict[Hashable, EnvId] = {}
-        self._episodes: dict[EnvId, _Episode] = {}
+        self._ids: dict[Hashable, int] = {}
+        self._episodes: dict[int, _Episode] = {}
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[Call]] = {tag: deque() for tag in self._templates}
+        self._waiting: dict[str, deque[tuple[int, Begin | Act | Trial]]] = {tag: deque() for tag in self._templates}
 
     def start(self) -> None:
         """Starts the processes without waiting for them; the first `reset` does it too."""
@@ -89,32 +90,35 @@ class EnvPool:
         if tag not in self._templates:
             raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
         self.discard(key)
-        env = self._ids[key] = next(self._numbers)
-        self._episodes[env] = _Episode(key, tag)
-        self._call(Begin(env, tag, seed, render))
+        self._begin(key, tag, Begin(tag, seed, render))
 
     def step(self, key: Hashable, action: str) -> None:
         """Takes an action. Raises KeyError for an episode that is not there (never begun, failed, or discarded),
         ValueError for one whose last reply has not come yet."""
-        env = self._ids.get(key)
-        if env is None:
+        number = self._ids.get(key)
+        if number is None:
             raise KeyError(f"episode {key!r} was not reset, has failed, or was discarded")
-        episode = self._episodes[env]
-        if episode.is_busy:
+        if self._episodes[number].is_busy:
             raise ValueError(f"episode {key!r} has a call under way: it can be stepped after its reply")
-        self._call(Act(env, episode.tag, action))
+        self._call(number, Act(action))
 
     def discard(self, key: Hashable) -> None:
         """Frees an episode; nothing more is heard of it. Unknown keys are welcome."""
-        env = self._ids.pop(key, None)
-        if env is None:
+        number = self._ids.pop(key, None)
+        if number is None:
             return
-        self._started().end(env)
-        if self._episodes[env].is_busy:
-            self._episodes[env].is_discarded = True  # its reply is still to come, to be dropped
-            self._withdraw(env)
-        else:
-            del self._episodes[env]
+        episode = self._episodes[number]
+        if not episode.is_busy:
+            del self._episodes[number]
+            self._started().end(number)
+            return
+        waiting = self._waiting[episode.tag]
+        unsent = [call for call in waiting if call[0] == number]
+        for call in unsent:
+            waiting.remove(call)
+            del self._episodes[number]
+            self._started().end(number)
+        episode.is_discarded = not unsent  # its reply is still to come, to be dropped
 
     def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
         """What ended since; waits up to `timeout_s` for the first. Raises EnvError if no process can be started."""
@@ -130,79 +134,72 @@ class EnvPool:
 
         Raises EnvError naming the tag, what is wrong and what to change. Not while episodes are under way.
         """
-        waited_for: set[Hashable] = set()
-        for tag in dict.fromkeys(tags):
+        tags = list(dict.fromkeys(tags))
+        for tag in tags:
             if tag not in self._templates:
                 known = ", ".join(self._templates) or "none"
                 raise EnvError(
                     f"environments of the tag {tag!r}: agentic.custom_envs has no such entry; it has {known}"
                 )
-            env = self._ids["dry_run", tag] = next(self._numbers)
-            self._episodes[env] = _Episode(("dry_run", tag), tag)
-            self._call(Trial(env, tag))
-            waited_for.add(("dry_run", tag))
-        failures = []
-        while waited_for:
-            replies = self.poll(1.0)
-            failures += [self._explain(reply) for reply in replies if reply.error is not None]
-            waited_for.difference_update(reply.key for reply in replies)
-            for reply in replies:
-                self.discard(reply.key)
+            self._begin(("dry_run", tag), tag, Trial(tag))
+        replies: list[EnvReply] = []
+        while len(replies) < len(tags):
+            replies += self.poll(1.0)
+        for reply in replies:
+            self.discard(reply.key)
+        failures = [self._explain(reply) for reply in replies if reply.error is not None]
         if failures:
             raise EnvError("\n\n".join(failures))
 
     @property
     def processes_replaced(self) -> int:
         """How many environment processes were replaced so far: killed, dead, or grown too large."""
-        return 0 if self._place is None else self._place.processes_replaced
+        return 0 if self._pool is None else self._pool.processes_replaced
 
     def close(self) -> None:
         """Ends all environment processes, busy or not. Replies that were not polled are lost."""
-        if self._place is not None:
-            self._place.close()
+        if self._pool is not None:
+            self._pool.close()
 
     # ------------------------------------------------------------------------------------------------------- calls
 
-    def _started(self) -> EnvPlace:
-        if self._place is None and self._config.num_workers == 0:
-            self._place = EnvThreads(self._templates, self._config.threads)
-        elif self._place is None:
-            self._place = EnvProcesses(self._config, self._templates, self._modules, self._log_dir, EnvError)
-        return self._place
+    def _started(self) -> ProcessPool | _Threads:
+        if self._pool is None:
+            self._pool = _Threads(self._work) if self._work.num_workers == 0 else ProcessPool(self._work)
+        return self._pool
 
-    def _call(self, call: Call) -> None:
-        self._episodes[call.env].is_busy = True
-        limit = self._templates[call.tag].max_env_step_concurrent
-        if limit is not None and self._running[call.tag] >= limit:
-            self._waiting[call.tag].append(call)
+    def _begin(self, key: Hashable, tag: str, call: Begin | Trial) -> None:
+        number = self._ids[key] = next(self._numbers)
+        self._episodes[number] = _Episode(key, tag)
+        self._call(number, call)
+
+    def _call(self, number: int, call: Begin | Act | Trial) -> None:
+        episode = self._episodes[number]
+        episode.is_busy = True
+        template = self._templates[episode.tag]
+        limit = template.max_env_step_concurrent
+        if limit is not None and self._running[episode.tag] >= limit:
+            self._waiting[episode.tag].append((number, call))
             return
-        self._running[call.tag] += 1
-        self._started().submit(call)
+        self._running[episode.tag] += 1
+        self._started().submit(number, call, episode.tag if template.use_thread_lock else None)
 
-    def _settle(self, reply: EnvReply) -> EnvReply | None:
+    def _settle(self, reply: Reply) -> EnvReply | None:
         """A reply as the caller gets it; None if nobody wants it."""
-        env = reply.key
-        assert isinstance(env, EnvId)
-        episode = self._episodes[env]
+        episode = self._episodes[reply.session]
         episode.is_busy = False
         self._running[episode.tag] -= 1
         if self._waiting[episode.tag]:
-            self._call(self._waiting[episode.tag].popleft())
+            self._call(*self._waiting[episode.tag].popleft())
+        if episode.is_discarded or reply.error is not None:
+            del self._episodes[reply.session]
+            self._started().end(reply.session)
         if episode.is_discarded:
-            del self._episodes[env]
             return None
-        if reply.error is not None and self._ids.pop(episode.key, None) is not None:
-            del self._episodes[env]
-        return replace(reply, key=episode.key)
-
-    def _withdraw(self, env: EnvId) -> None:
-        """Takes back the call of a discarded episode if it waits for its tag's limit."""
-        waiting = self._waiting[self._episodes[env].tag]
-        for call in waiting:
-            if call.env == env:
-                waiting.remove(call)
-                del self._episodes[env]
-                return
+        if reply.error is None:
+            return replace(reply.value, key=episode.key, seconds=reply.seconds)
+        del self._ids[episode.key]
+        return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
 
     def _explain(self, reply: EnvReply) -> str:
         assert isinstance(reply.key, tuple)
@@ -211,23 +208,26 @@ class EnvPool:
         return (
             f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not "
             f"work; nothing was started. Made, reset with seed 0, and stepped once:\n{reply.error}\n"
-            "Change the entry, or the environment: verl_lite/envs/README.md says what it has to give."
+            "Change the entry, or the environment: trainer/AGENTIC.md says what it has to give."
         )
 
 
-class EnvThreads:
-    """Environments in threads of this process."""
+class _Threads:
+    """As `ProcessPool`, in threads of this process."""
 
     processes_replaced = 0
 
-    def __init__(self, templates: Mapping[str, EnvTemplate], threads: int) -> None:
-        self._replies: queue.SimpleQueue[EnvReply] = queue.SimpleQueue()
-        self._host = EnvHost(templates, threads, self._replies.put)
-        self.submit, self.end, self.close = self._host.submit, self._host.end, self._host.close
+    def __init__(self, work: Work) -> None:
+        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._host = work.make()
+        self._runner = ThreadRunner(self._host, work.threads, self._replies.put, has_caller=False)
+        self.end = self._host.end
 
-    def poll(self, timeout_s: float) -> list[EnvReply]:
-        """What there is; waits for the first."""
-        replies: list[EnvReply] = []
+    def submit(self, number: int, payload: object, lane: str | None) -> None:
+        self._runner.submit(Call(number, payload, lane))
+
+    def poll(self, timeout_s: float) -> list[Reply]:
+        replies: list[Reply] = []
         try:
             if timeout_s > 0:
                 replies.append(self._replies.get(timeout=timeout_s))
@@ -235,3 +235,6 @@ class EnvThreads:
                 replies.append(self._replies.get_nowait())
         except queue.Empty:
             return replies
+
+    def close(self) -> None:
+        self._runner.close()

@@ -2,22 +2,31 @@
 
 Takes `RewardItem`s at any time from any thread (`submit`), gives `RewardResult`s by key (`collect`). A sample whose
 reward raises, returns nonsense, takes longer than `reward.timeout_s` or takes its process down is `failed`; the samples
-that were in the process with it are scored all the same. `workers.rewards.supervisor` is the thread that sees to it.
+that were in the process with it are scored all the same (`workers.pool.pool`).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward
-from workers.rewards.process import ProcessOptions, load
-from workers.rewards.supervisor import Supervisor
+from verl_lite.rewards import RewardItem, RewardResult, asks_by_source, find_reward
+from workers.pool.channel import Reply
+from workers.pool.pool import ProcessPool, Work
+from workers.rewards.handler import RewardHandler
+
+_SENT_AHEAD_S = 0.05
+_SENT_AHEAD_MAX = 256
+_FIRST_GUESS_S = 0.005
 
 
 class RewardError(UserError):
@@ -35,52 +44,77 @@ class RewardPool:
     def __init__(
         self, config: RewardConfig, num_workers: int, *, modules: Sequence[str] = (), log_dir: str | None = None
     ) -> None:
-        self._config = config
-        self._num_workers = num_workers
-        self._modules = tuple(modules)
-        self._log_dir = log_dir
-        self._mailbox = _Mailbox()
-        self._scorer: Scorer | None = None
-        self._supervisor: Supervisor | None = None
-        self._starting = threading.Lock()
+        self._config, self._modules = config, tuple(modules)
+        self._work = Work(
+            functools.partial(RewardHandler, config, self._modules),
+            name="reward",
+            what="reward function",
+            options="reward",
+            error=RewardError,
+            num_workers=num_workers,
+            threads=1,
+            timeout_s=config.timeout_s,
+            max_memory_mb=config.max_memory_mb,
+            log_dir=log_dir,
+        )
+        self._changed = threading.Condition()
+        self._expected: set[Hashable] = set()
+        self._results: dict[Hashable, RewardResult] = {}
+        self._failure: str | None = None
+        self._handler: RewardHandler | None = None
+        self._thread: _PoolThread | None = None
 
     def start(self) -> None:
         """Starts the processes without waiting for them; `submit` does it at first use."""
-        with self._starting:
-            if self._num_workers == 0:
-                self._scorer = self._scorer or load(self._config, self._modules)
-            elif self._supervisor is None:
-                self._supervisor = Supervisor(self._config, self._options(), self._mailbox.put, self._mailbox.fail)
-                self._supervisor.start()
+        with self._changed:
+            if self._work.num_workers == 0:
+                self._handler = self._handler or RewardHandler(self._config, self._modules)
+            elif self._thread is None:
+                self._thread = _PoolThread(self._config, self._work, self)
+                self._thread.start()
 
     def submit(self, items: Iterable[RewardItem]) -> None:
         """Queues samples and returns at once. Raises ValueError for a key that is queued or not yet collected."""
         self.start()
         items = list(items)
-        self._mailbox.expect([item.key for item in items])
-        if self._supervisor is not None:
-            self._supervisor.queue(items)
-        elif self._scorer is not None:
-            size = self._config.batch_size if self._scorer.style == "batch" else 1
+        with self._changed:
+            self._raise_failure()
+            for item in items:
+                if item.key in self._expected or item.key in self._results:
+                    raise ValueError(f"reward sample {item.key!r} is already submitted and not yet collected")
+                self._expected.add(item.key)
+        if self._thread is not None:
+            self._thread.add(items)
+        elif self._handler is not None:
+            size = self._config.batch_size if self._handler.info == "batch" else 1
             for start in range(0, len(items), size):
-                batch = items[start : start + size]
-                results = self._scorer.score_all(batch)
-                self._mailbox.put([(item.key, result) for item, result in zip(batch, results, strict=True)])
+                self.put(items[start : start + size], self._handler.scorer.score_all(items[start : start + size]))
 
     def collect(self, keys: Iterable[Hashable]) -> dict[Hashable, RewardResult]:
         """The results of these keys, in their order, each handed out once. Blocks until all are there; they may be
         submitted later, by another thread. Raises RewardError if the reward function does not load."""
-        return self._mailbox.take(list(keys))
+        keys = list(keys)
+        missing = set(keys)
+        with self._changed:
+            missing.difference_update(self._results)
+            while missing:
+                self._raise_failure()
+                self._changed.wait()
+                missing.difference_update(self._results)
+            return {key: self._results.pop(key) for key in keys}
 
     def dry_run(self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()) -> list[RewardResult]:
         """Scores dataset rows with their ground truth as the answer, before anything heavy starts.
 
-        rows: data_source, reward_model["ground_truth"] and optionally extra_info. data_sources: every source of the
-        dataset, each of which must have a reward function. Raises RewardError with the traceback and the row, or
-        UserError for an unknown source. The score itself is not judged: a bare ground truth need not be an answer.
+        Args:
+            rows: data_source, reward_model["ground_truth"] and optionally extra_info.
+            data_sources: every source of the dataset, each of which must have a reward function.
+        Raises:
+            RewardError: with the traceback and the row. UserError: an unknown source. The score itself is not judged:
+                a bare ground truth need not be an answer.
         """
         if asks_by_source(self._config):
-            load(self._config, self._modules)
+            RewardHandler(self._config, self._modules)
             for data_source in data_sources:
                 find_reward(data_source)
         rows = list(rows)
@@ -97,59 +131,19 @@ class RewardPool:
 
     def processes_replaced(self) -> int:
         """How many reward processes were replaced so far: killed, dead, or grown too large."""
-        return 0 if self._supervisor is None else self._supervisor.processes_replaced
+        return 0 if self._thread is None else self._thread.processes_replaced()
 
     def close(self) -> None:
         """Ends all reward processes, busy or not. Samples that are not collected are lost."""
-        if self._supervisor is not None:
-            self._supervisor.close()
+        if self._thread is not None:
+            self._thread.close()
 
-    def _options(self) -> list[ProcessOptions]:
-        if self._log_dir is not None:
-            Path(self._log_dir).mkdir(parents=True, exist_ok=True)
-        logs = [self._log_dir and str(Path(self._log_dir) / f"reward-{slot}.log") for slot in range(self._num_workers)]
-        return [ProcessOptions(self._config, self._modules, log) for log in logs]
-
-
-def _ground_truth_item(index: int, row: Mapping[str, Any]) -> RewardItem:
-    truth = row["reward_model"]["ground_truth"]
-    return RewardItem(
-        ("dry_run", index), row["data_source"], str(truth), truth, row.get("extra_info"), row.get("prompt")
-    )
-
-
-class _Mailbox:
-    """Results by key, between the threads that make them and those that wait for them."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._expected: set[Hashable] = set()
-        self._results: dict[Hashable, RewardResult] = {}
-        self._failure: str | None = None
-
-    def expect(self, keys: list[Hashable]) -> None:
+    def put(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
+        """Hands results to those who wait for them."""
         with self._changed:
-            self._raise_failure()
-            for key in keys:
-                if key in self._expected or key in self._results:
-                    raise ValueError(f"reward sample {key!r} is already submitted and not yet collected")
-                self._expected.add(key)
-
-    def put(self, results: list[tuple[Hashable, RewardResult]]) -> None:
-        with self._changed:
-            self._results.update(results)
-            self._expected.difference_update(key for key, _ in results)
+            self._results.update((item.key, result) for item, result in zip(items, results, strict=True))
+            self._expected.difference_update(item.key for item in items)
             self._changed.notify_all()
-
-    def take(self, keys: list[Hashable]) -> dict[Hashable, RewardResult]:
-        missing = set(keys)
-        with self._changed:
-            missing.difference_update(self._results)
-            while missing:
-                self._raise_failure()
-                self._changed.wait()
-                missing.difference_update(self._results)
-            return {key: self._results.pop(key) for key in keys}
 
     def fail(self, reason: str) -> None:
         """From now on whoever waits or submits gets a RewardError; the first reason stands."""
@@ -160,3 +154,127 @@ class _Mailbox:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RewardError(self._failure)
+
+
+class _PoolThread(threading.Thread):
+    """The thread to which the processes belong. It sends samples to them as they have room, and as the rate allows."""
+
+    def __init__(self, config: RewardConfig, work: Work, owner: RewardPool) -> None:
+        super().__init__(name="reward-pool", daemon=True)
+        self._config, self._work, self._owner = config, work, owner
+        self._queue: deque[RewardItem] = deque()
+        self._alone: deque[RewardItem] = deque()  # of lists that failed as a whole: each is called by itself
+        self._sent: dict[int, list[RewardItem]] = {}
+        self._numbers = itertools.count()
+        self._rate = RateLimit(config.max_rpm)
+        self._seconds_per_call = _FIRST_GUESS_S
+        self._is_closing = False
+        self._pool: ProcessPool | None = None
+
+    def add(self, items: list[RewardItem]) -> None:
+        """Queues samples, from any thread."""
+        self._queue.extend(items)
+        if self._pool is not None:
+            self._pool.wake()
+
+    def processes_replaced(self) -> int:
+        """See `RewardPool`."""
+        return 0 if self._pool is None else self._pool.processes_replaced
+
+    def close(self) -> None:
+        """Ends the processes and the thread."""
+        self._is_closing = True
+        if self._pool is not None:
+            self._pool.wake()
+        self.join()
+
+    def run(self) -> None:
+        """The thread's work."""
+        pool, reason = None, "The reward pool's thread died."
+        try:
+            pool = self._pool = ProcessPool(self._work)
+            while not self._is_closing:
+                feed_again_at = self._feed(pool)
+                for reply in pool.poll(max(0.0, feed_again_at - time.monotonic())):
+                    self._take(reply)
+            reason = "The reward pool is closed."
+        except RewardError as error:
+            reason = str(error)
+        finally:  # also when this thread dies of a defect: nobody may wait for it in vain
+            if pool is not None:
+                pool.close()
+            self._owner.fail(reason)
+
+    def _feed(self, pool: ProcessPool) -> float:
+        """Sends samples to the processes that have room. Returns when the rate limit lets the next one go, by
+        `time.monotonic`; infinity if that is not what samples wait for."""
+        while (waiting := len(self._alone) + len(self._queue)) and (process := pool.emptiest()) is not None:
+            room = self._room(pool.info, len(process.sessions), math.ceil(waiting / self._work.num_workers))
+            if room <= 0:
+                break
+            for _ in range(room):
+                if not self._rate.allows_call():
+                    return self._rate.next_call
+                self._rate.count()
+                number = next(self._numbers)
+                self._sent[number] = self._next_call(pool.info)
+                pool.submit(number, self._sent[number], process=process)
+                if not self._alone and not self._queue:
+                    break
+        return math.inf
+
+    def _room(self, style: str, in_flight: int, share: int) -> int:
+        """Calls that a process may get now, no more than its share of those that wait."""
+        config = self._config
+        if style == "async":
+            own = math.ceil(config.max_concurrent / self._work.num_workers) - in_flight
+            return min(share, own, config.max_concurrent - len(self._sent))
+        if in_flight:
+            return 0
+        if style == "batch" or config.max_memory_mb is not None:
+            return 1  # its memory is looked at after each call
+        return min(share, _SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
+
+    def _next_call(self, style: str) -> list[RewardItem]:
+        if self._alone:
+            return [self._alone.popleft()]
+        share = math.ceil(len(self._queue) / self._work.num_workers)
+        size = min(share, self._config.batch_size) if style == "batch" else 1
+        return [self._queue.popleft() for _ in range(size)]
+
+    def _take(self, reply: Reply) -> None:
+        items = self._sent.pop(reply.session)
+        self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
+        if reply.error is None:
+            self._owner.put(items, reply.value)
+        elif len(items) > 1:
+            self._alone.extend(items)
+        else:
+            self._owner.put(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
+
+
+class RateLimit:
+    """At most `per_minute` calls begin in any minute, evenly spaced; None = no limit. next_call: when the next one may
+    begin, by `time.monotonic`."""
+
+    _CATCH_UP_S = 0.1  # a limiter that is asked late makes up for so much
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._interval_s = 60.0 / per_minute if per_minute else 0.0
+        self.next_call = -math.inf
+
+    def allows_call(self) -> bool:
+        """Whether a call may begin now."""
+        return self.next_call <= time.monotonic()
+
+    def count(self) -> None:
+        """Notes a call that begins now."""
+        if self._interval_s:
+            self.next_call = max(self.next_call, time.monotonic() - self._CATCH_UP_S) + self._interval_s
+
+
+def _ground_truth_item(index: int, row: Mapping[str, Any]) -> RewardItem:
+    truth = row["reward_model"]["ground_truth"]
+    return RewardItem(
+        ("dry_run", index), row["data_source"], str(truth), truth, row.get("extra_info"), row.get("prompt")
+    )

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from verl_lite.metrics import Metric
-from workers.envs.messages import EnvReply
+from workers.envs.reply import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine
 from workers.rollout.episodes import Pool
 

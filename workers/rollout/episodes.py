@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
-from workers.envs.messages import EnvReply
+from workers.envs.reply import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message
 from workers.rollout.turn_messages import PastTurn, step_messages, trajectory_messages

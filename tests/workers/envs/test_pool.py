@@ -11,8 +11,8 @@ import pytest
 
 from tests.workers.env_cases import BAD_RESULTS, MakePool, begin, replies, running, step, template, templates
 from verl_lite.config import EnvPoolConfig
-from workers.envs.checks import NonsenseError, read_reset, read_step
 from workers.envs.pool import EnvError, EnvPool
+from workers.envs.reply import NonsenseError, read_reset, read_step
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_nonsense_is_a_failure_that_says_what_came(make_pool: MakePool, word: st
     pool = make_pool()
     begin(pool, "a")
     error = step(pool, a=word)["a"].error
-    assert error is not None and "expected" in error or "no valid text" in error
+    assert error is not None and "expected" in error 
 
 
 def test_what_the_checks_say() -> None:
@@ -88,7 +88,7 @@ def test_what_the_checks_say() -> None:
     )
     with pytest.raises(NonsenseError, match="reset gave 'text', expected a tuple"):
         read_reset("text")
-    with pytest.raises(NonsenseError, match="step gave 4 values, expected 5"):
+    with pytest.raises(NonsenseError, match="step gave 4 values: .* expected 5: "):
         read_step(("text", 0.0, False, {}))
     with pytest.raises(NonsenseError, match="reward of step is nan, expected a finite number"):
         read_step(("text", math.nan, False, False, {}))
@@ -102,12 +102,10 @@ def test_numpy_scalars_become_plain_values() -> None:
     import numpy as np
 
     info = {"metrics": {"success": np.bool_(True), "length": np.int64(3)}}
-    observation, reward, terminated, truncated, read = read_step(
-        (np.str_("text"), np.float32(0.5), np.bool_(True), False, info)
-    )
-    assert (observation, reward, terminated, truncated) == ("text", 0.5, True, False)
-    assert type(observation) is str and type(reward) is float and type(terminated) is bool
-    assert read["metrics"] == {"success": True, "length": 3.0}
+    read = read_step((np.str_("text"), np.float32(0.5), np.bool_(True), False, info))
+    assert (read.observation, read.reward, read.terminated, read.truncated) == ("text", 0.5, True, False)
+    assert type(read.observation) is str and type(read.reward) is float and type(read.terminated) is bool
+    assert read.info["metrics"] == {"success": True, "length": 3.0}
 
 
 def test_an_exhausted_dataset_is_no_failure(make_pool: MakePool) -> None:

@@ -13,8 +13,8 @@ import pytest
 from tests.workers.rewards.test_pool import gone
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from workers.children import process
-from workers.children.inside import CappedLog
+from workers.pool import process
+from workers.pool.child import capped_log
 from workers.rewards.pool import RewardError, RewardPool
 
 pytestmark = pytest.mark.slow
@@ -111,9 +111,9 @@ def test_a_gigabyte_of_stderr_below_python_goes_through_a_pipe_of_which_the_end_
 def test_processes_that_replace_one_another_do_not_fill_the_disk_either(tmp_path: Path) -> None:
     path = tmp_path / "reward-0.log"
     for _ in range(10):
-        print("x" * 700, file=CappedLog(str(path), 1000), flush=True)
+        print("x" * 700, file=capped_log(str(path), 1000), flush=True)
         assert path.stat().st_size <= 2 * 1000
-    log = CappedLog(str(path), 1000)
+    log = capped_log(str(path), 1000)
     for _ in range(10):
         print("y" * 700, file=log)
     assert path.stat().st_size <= 2 * 1000 and "dropped" in path.read_text()
@@ -131,7 +131,7 @@ def test_a_hang_of_any_kind_ends_at_the_deadline_and_says_where_it_was(
     assert where in (results[1].error or "") and "compute_score" in (results[1].error or "")
 
 
-@pytest.mark.parametrize(("how", "reason"), [("interrupt", "SIGINT"), ("close", "exit code 1"), ("thread", "code 7")])
+@pytest.mark.parametrize(("how", "reason"), [("interrupt", "KeyboardInterrupt"), ("close", "exit code 1"), ("thread", "code 7")])
 def test_only_the_culprit_of_a_death_fails(make_pool: Callable, how: str, reason: str) -> None:
     answers = ["fine"] * 20
     answers[5] = how
@@ -187,16 +187,16 @@ def test_a_call_that_swells_without_end_is_killed_and_fails(make_pool: Callable)
 
 def test_a_limit_below_what_the_process_needs_anyway_is_an_error(make_pool: Callable) -> None:
     pool = make_pool(max_memory_mb=1)
-    with pytest.raises(RewardError, match=r"holds \d+ MiB before its first sample, more than reward.max_memory_mb=1"):
+    with pytest.raises(RewardError, match=r"holds \d+ MiB before its first call, more than reward.max_memory_mb=1"):
         score(pool, "fine")
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing_open(make_pool: Callable) -> None:
     """Eight replaced processes: no growth of open files or threads in the pool's process."""
     pool = make_pool()
-    score(pool, "interrupt", "fine")
+    score(pool, "close", "fine")
     files, threads = len(os.listdir("/proc/self/fd")), psutil.Process().num_threads()
-    score(pool, *["interrupt"] * 8, "fine")
+    score(pool, *["close"] * 8, "fine")
     assert len(os.listdir("/proc/self/fd")) < files + 5 and psutil.Process().num_threads() < threads + 4
     assert pool.processes_replaced() == 9
 

@@ -1,1 +1,0 @@
-"""Supervised processes, whatever they are for: the side of the owner, the inside, and the socket between."""

@@ -1,0 +1,407 @@
+"""A pool of supervised processes: deadlines, memory limits, deaths, and what becomes of the others.
+
+Its unit is the session: calls made one after the other in one process, whose state they may keep there (an episode of
+an environment), or a single call (a reward). Calls of many sessions run at the same time.
+
+- A call that raises, or takes longer than its deadline, has failed; in the latter case its process is killed.
+- When a process dies or is killed, what its other sessions did is done again in another: the same calls, which have to
+  give the same replies. A session whose replies differ has failed.
+- Who brought a process down has failed, if that is known: from the page of who runs, the stack of a crash, or
+  `os._exit`. Otherwise each that may have done it goes on in a process that runs one call at a time, and has failed if
+  that dies too. So a process that was killed from outside costs nobody a result.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import selectors
+import socket
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workers.pool.channel import Call, Loaded, NotLoaded, Pong, Reply, Spoiled, Start
+from workers.pool.process import Process
+from workers.pool.runners import Handler
+
+START_TIMEOUT_S = 120.0
+_CHECK_S = 0.25
+_ANSWER_S = 3.0
+_GRACE_S = 5.0
+_FAILED_STARTS_MAX = 3
+_MEMORY_FACTOR_IN_CALL = 2.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pool is for.
+
+    make: gives the `Handler` inside each process; pickled. name: of the processes and their logs. what: is blamed in
+    messages. options: the section of the configuration that the limits stand in. digest: of a reply's value, by which
+    repeated calls are compared; None = sessions are single calls. error: raised when no process can be used. log_dir:
+    what the code prints goes to {name}-{process}.log there; None drops it.
+    """
+
+    make: Callable[[], Handler]
+    name: str
+    what: str
+    options: str
+    error: type[Exception]
+    num_workers: int
+    threads: int
+    timeout_s: float
+    max_memory_mb: int | None = None
+    digest: Callable[[Any], str] | None = None
+    log_dir: str | None = None
+
+
+@dataclass
+class _Session:
+    """process: where it lives. done: its calls so far, each with the digest of its reply. seen: how many of them its
+    process has run. call: what the caller waits for. is_sent: a call is under way."""
+
+    number: int
+    process: Process
+    done: list[tuple[Call, str]] = field(default_factory=list)
+    seen: int = 0
+    call: Call | None = None
+    is_sent: bool = False
+
+
+class ProcessPool:
+    """`work.num_workers` processes, started by the constructor, and those that are being retired.
+
+    It belongs to one thread, which has to outlive it: nothing happens outside its methods. processes_replaced: how
+    many died, were killed, or grew too large. info: what handlers say of themselves; None until one is ready.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.processes_replaced = 0
+        self.info: Any = None
+        self._work = work
+        self._make = pickle.dumps(work.make)
+        self._overdue = f"took longer than {work.options}.timeout_s={work.timeout_s:g} seconds"
+        self._sessions: dict[int, _Session] = {}
+        self._processes: list[Process] = []
+        self._replies: list[Reply] = []
+        self._failed_starts = 0
+        self._next_check = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._fill()
+
+    def submit(self, number: int, payload: Any, lane: str | None = None, process: Process | None = None) -> None:
+        """Sends the next call of a session, or begins it; its reply comes from `poll`. An error ends the session.
+
+        lane: see `Call`. process: where a new session is to live, from `emptiest`; None = with the fewest others. With
+        a process the call goes out with the next `poll`, together with more of them.
+        """
+        session = self._sessions.get(number)
+        if session is None:
+            session = self._sessions[number] = _Session(number, process or self._emptiest(self._processes))
+            session.process.sessions.add(number)
+        session.call = Call(number, payload, lane)
+        self._advance(session)
+        if process is None:
+            session.process.channel.flush()
+
+    def end(self, number: int) -> None:
+        """Frees a session, of which no call is under way."""
+        if number in self._sessions:
+            self._forget(self._sessions[number])
+
+    def poll(self, timeout_s: float) -> list[Reply]:
+        """What ended since; waits up to that long for the first, for `wake`, or for a process that is ready. Raises
+        `work.error` if no process can be used."""
+        until = time.monotonic() + timeout_s
+        while True:
+            if time.monotonic() >= self._next_check:
+                self._check()
+            sleep_s = 0.0 if self._replies else max(0.0, min(until, self._next_check) - time.monotonic())
+            if self._receive(sleep_s) or self._replies or time.monotonic() >= until:
+                replies, self._replies = self._replies, []
+                return replies
+
+    def wake(self) -> None:
+        """Ends a `poll` that waits; from any thread."""
+        try:
+            self._wake_writer.send(b"w")
+        except OSError:  # thousands of them unread, or the pool is closed
+            pass
+
+    def emptiest(self) -> Process | None:
+        """The process with the fewest sessions of those that are ready for new ones."""
+        ready = [process for process in self._processes if process.is_loaded]
+        return self._emptiest(ready) if any(not process.is_retiring for process in ready) else None
+
+    def close(self) -> None:
+        """Ends all processes, busy or not."""
+        for process in list(self._processes):
+            self._dispose(process)
+        self._sessions = {}
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    # -------------------------------------------------------------------------------------------- starting and ending
+
+    def _fill(self) -> None:
+        """Starts processes until `num_workers` take new sessions."""
+        for _ in range(self._work.num_workers - sum(not process.is_retiring for process in self._processes)):
+            self._start(self._work.threads)
+
+    def _start(self, threads: int, *, is_alone: bool = False) -> Process:
+        work, log_path = self._work, None
+        if work.log_dir is not None:
+            Path(work.log_dir).mkdir(parents=True, exist_ok=True)
+            taken = {process.log_path for process in self._processes}
+            paths = (str(Path(work.log_dir) / f"{work.name}-{number}.log") for number in range(len(taken) + 1))
+            log_path = next(path for path in paths if path not in taken)
+        overdue = f"The {work.what} {self._overdue}"
+        process = Process(Start(self._make, threads, log_path, overdue, work.timeout_s), is_alone=is_alone)
+        process.is_retiring = is_alone
+        self._processes.append(process)
+        for pipe in (process.channel.fileno(), *process.stderr):
+            self._selector.register(pipe, selectors.EVENT_READ, process)
+        self._next_check = 0.0
+        return process
+
+    def _emptiest(self, processes: Collection[Process]) -> Process:
+        return min((each for each in processes if not each.is_retiring), key=lambda process: len(process.sessions))
+
+    def _retire(self, process: Process, why: str) -> None:
+        """It gets no new sessions and ends with those that it has; another takes its place."""
+        if not process.is_retiring:
+            process.is_retiring = True
+            process.note(f"this process is being replaced: it {why}")
+            self.processes_replaced += 1
+            self._fill()
+        if not process.sessions:
+            self._dispose(process)
+
+    def _dispose(self, process: Process) -> None:
+        process.kill()
+        self._processes.remove(process)
+        for key in [key for key in self._selector.get_map().values() if key.data is process]:
+            self._selector.unregister(key.fd)
+        process.close()
+
+    # ---------------------------------------------------------------------------------------------- calls and replies
+
+    def _advance(self, session: _Session) -> None:
+        """Sends a call if one is waited for: first those that the session's process has not run yet."""
+        process = session.process
+        if session.call is None or session.is_sent:
+            return
+        if process.is_alone and any(self._sessions[number].is_sent for number in process.sessions):
+            return
+        session.is_sent = True
+        process.send(session.done[session.seen][0] if session.seen < len(session.done) else session.call)
+        self._next_check = min(self._next_check, time.monotonic() + self._check_s)
+
+    def _answer(self, session: _Session, reply: Reply) -> None:
+        session.call = None
+        self._replies.append(reply)
+        if reply.error is not None or self._work.digest is None:
+            self._forget(session)
+
+    def _fail(self, session: _Session, error: str, *, is_timeout: bool = False) -> None:
+        self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
+
+    def _forget(self, session: _Session) -> None:
+        process = session.process
+        del self._sessions[session.number]
+        process.sessions.discard(session.number)
+        if process in self._processes:
+            if process.is_retiring and not process.sessions:
+                self._dispose(process)
+            elif self._work.digest is not None:
+                process.end(session.number)
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Takes what comes within that time. True: it was woken."""
+        is_woken = False
+        if any([process.channel.flush() for process in self._processes]):
+            timeout_s = min(timeout_s, self._check_s / 10)
+        for key, _ in self._selector.select(None if math.isinf(timeout_s) else timeout_s):
+            process = key.data
+            if process is None:
+                is_woken = bool(self._wake_reader.recv(4096))
+            elif process not in self._processes:
+                continue
+            elif key.fd != process.channel.fileno():
+                process.read_stderr()
+                if not process.stderr:
+                    self._selector.unregister(key.fd)
+            else:
+                self._take_messages(process)
+                if process.channel.is_closed and process in self._processes:
+                    self._handle_crash(process, process.cause_of_death())
+        return is_woken
+
+    def _take_messages(self, process: Process) -> None:
+        for message in process.receive():
+            if isinstance(message, Reply):
+                self._take_reply(process, message)
+            elif isinstance(message, NotLoaded):
+                raise self._work.error(f"The {self._work.what}'s process does not start.\n{message.error}")
+            elif isinstance(message, Loaded):
+                process.is_loaded, self.info, self._failed_starts = True, message.info, 0
+                self.wake()  # there is room for new sessions
+                self._check_start(process)
+            elif isinstance(message, Pong):
+                process.pinged_at = None
+                self._end_overdue(process, message)
+            elif isinstance(message, Spoiled) and process in self._processes:
+                self._retire(process, "did not end a call")
+
+    def _take_reply(self, process: Process, reply: Reply) -> None:
+        session = self._sessions.get(reply.session)
+        if session is None or session.process is not process or not session.is_sent:
+            return
+        session.is_sent = False
+        digest = None if reply.error is not None or self._work.digest is None else self._work.digest(reply.value)
+        if session.seen < len(session.done):
+            self._take_repeated(session, reply, digest)
+        else:
+            if digest is not None and session.call is not None:
+                session.done.append((session.call, digest))
+                session.seen += 1
+            self._answer(session, reply)
+        if process.is_alone and process in self._processes:
+            for number in sorted(process.sessions):
+                self._advance(self._sessions[number])
+        elif process in self._processes:
+            self._check_memory(process)
+
+    def _take_repeated(self, session: _Session, reply: Reply, digest: str | None) -> None:
+        """The reply to a call that is done again."""
+        if digest == session.done[session.seen][1]:
+            session.seen += 1
+            self._advance(session)
+            return
+        why = reply.error or (
+            f"Done again, it answered differently to its call {session.seen + 1} of {len(session.done)}: it depends on "
+            "something else (time, another process, a random state of its own) and so cannot go on."
+        )
+        self._fail(session, f"Its process died, for another's fault. {why}", is_timeout=reply.is_timeout)
+
+    # ------------------------------------------------------------------------------------------------------- watching
+
+    @property
+    def _check_s(self) -> float:
+        return min(_CHECK_S, self._work.timeout_s / 4)
+
+    def _check(self) -> None:
+        """What takes too long or holds too much; nothing if there is nothing to watch."""
+        now = time.monotonic()
+        awaited = {session.process for session in self._sessions.values() if session.is_sent}
+        self._next_check = math.inf
+        for process in list(self._processes):
+            if process not in self._processes or (process.is_loaded and process not in awaited):
+                continue
+            self._next_check = now + self._check_s
+            if not process.is_loaded:
+                if now > process.started_at + START_TIMEOUT_S:
+                    process.write_stack()
+                    how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.stderr_tail()}"
+                    raise self._work.error(f"The {self._work.what}'s process {how}")
+                continue
+            running = process.running()
+            if process.pinged_at is not None and now > process.pinged_at + _ANSWER_S:
+                self._end_frozen(process)
+            elif process.pinged_at is None and any(now > call.since + self._work.timeout_s for call in running):
+                process.ping()
+            elif not running and now > process.last_sign_at + self._work.timeout_s + _GRACE_S:
+                self._handle_crash(process, "stopped answering")
+            else:
+                self._check_memory(process)
+
+    def _end_overdue(self, process: Process, pong: Pong) -> None:
+        """The process is not frozen: calls that are overdue are so by themselves."""
+        before = time.monotonic() - self._work.timeout_s
+        overdue = [call.session for call in process.running() if call.since < before and call.session in pong.stacks]
+        if overdue and process in self._processes:
+            stacks = {session: f" It was here:\n{pong.stacks[session]}" for session in overdue}
+            self._handle_crash(process, self._overdue, overdue, stacks=stacks, is_timeout=True)
+
+    def _end_frozen(self, process: Process) -> None:
+        """A call is overdue and nothing of its process runs: one holds the interpreter's lock, or it was stopped."""
+        process.write_stack()
+        self._take_messages(process)
+        if process.pinged_at is not None and process in self._processes:
+            running = [call.session for call in process.running()]
+            self._handle_crash(process, self._overdue, running if len(running) == 1 else None, is_timeout=True)
+
+    def _check_start(self, process: Process) -> None:
+        limit, held = self._work.max_memory_mb, process.memory_mb()
+        if limit is not None and held > limit:
+            key = f"{self._work.options}.max_memory_mb={limit}"
+            held_text = f"The {self._work.what}'s process holds {held:.0f} MiB before its first call"
+            raise self._work.error(f"{held_text}, more than {key}: raise the limit.")
+
+    def _check_memory(self, process: Process) -> None:
+        limit = self._work.max_memory_mb
+        if limit is None:
+            return
+        held, key = process.memory_mb(), f"{self._work.options}.max_memory_mb={limit}"
+        running = [call.session for call in process.running()]
+        if held > _MEMORY_FACTOR_IN_CALL * limit and running:
+            how = f"held {held:.0f} MiB, more than {_MEMORY_FACTOR_IN_CALL:g} times {key}"
+            self._handle_crash(process, how, running if len(running) == 1 else None)
+        elif held > limit and not process.is_retiring:
+            self._retire(process, f"held {held:.0f} MiB, more than {key}")
+
+    # --------------------------------------------------------------------------------------------------------- deaths
+
+    def _is_sent(self, number: int) -> bool:
+        return number in self._sessions and self._sessions[number].is_sent
+
+    def _handle_crash(
+        self,
+        process: Process,
+        how: str,
+        culprits: Collection[int] | None = None,
+        *,
+        stacks: dict[int, str] | None = None,
+        is_timeout: bool = False,
+    ) -> None:
+        """A process is dead, or has to be. culprits: whose fault that certainly is; None = whoever it looks like."""
+        process.kill()
+        self._take_messages(process)
+        if process not in self._processes:
+            return  # by what it still said
+        blamed, is_certain = process.candidates() if culprits is None else (list(culprits), True)
+        sent = [number for number in sorted(process.sessions) if self._is_sent(number)]
+        candidates = [number for number in blamed if number in sent]
+        if not is_certain and not candidates:
+            candidates = sent  # it died between two calls, which an earlier one may have brought about
+        tail = process.stderr_tail()
+        process.note(f"this process was replaced: the {self._work.what} {how}")
+        self.processes_replaced += not process.is_retiring
+        sessions = [self._sessions[number] for number in sorted(process.sessions)]
+        self._dispose(process)
+        if not process.is_loaded:
+            self._failed_starts += 1
+            if self.info is None or self._failed_starts >= _FAILED_STARTS_MAX:
+                raise self._work.error(f"The {self._work.what} {how} while it started.{tail}")
+        self._fill()
+        alone = None
+        for session in sessions:
+            session.seen, session.is_sent = 0, False
+            is_candidate = session.number in candidates
+            if is_candidate and (is_certain or process.is_alone):
+                details = (stacks or {}).get(session.number, tail)
+                error = f"The {self._work.what} {how}; its process was replaced.{details}"
+                self._fail(session, error, is_timeout=is_timeout)
+                continue
+            if is_candidate:
+                alone = alone or self._start(1, is_alone=True)
+            session.process = alone if is_candidate and alone else self._emptiest(self._processes)
+            session.process.sessions.add(session.number)
+            self._advance(session)
