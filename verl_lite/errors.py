@@ -88,3 +88,8 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
     except BaseException as error:
         add_circumstances(error, phase=phase, step=step)
         raise
+
+
+def printable(text: str) -> str:
+    """Text of user code or of a model for a terminal: control characters other than line ends and tabs are escaped."""
+    return "".join(x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)

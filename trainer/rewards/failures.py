@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_lite.errors import printable
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
 
@@ -58,21 +59,25 @@ class Failures:
             self._recent.popleft()
         if not failed:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+            where = f"See {self._path}"
+        except OSError as error:  # a full disk does not end a run
+            where = f"They could not be written to {self._path} ({error.strerror})"
         failures, things = (sum(column) for column in zip(*self._recent, strict=True))
         allowed = self._max_error_rate * max(LEAST_REWARDS, things)
         if failures > allowed:
             raise self._error(
                 f"{failures} of {things} {self._what}s failed; {self._option}={self._max_error_rate} allows "
-                f"{int(allowed)}. See {self._path}. Mend what fails, or raise the limit. The first of this batch: "
-                f"{first()}"
+                f"{int(allowed)}. {where}. Mend what fails, or raise the limit. The first of this batch: "
+                f"{printable(first())}"
             )
         if not self._shown:
             self._shown = True
             self._show(
                 f"a {self._what} failed: it is left out of loss, groups and metrics, and counted. Later ones are not "
-                f"shown; they are in {self._path}. It was {first()}"
+                f"shown. {where}. It was {printable(first())}"
             )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
-from verl_lite.errors import UserError
+from verl_lite.errors import UserError, printable
 from workers.envs.host import Act, Begin, EnvHost, Trial
 from workers.envs.reply import EnvReply, digest
 from workers.pool.channel import Call, Reply
@@ -207,7 +207,7 @@ class EnvPool:
         template = self._templates[tag]
         return (
             f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not "
-            f"work; nothing was started. Made, reset with seed 0, and stepped once:\n{reply.error}\n"
+            f"work; nothing was started. Made, reset with seed 0, and stepped once:\n{printable(reply.error or '')}\n"
             "Change the entry, or the environment: trainer/AGENTIC.md says what it has to give."
         )
 

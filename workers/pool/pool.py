@@ -249,7 +249,7 @@ class ProcessPool:
             if isinstance(message, Reply):
                 self._take_reply(process, message)
             elif isinstance(message, NotLoaded):
-                raise self._work.error(f"The {self._work.what}'s process does not start.\n{message.error}")
+                raise self._work.error(f"The {self._work.what} does not load.\n{message.error}")
             elif isinstance(message, Loaded):
                 process.is_loaded, self.info, self._failed_starts = True, message.info, 0
                 self.wake()  # there is room for new sessions

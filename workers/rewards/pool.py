@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from verl_lite.config import RewardConfig
-from verl_lite.errors import UserError
+from verl_lite.errors import UserError, printable
 from verl_lite.rewards import RewardItem, RewardResult, asks_by_source, find_reward
 from workers.pool.channel import Reply
 from workers.pool.pool import ProcessPool, Work
@@ -123,9 +123,10 @@ class RewardPool:
         results = list(self.collect(item.key for item in items).values())
         for row, result in zip(rows, results, strict=True):
             if result.failed:
+                shown = json.dumps(row, indent=2, default=str)[:4000]
                 raise RewardError(
                     "The reward function fails on a row of the dataset, given its ground truth as the answer. "
-                    f"Nothing was started.\n{result.error}\nThe row:\n{json.dumps(row, indent=2, default=str)[:4000]}"
+                    f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{shown}"
                 )
         return results
 
@@ -199,7 +200,7 @@ class _PoolThread(threading.Thread):
                     self._take(reply)
             reason = "The reward pool is closed."
         except RewardError as error:
-            reason = str(error)
+            reason = printable(str(error))
         finally:  # also when this thread dies of a defect: nobody may wait for it in vain
             if pool is not None:
                 pool.close()

@@ -227,3 +227,21 @@ def test_a_limit_of_zero_stops_at_the_first_and_of_one_never(tmp_path: Path) -> 
     with pytest.raises(RewardFailure, match="1 of 1000 rewards failed; reward.max_error_rate=0.0 allows 0"):
         FailureLog(0.0, tmp_path).check(*failing(1, 1000))
     FailureLog(1.0, tmp_path, show=lambda text: None).check(*failing(1000, 1000))
+
+
+def test_what_a_failure_says_cannot_steer_the_terminal_and_is_kept_as_it_was(tmp_path: Path) -> None:
+    shown: list[str] = []
+    batch, _ = failing(1, of=40)
+    results = [RewardResult.failure("\x1b[2Jboom\r\x07")] + [RewardResult(1.0)] * 39
+    FailureLog(0.5, tmp_path, show=shown.append).check(batch, results)
+    assert r"\x1b[2Jboom\r\x07" in shown[0] and all(x.isprintable() or x == "\n" for x in shown[0])
+    assert json.loads((tmp_path / "reward_failures.jsonl").read_text())["error"] == "\x1b[2Jboom\r\x07"
+    with pytest.raises(RewardFailure, match=r"\\x1b\[2Jboom"):
+        FailureLog(0.0, tmp_path).check(batch, results)
+
+
+def test_a_file_of_failures_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    shown: list[str] = []
+    (tmp_path / "reward_failures.jsonl").mkdir()
+    FailureLog(0.5, tmp_path, show=shown.append).check(*failing(1, of=40))
+    assert "could not be written" in shown[0] and "boom 0" in shown[0]

@@ -77,7 +77,7 @@ def test_nonsense_is_a_failure_that_says_what_came(make_pool: MakePool, word: st
     pool = make_pool()
     begin(pool, "a")
     error = step(pool, a=word)["a"].error
-    assert error is not None and "expected" in error 
+    assert error is not None and "expected" in error
 
 
 def test_what_the_checks_say() -> None:

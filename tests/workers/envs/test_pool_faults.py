@@ -179,7 +179,7 @@ def test_what_cannot_be_sent_is_a_failure(make_pool: MakePool) -> None:
 
 def test_modules_that_do_not_import_stop_the_pool(make_pool: MakePool) -> None:
     pool = make_pool(modules=("tests.not_there",))
-    with pytest.raises(EnvError, match=r"(?s)does not start.*No module named 'tests.not_there'"):
+    with pytest.raises(EnvError, match=r"(?s)does not load.*No module named 'tests.not_there'"):
         begin(pool, "a")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if what == "thread":
         threading.Thread(target=os._exit, args=(7,)).start()
         time.sleep(1000)
+    if what == "slow": time.sleep(0.03)
+    if what == "bytes": sys.stdout.buffer.write(b"as bytes")
     if what == "leave": child(argument)
     if what == "leave far": child(argument, start_new_session=True)
     if what == "hang with child":
@@ -101,6 +104,11 @@ def test_a_gigabyte_of_output_costs_neither_disk_nor_the_sample(make_pool: Calla
     assert psutil.Process().memory_info().rss - before < 200 << 20
 
 
+def test_a_function_may_write_bytes_to_its_output(make_pool: Callable, tmp_path: Path) -> None:
+    assert score(make_pool(), "bytes")[0].score == 1.0
+    assert (tmp_path / "logs" / "reward-0.log").read_text() == "as bytes"
+
+
 def test_a_gigabyte_of_stderr_below_python_goes_through_a_pipe_of_which_the_end_is_kept(make_pool: Callable) -> None:
     before = psutil.Process().memory_info().rss
     [result] = score(make_pool(), "stderr")
@@ -131,13 +139,27 @@ def test_a_hang_of_any_kind_ends_at_the_deadline_and_says_where_it_was(
     assert where in (results[1].error or "") and "compute_score" in (results[1].error or "")
 
 
-@pytest.mark.parametrize(("how", "reason"), [("interrupt", "KeyboardInterrupt"), ("close", "exit code 1"), ("thread", "code 7")])
+@pytest.mark.parametrize(
+    ("how", "reason"), [("interrupt", "KeyboardInterrupt"), ("close", "exit code 1"), ("thread", "code 7")]
+)
 def test_only_the_culprit_of_a_death_fails(make_pool: Callable, how: str, reason: str) -> None:
     answers = ["fine"] * 20
     answers[5] = how
     results = score(make_pool(), *answers)
     assert [index for index, result in enumerate(results) if result.failed] == [5]
     assert reason in (results[5].error or "")
+
+
+def test_a_process_that_is_killed_from_outside_costs_nobody_a_score(make_pool: Callable) -> None:
+    """kill -9 of a process that has just given a result, in the middle of its next ones."""
+    pool = make_pool(num_workers=2)
+    pool.submit([RewardItem(index, "any", "slow", "") for index in range(200)])
+    for index in range(0, 120, 40):
+        pid = int(pool.collect([index])[index].extra["pid"])
+        if not gone(pid, 0.0):
+            psutil.Process(pid).kill()
+    results = pool.collect(set(range(200)) - {0, 40, 80}).values()
+    assert not any(result.failed for result in results) and pool.processes_replaced() >= 2
 
 
 def test_what_a_hanging_reward_started_in_a_session_of_its_own_is_killed_with_it(
