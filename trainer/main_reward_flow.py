@@ -1,9 +1,8 @@
 """`python -m trainer.main_reward_flow key=value ...`: an adapter of an image-to-video diffusion model learns through a
-differentiable reward.
+differentiable reward; DIFFUSION.md beside this file is the guide.
 
 With neither model nor data it runs the embedded default, `recipes/reward_flow`. `--help-config` lists the options,
-`--print-config` shows them resolved. Nothing heavy is imported before the command line has been understood. Exit
-status: see `trainer.cli`.
+`--print-config` shows them resolved. Exit status: see `trainer.cli`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from trainer.cli import command
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.flow.run import run_reward_flow
+    from trainer.diffusion.build import RewardFlowJob
+    from trainer.run import run
 
-    return run_reward_flow(argv)
+    return run(RewardFlowJob, argv)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from trainer.resume import refuse_another_run
 from trainer.saving import require_room_for_checkpoints
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking, check_trackers
-from verl_lite.config import LoadedConfig, RunOptions, help_config, load_schema, print_config, save_config
+from verl_lite.config import LoadedConfig, RunConfig, RunOptions, help_config, load_schema, print_config, save_config
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
 from verl_lite.machine.claim import Wish as ResourceRequest
@@ -101,7 +101,7 @@ class Job(Generic[Options]):
 
     def request(self) -> ResourceRequest:
         """What the run takes of one machine."""
-        trainer = self.config.trainer
+        trainer: RunConfig = self.config.trainer
         return ResourceRequest(self.slots // trainer.nnodes, str(self.run_dir), shared=trainer.share_devices)
 
     def read_data(self) -> int:
@@ -143,15 +143,6 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
     config: Options = loaded.config
     command = ["python", "-m", job_class.module, *argv]
 
-    def attempt(slots: int, stack: ExitStack) -> int:
-        return train(job_class(config, slots, Console(verbosity=loaded.verbosity), **parts), loaded, command, stack)
-
-    return run_or_show(loaded, command, attempt)
-
-
-def run_or_show(loaded: LoadedConfig[Options], command: list[str], attempt: Callable[[int, ExitStack], int]) -> int:
-    """The help, the configuration, or the run, of which `attempt` is one try. Returns the exit status."""
-    config = loaded.config
     if loaded.action == "help":
         print(help_config(type(config)))
         return 0
@@ -160,7 +151,11 @@ def run_or_show(loaded: LoadedConfig[Options], command: list[str], attempt: Call
         print(print_config(loaded))
         return 0
     check_trackers(config.trainer.logger)
-    return with_retries(config, command, lambda stack: attempt(slots, stack))
+
+    def attempt(stack: ExitStack) -> int:
+        return train(job_class(config, slots, Console(verbosity=loaded.verbosity), **parts), loaded, command, stack)
+
+    return with_retries(config, command, attempt)
 
 
 def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], stack: ExitStack) -> int:

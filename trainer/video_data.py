@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli import WRONG_INPUT, command
-from trainer.clips.dataset import Selection, VideoDataset, steps_per_epoch
+from trainer.clips.dataset import Selection, VideoDataset
 from trainer.clips.reading import ClipError
 from trainer.console import Console
 from verl_lite.config import ConfigError, help_config, load_schema
@@ -98,9 +98,10 @@ def summary(data: VideoDataset, found: Sequence[Selection | ClipError]) -> str:
     if not trained:
         return line
     clip = max(len(taken.numbers) * taken.height * taken.width * 3 for taken in usable)
+    steps = -(-trained * config.repeat // config.train_batch_size)
     samples = min(config.train_batch_size, trained * config.repeat)
     return (
-        f"{line}: steps of an epoch {steps_per_epoch(trained, config)}, samples of a step {samples}\n"
+        f"{line}: steps of an epoch {steps}, samples of a step {samples}\n"
         f"memory: {clip / 2**20:.1f} MiB a decoded clip, {len(usable) * clip / 2**30:.2f} GiB all of them "
         f"(kept: data.cache_gb={config.cache_gb:g}), {samples * clip * 4 / 2**20:.0f} MiB a batch"
     )

@@ -14,9 +14,10 @@ from trainer.cli import command
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from recipes.flow_grpo.run import run_flow_grpo
+    from recipes.flow_grpo.run import FlowGRPOJob
+    from trainer.run import run
 
-    return run_flow_grpo(argv)
+    return run(FlowGRPOJob, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The driver: `fit` is the algorithm, and it is that of language models with other samples.
+"""The driver: GRPO as for language models, with other samples.
 
 A step draws prompts, samples `rollout.n` paths for each, scores the images, estimates advantages by a registered
 estimator and updates by a registered loss. Only sampling and scoring are particular to images.
@@ -6,10 +6,7 @@ estimator and updates by a registered loss. Only sampling and scoring are partic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,22 +14,17 @@ import torch
 
 from recipes.flow_grpo.rewards import Reward
 from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
-from trainer.checkpoint import find_checkpoint, read_state
+from trainer.diffusion.loop import DiffusionTrainer, EpochSteps
 from trainer.evaluate.metrics import name_metrics, process_validation_metrics
-from trainer.evaluate.sample import Sample
 from trainer.loss_columns import loss_columns
-from trainer.resume import flat_config
 from trainer.saving import SavedByWorkers, Saver
-from trainer.step_metrics import frac_reward_zero_std
-from trainer.steps import StepCounter
-from trainer.timing import timed
+from trainer.step_metrics import frac_reward_zero_std, summary
 from trainer.tracking import Tracking
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
-from verl_lite.random_state import get_random_state, set_random_state
-from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
 
 SOURCE = "prompts"
@@ -42,153 +34,41 @@ FIRST, PATH, EVALUATION = 0, 1, 2
 """What a seed is for; it follows from trainer.seed, this, the step, the prompt's row and the sample's number."""
 
 
-Summary = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass
-class FitResult:
-    """Evaluation before and after, the frames that it scored (prompts x n, F, 3, H, W), the last checkpoint."""
-
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
-    frames_before: torch.Tensor | None = None
-    frames_after: torch.Tensor | None = None
-    scores_before: list[float | None] = field(default_factory=list)
-    scores_after: list[float | None] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    checkpoint: Path | None = None
-    stopped: bool = False
-
-
-class PromptSteps(StepCounter):
-    """The prompts of each step as (row, text); the order of an epoch follows from the seed and its number alone."""
-
-    def __init__(self, config: FlowGRPOConfig, prompts: Sequence[str]) -> None:
-        self.config, self.prompts = config, prompts
-        self.per_epoch = -(-len(prompts) // config.data.train_batch_size)
-        limit = config.trainer.total_training_steps
-        self.total = config.trainer.total_epochs * self.per_epoch if limit is None else limit
-
-    def __iter__(self) -> Iterator[list[tuple[int, str]]]:
-        size = self.config.data.train_batch_size
-        while self.global_step < self.total and not self.stopping:
-            self.epoch, place = divmod(self.global_step, self.per_epoch)
-            self.global_step += 1
-            order = np.arange(len(self.prompts))
-            if self.config.data.shuffle:
-                order = np.random.default_rng([self.config.trainer.seed, self.epoch]).permutation(len(order))
-            yield [(int(row), self.prompts[row]) for row in order[place * size : (place + 1) * size]]
-
-
-class FlowActor(SavedByWorkers):
-    """The policy, as the driver sees it: each call plans the batch, dispatches it and puts the answer back in order."""
-
-    def __init__(self, group: WorkerGroup, config: FlowGRPOConfig) -> None:
-        self.group, self.config = group, config
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs."""
-        actor = self.config.actor
-        whole = actor.ppo_mini_batch_size == -1 or actor.ppo_mini_batch_size >= self.config.data.train_batch_size
-        return actor.ppo_epochs == 1 and whole
-
-    def generate(self, rows: DataProto, steps: int, noise_level: float) -> DataProto:
-        """One sample for each row; see `FlowActorWorker.generate`."""
-        ones = np.ones(len(rows), dtype=np.int64)
-        plan = plan_batch(
-            ones,
-            world_size=self.group.world_size,
-            mini_batch_size=None,
-            micro_batch_size=self.config.rollout.max_num_seqs,
-            num_tokens=ones,
-        )
-        data = plan.apply(rows)
-        data.meta_info |= {"steps": steps, "noise_level": noise_level}
-        return plan.restore(self.group.generate(data)).select(meta_info_keys=[])
-
-    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
-        chosen = loss_columns(batch, cast("Any", self.config), step)  # of which it reads actor and trainer.seed
-        columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *chosen]
-        if not self.is_on_policy:
-            columns.append("old_log_probs")
-        data = (batch | DataProto.from_dict(chosen)) if chosen else batch
-        plan = self._plan(batch, step)
-        data = plan.apply(data.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[]))
-        return combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
-
-    def _plan(self, batch: DataProto, step: int) -> BatchPlan:
-        actor, mask = self.config.actor, batch.batch["response_mask"]
-        is_whole = actor.ppo_mini_batch_size == -1
-        return plan_batch(
-            np.full(len(batch), mask.shape[1]),
-            world_size=self.group.world_size,
-            mini_batch_size=None if is_whole else actor.ppo_mini_batch_size * self.config.rollout.n,
-            max_token_len=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-            micro_batch_size=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-            epochs=actor.ppo_epochs,
-            shuffle_seed=self.config.trainer.seed + step if actor.shuffle else None,
-            num_tokens=mask.sum(1).numpy(),
-        )
-
-    def export(self, folder: str) -> None:
-        """Writes the network of now as its own from_pretrained reads it."""
-        self.group.export(folder)
-
-
-class FlowGRPOTrainer:
-    """Holds the parts of a run."""
+class FlowGRPOTrainer(DiffusionTrainer):
+    """Args:
+    prompts: of the training; steps gives their rows.
+    """
 
     def __init__(
         self,
         config: FlowGRPOConfig,
         *,
         actor: FlowActor,
-        steps: PromptSteps,
+        steps: EpochSteps,
+        prompts: Sequence[str],
         val_prompts: Sequence[str],
         reward: Reward,
         tracking: Tracking,
         saver: Saver,
-        run_dir: Path,
     ) -> None:
-        self.config, self.actor, self.steps, self.val_prompts = config, actor, steps, val_prompts
-        self.reward, self.tracking, self.saver, self.run_dir = reward, tracking, saver, run_dir
+        super().__init__(config.trainer, config, steps=steps, tracking=tracking, saver=saver)
+        self.config, self.actor, self.reward = config, actor, reward
+        self.prompts, self.val_prompts = prompts, val_prompts
         self.running_moments = RunningMoments()
-        self.metrics: dict[str, float] = {}
-        self.timing: dict[str, float] = {}
 
-    # ---------------------------------------------------------------------------------------------- the algorithm
-
-    def fit(self) -> FitResult:
-        """Trains to the end of the configured steps. Returns what to show."""
-        result = FitResult()
-        self.resume()
-        if self.config.trainer.val_before_train:
-            result.before = result.after = self.validate(result)
-            result.frames_before, result.scores_before = result.frames_after, result.scores_after
-            self.tracking.log(result.before, step=self.steps.global_step)
-        for prompts in self.steps:
-            self.metrics, self.timing, validation = {}, {}, {}
-            with self.timed("step"):
-                with self.timed("gen"):
-                    batch = self.sample(prompts)
-                with self.timed("reward"):
-                    batch = self.score(batch)
-                with self.timed("adv"):
-                    batch = self.estimate_advantages(batch)
-                with self.timed("update_actor"):
-                    self.metrics |= values(self.actor.update(batch, self.steps.global_step))
-            if self.steps.due(self.config.trainer.test_freq):
-                with self.timed("testing"):
-                    result.after = validation = self.validate(result)
-            self.log_step(batch, validation)
-            if self.saver.is_due(self.steps):
-                self.save()
-        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
-        return result
-
-    # ------------------------------------------------------------------------------------------------- the stages
+    def train_step(self) -> None:
+        """Samples, scores, compares the samples of a prompt, and learns."""
+        step = self.steps.global_step
+        with self.timed("gen"):
+            batch = self.sample([(row, self.prompts[row]) for row in self.steps.rows_of(step)])
+        self.samples = len(batch)
+        with self.timed("reward"):
+            batch = self.score(batch)
+        with self.timed("adv"):
+            batch = self.estimate_advantages(batch)
+        with self.timed("update_actor"):
+            self.metrics |= values(self.actor.update(batch, step))
+        self.metrics |= data_metrics(batch)
 
     def sample(self, prompts: Sequence[tuple[int, str]]) -> DataProto:
         """rollout.n paths for each prompt, by the sampler with noise and its few steps."""
@@ -253,75 +133,83 @@ class FlowGRPOTrainer:
         self.metrics |= score_metrics | reward_metrics | batch.meta_info.pop("metrics", {})
         return batch
 
-    def validate(self, result: FitResult) -> dict[str, float]:
-        """Samples by the ODE, from the same noise each time, and scores; keeps the frames in `result`."""
-        n = self.config.rollout.val_kwargs.n
-        rows = self.rows_of(list(enumerate(self.val_prompts)), n, EVALUATION)
+    def validate(self) -> tuple[dict[str, float], DataProto]:
+        """Samples by the ODE, from the same noise each time; NaN in face_score = could not be scored."""
+        rows = self.rows_of(list(enumerate(self.val_prompts)), self.config.rollout.val_kwargs.n, EVALUATION)
         batch = rows | self.actor.generate(rows, self.config.sampler.num_inference_steps, 0.0)
         scores = self._scores(batch)
-        result.frames_after, result.scores_after = batch.batch["frames"], scores
+        batch.batch["face_score"] = torch.tensor([np.nan if score is None else score for score in scores])
         uids = list(batch.non_tensor_batch["uid"])
-        return name_metrics(process_validation_metrics([SOURCE] * len(batch), uids, {"reward": scores}))
+        return name_metrics(process_validation_metrics([SOURCE] * len(batch), uids, {"reward": scores})), batch
 
-    # ------------------------------------------------------------------------------------- saving, resuming, logging
+    def state_dict(self) -> dict[str, Any]:
+        """The moments of the scores."""
+        return {"running_moments": self.running_moments.state_dict()}
 
-    def save(self) -> None:
-        """Writes a checkpoint of this step."""
-        state = {
-            "config": flat_config(self.config),
-            "steps": {"global_step": self.steps.global_step},
-            "running_moments": self.running_moments.state_dict(),
-            "random": get_random_state(),
-        }
-        with self.timed("save_checkpoint"):
-            self.saver.save(self.steps.global_step, state, is_last=self.steps.is_last or self.steps.stopping)
-        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets them."""
+        self.running_moments.load_state_dict(state["running_moments"])
 
-    def resume(self) -> None:
-        """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
-        trainer = self.config.trainer
-        folder = find_checkpoint(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
-        if folder is not None:
-            state = read_state(folder)
-            self.actor.load(str(folder / "actor"))
-            self.steps.global_step = state["steps"]["global_step"]
-            self.running_moments.load_state_dict(state["running_moments"])
-            set_random_state(state["random"])
 
-    def timed(self, name: str) -> AbstractContextManager[None]:
-        """Adds the block's seconds to timing_s/<name>."""
-        return timed(self.timing, name, self.steps.global_step)
+class FlowActor(SavedByWorkers):
+    """The policy, as the driver sees it: each call plans the batch, dispatches it and puts the answer back in order."""
 
-    def log_step(self, batch: DataProto, validation: Mapping[str, float]) -> None:
-        """Sends this step's metrics to the trackers, under the names of language models."""
-        logged = {
-            "training/global_step": float(self.steps.global_step),
-            "training/epoch": float(self.steps.epoch),
-            **self.metrics,
-            **data_metrics(batch),
-            **{f"timing_s/{name}": seconds for name, seconds in self.timing.items()},
-            "perf/time_per_step": self.timing["step"],
-            **validation,
-        }
-        self.tracking.log(logged, step=self.steps.global_step)
+    def __init__(self, group: WorkerGroup, config: FlowGRPOConfig) -> None:
+        self.group, self.config = group, config
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs."""
+        actor = self.config.actor
+        whole = actor.ppo_mini_batch_size == -1 or actor.ppo_mini_batch_size >= self.config.data.train_batch_size
+        return actor.ppo_epochs == 1 and whole
+
+    def generate(self, rows: DataProto, steps: int, noise_level: float) -> DataProto:
+        """One sample for each row; see `FlowActorWorker.generate`."""
+        ones, micro = np.ones(len(rows), dtype=np.int64), self.config.rollout.max_num_seqs
+        plan = plan_batch(
+            ones, world_size=self.group.world_size, mini_batch_size=None, micro_batch_size=micro, num_tokens=ones
+        )
+        data = plan.apply(rows)
+        data.meta_info |= {"steps": steps, "noise_level": noise_level}
+        return plan.restore(self.group.generate(data)).select(meta_info_keys=[])
+
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
+        actor, mask = self.config.actor, batch.batch["response_mask"]
+        chosen = loss_columns(batch, cast("Any", self.config), step)  # of which it reads actor and trainer.seed
+        columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *chosen]
+        if not self.is_on_policy:
+            columns.append("old_log_probs")
+        data = (batch | DataProto.from_dict(chosen)) if chosen else batch
+        is_whole = actor.ppo_mini_batch_size == -1
+        plan = plan_batch(
+            np.full(len(batch), mask.shape[1]),
+            world_size=self.group.world_size,
+            mini_batch_size=None if is_whole else actor.ppo_mini_batch_size * self.config.rollout.n,
+            max_token_len=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+            micro_batch_size=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+            epochs=actor.ppo_epochs,
+            shuffle_seed=self.config.trainer.seed + step if actor.shuffle else None,
+            num_tokens=mask.sum(1).numpy(),
+        )
+        data = plan.apply(data.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[]))
+        return combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
+
+    def export(self, folder: str) -> None:
+        """Writes the network of now as its own from_pretrained reads it."""
+        self.group.export(folder)
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """critic/score, rewards, advantages, returns (mean, max, min), over what counts; frac_reward_zero_std."""
     columns, mask = batch.batch, batch.batch["response_mask"] != 0
     counted = mask.any(1)
-    per_sample = {name: columns[f"token_level_{name}s"].sum(1)[counted] for name in ("score", "reward")}
-    found = {
-        "score": per_sample["score"],
-        "rewards": per_sample["reward"],
-        "advantages": columns["advantages"][mask],
-        "returns": columns["returns"][mask],
+    scores = columns["token_level_scores"].sum(1)[counted]
+    return {
+        **summary("critic/score", scores),
+        **summary("critic/rewards", columns["token_level_rewards"].sum(1)[counted]),
+        **summary("critic/advantages", columns["advantages"][mask]),
+        **summary("critic/returns", columns["returns"][mask]),
+        **frac_reward_zero_std(scores, batch.non_tensor_batch["uid"][counted.numpy()]),
     }
-    summaries: dict[str, Summary] = {"mean": torch.mean, "max": torch.max, "min": torch.min}
-    metrics = {
-        f"critic/{name}/{kind}": float(summary(x.float()))
-        for name, x in found.items()
-        for kind, summary in summaries.items()
-        if x.numel()
-    }
-    return metrics | frac_reward_zero_std(per_sample["score"], batch.non_tensor_batch["uid"][counted.numpy()])

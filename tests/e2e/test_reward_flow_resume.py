@@ -24,7 +24,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 pytestmark = pytest.mark.slow
 
-PRELOADED = ["torch", "diffusers", "trainer.flow.run", "trainer.flow.build", "peft", "tensordict"]
+PRELOADED = ["torch", "diffusers", "trainer.diffusion.build", "trainer.run", "peft", "tensordict"]
 STEPS = 4
 OPTIONS = [
     "trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[jsonl]", "trainer.save_freq=1",

@@ -13,8 +13,9 @@ import torch
 from recipes.flow_grpo.checks import validate
 from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.run import read_prompts
-from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, PromptSteps, data_metrics
+from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, data_metrics
 from recipes.flow_grpo.world import PLACES, PROMPTS, captioned_images, connected, describe, draw, follows_prompt
+from trainer.diffusion.loop import EpochSteps
 from verl_lite.config import ConfigError
 from verl_lite.config.flow_grpo import FlowGRPOConfig, FlowScoreConfig
 from verl_lite.errors import UserError
@@ -178,26 +179,13 @@ def trainer_of(config: FlowGRPOConfig, prompts: Sequence[str]) -> FlowGRPOTraine
     return FlowGRPOTrainer(
         config,
         actor=FlowActor(parts, config),
-        steps=PromptSteps(config, prompts),
+        steps=EpochSteps(len(prompts), config.data.train_batch_size, epochs=1, limit=None, seed=1),
+        prompts=prompts,
         val_prompts=prompts,
         reward=load_reward(config.reward),
         tracking=unused,
         saver=unused,
-        run_dir=unused,
     )
-
-
-def test_an_epoch_has_each_prompt_once_and_its_order_follows_from_the_seed() -> None:
-    config = config_of(trainer__total_epochs=2)
-    steps = PromptSteps(config, list("abcde"))
-    drawn = list(steps)
-    assert steps.total == 6 and [len(step) for step in drawn] == [2, 2, 1] * 2
-    for epoch in (drawn[:3], drawn[3:]):
-        assert sorted(text for step in epoch for _, text in step) == list("abcde")
-    assert drawn[:3] != drawn[3:]
-    resumed = PromptSteps(config, list("abcde"))
-    resumed.global_step = 4
-    assert list(resumed) == drawn[4:]
 
 
 def test_samples_have_their_own_noise_and_the_evaluation_always_the_same() -> None:
@@ -251,12 +239,9 @@ def test_old_log_probs_go_to_the_workers_where_there_is_a_second_step(mini: int,
 
 
 def test_the_evaluation_is_reported_under_the_names_of_language_models() -> None:
-    from recipes.flow_grpo.trainer import FitResult
-
-    trainer, result = trainer_of(config_of(rollout__val_kwargs__n=2), ["a", "b"]), FitResult()
-    metrics = trainer.validate(result)
-    assert result.frames_after is not None and len(result.frames_after) == 4
-    assert metrics["val-core/prompts/reward/mean@2"] == pytest.approx(
-        np.mean([float(score or 0) for score in result.scores_after]), abs=1e-6
-    )
-    assert metrics == trainer.validate(FitResult())
+    trainer = trainer_of(config_of(rollout__val_kwargs__n=2), ["a", "b"])
+    metrics, samples = trainer.validate()
+    assert len(samples.batch["frames"]) == 4
+    scores = samples.batch["face_score"]
+    assert metrics["val-core/prompts/reward/mean@2"] == pytest.approx(float(scores.mean()), abs=1e-6)
+    assert metrics == trainer.validate()[0]

@@ -43,25 +43,27 @@ def test_only_what_the_cache_is_asked_for_is_made(tmp_path: Path, monkeypatch: p
 
 
 def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.flow.run import run_reward_flow
+    from trainer.diffusion.build import RewardFlowJob
+    from trainer.run import run
 
     monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path / "world")
     monkeypatch.setattr(recipe, "prepare", lambda config: pytest.fail("made"))
     folder = f"trainer.default_local_dir={tmp_path}"
     with pytest.raises(ConfigError, match=r"sampler.final_timestep=9: sampler.num_inference_steps=8 has the steps 0"):
-        run_reward_flow([folder, "trainer.backend=inline", "trainer.device=cpu", "sampler.final_timestep=9"])
+        run(RewardFlowJob, [folder, "trainer.backend=inline", "trainer.device=cpu", "sampler.final_timestep=9"])
 
 
 @pytest.mark.slow
 def test_the_command_learns_and_leaves_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("av")
-    from trainer.flow.run import run_reward_flow
+    from trainer.diffusion.build import RewardFlowJob
+    from trainer.run import run
 
     run_dir = tmp_path / "run"
     arguments = ["trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[console,jsonl]"]
     arguments += ["trainer.total_training_steps=40", "trainer.video_freq=-1", f"trainer.default_local_dir={run_dir}"]
-    assert run_reward_flow(arguments) == 0
+    assert run(RewardFlowJob, arguments) == 0
     steps = read_metrics(run_dir / "metrics.jsonl")
     assert steps[1]["actor/kl_loss"] == 0 and steps[40]["actor/kl_loss"] > 0
     assert abs(steps[0][CORE]) < 0.15 and steps[40][CORE] > 0.3, steps[40]

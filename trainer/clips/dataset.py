@@ -1,6 +1,6 @@
 """Clips and prompts for reward flow: metadata.csv -> checked clips -> the batch of each step, decoded ahead.
 
-Which rows a step has, and which noise, is a function of the seed and the step alone: a resumed run needs no state.
+The noise of a sample is a function of the seed, the step and the row alone, as the rows of a step are (`EpochSteps`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
 from trainer.clips.table import VideoRow, read_tables
+from trainer.diffusion.loop import EpochSteps, fingerprint
 from verl_lite.config.checks.video import video_data
 from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.errors import UserError
@@ -156,28 +157,9 @@ class VideoDataset:
 
     def fingerprint(self) -> str:
         """Changes with the rows to train on: their number, order and prompts, the names and sizes of their files."""
-        digest = hashlib.sha256()
-        for row in self.rows[: len(self)]:
-            size = row.path.stat().st_size if row.path.is_file() else 0
-            digest.update(f"{row.path.name}\0{size}\0{row.prompt}\n".encode())
-        return digest.hexdigest()[:16]
-
-
-def steps_per_epoch(num_rows: int, config: VideoDataConfig) -> int:
-    """Optimizer steps of one pass; its last batch may be smaller."""
-    return -(-num_rows * config.repeat // config.train_batch_size)
-
-
-def rows_of_step(step: int, num_rows: int, config: VideoDataConfig, seed: int) -> list[int]:
-    """The rows of the batch of a step, which count from 1.
-
-    An epoch has every row data.repeat times; its order depends on (seed, epoch) alone.
-    """
-    epoch, number = divmod(step - 1, steps_per_epoch(num_rows, config))
-    order = np.tile(np.arange(num_rows), config.repeat)
-    if config.shuffle:
-        order = np.random.default_rng([seed, epoch]).permutation(order)
-    return order[number * config.train_batch_size : (number + 1) * config.train_batch_size].tolist()
+        rows = self.rows[: len(self)]
+        sizes = [row.path.stat().st_size if row.path.is_file() else 0 for row in rows]
+        return fingerprint(f"{row.path.name}\0{size}\0{row.prompt}" for row, size in zip(rows, sizes, strict=True))
 
 
 def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None = None) -> list[int]:
@@ -220,11 +202,11 @@ def collate(clips: Sequence[Clip], noise_seeds: Sequence[int]) -> DataProto:
 class VideoLoader:
     """The batch of each step, its clips decoded while the step before was trained; a context that ends the threads.
 
-    seed: trainer.seed. noise_seed: sampler.noise_seed. last_step: nothing is decoded beyond it.
+    noise_seed: sampler.noise_seed.
     """
 
-    def __init__(self, data: VideoDataset, *, seed: int, noise_seed: int | None, last_step: int) -> None:
-        self.data, self.seed, self.noise_seed, self.last_step = data, seed, noise_seed, last_step
+    def __init__(self, data: VideoDataset, steps: EpochSteps, noise_seed: int | None) -> None:
+        self.data, self.steps, self.noise_seed = data, steps, noise_seed
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode")
         self._coming: dict[int, dict[int, Future[Clip]]] = {}
 
@@ -240,13 +222,13 @@ class VideoLoader:
         Raises UserError for a file that cannot be decoded.
         """
         coming = self._coming.pop(step, None) or self._begin(step)
-        self._coming = {step + 1: self._begin(step + 1)} if step < self.last_step else {}
-        rows = rows_of_step(step, len(self.data), self.data.config, self.seed)
-        batch = collate([coming[row].result() for row in rows], noise_seeds(step, rows, self.seed, self.noise_seed))
+        self._coming = {step + 1: self._begin(step + 1)} if step < self.steps.total else {}
+        rows = self.steps.rows_of(step)
+        seeds = noise_seeds(step, rows, self.steps.seed, self.noise_seed)
+        batch = collate([coming[row].result() for row in rows], seeds)
         batch.meta_info["global_step"] = step
         return batch
 
     def _begin(self, step: int) -> dict[int, Future[Clip]]:
         """By row: one that comes several times is decoded once."""
-        rows = rows_of_step(step, len(self.data), self.data.config, self.seed)
-        return {row: self._pool.submit(self.data.__getitem__, row) for row in dict.fromkeys(rows)}
+        return {row: self._pool.submit(self.data.__getitem__, row) for row in dict.fromkeys(self.steps.rows_of(step))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,18 @@ import torch
 
 from tests.trainer.made_clips import STEP, grey_frames, options, which, write_animation, write_folder, write_table
 from trainer.clips import dataset
-from trainer.clips.dataset import VideoDataset, VideoLoader, collate, noise_seeds, rows_of_step, steps_per_epoch
+from trainer.clips.dataset import VideoDataset, VideoLoader, collate, noise_seeds
 from trainer.clips.reading import read_frames
-from trainer.flow.build import validation_batch
+from trainer.diffusion.build import steps_of, validation_batch
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 from verl_lite.schema import check
+
+
+def loader_of(data: VideoDataset, seed: int, noise_seed: int | None, last_step: int) -> VideoLoader:
+    run = RewardFlowConfig(data=data.config)
+    run.trainer.seed, run.trainer.total_training_steps = seed, last_step
+    return VideoLoader(data, steps_of(run, data), noise_seed)
 
 
 @pytest.fixture
@@ -114,7 +119,7 @@ def test_clips_of_the_validation_are_read_and_checked_and_never_trained_on(table
     alone = VideoDataset(options(table, train_max_samples=2))
     assert [alone.rows[row].prompt for row in alone.validation] == ["a cat", "a dog"]
     assert data.fingerprint() == alone.fingerprint()  # a run may be resumed with other clips of the validation
-    with VideoLoader(data, seed=1, noise_seed=None, last_step=1) as loader:
+    with loader_of(data, 1, None, 1) as loader:
         assert sorted(loader.batch(1).non_tensor_batch["prompt"]) == ["a cat", "a dog"]
     run = RewardFlowConfig(data=config)
     run.trainer.val_clips = 1
@@ -122,24 +127,6 @@ def test_clips_of_the_validation_are_read_and_checked_and_never_trained_on(table
     # a row of its own: workers keep what the reward knows of a clip by its row
     assert shown.batch["row"].tolist() == [2] and shown.non_tensor_batch["prompt"].tolist() == ["a fish"]
     torch.testing.assert_close(shown.batch["video"][0, :, 0, 0, 0], torch.arange(3, 8) * STEP / 255)
-
-
-# ------------------------------------------------------------------------------------------------------------ the order
-
-
-@pytest.mark.parametrize(("rows", "size", "repeat"), [(7, 3, 1), (6, 3, 1), (2, 8, 1), (3, 4, 5)])
-def test_an_epoch_has_every_row_as_often_as_asked(rows: int, size: int, repeat: int) -> None:
-    config = options(train_batch_size=size, repeat=repeat)
-    steps = steps_per_epoch(rows, config)
-    assert steps == -(-rows * repeat // size)
-    epochs = [[rows_of_step(epoch * steps + n, rows, config, seed=1) for n in range(1, steps + 1)] for epoch in (0, 1)]
-    for epoch in epochs:
-        assert Counter(row for batch in epoch for row in batch) == {row: repeat for row in range(rows)}
-        assert [len(batch) for batch in epoch[:-1]] == [size] * (steps - 1) and 0 < len(epoch[-1]) <= size
-    assert rows <= 3 or epochs[0] != epochs[1] != [rows_of_step(n, rows, config, seed=2) for n in range(1, steps + 1)]
-    in_order = options(train_batch_size=size, repeat=repeat, shuffle=False)
-    listed = [rows_of_step(step, rows, in_order, seed=1) for step in range(1, steps + 1)]
-    assert [row for batch in listed for row in batch] == list(range(rows)) * repeat
 
 
 def test_each_sample_has_a_noise_of_its_own() -> None:
@@ -164,11 +151,11 @@ def same(first: Any, second: Any) -> None:
 
 def test_a_run_that_is_resumed_gets_the_same_batches(table: Path) -> None:
     config = options(table, train_batch_size=2)
-    with VideoLoader(VideoDataset(config), seed=3, noise_seed=None, last_step=6) as loader:
+    with loader_of(VideoDataset(config), 3, None, 6) as loader:
         whole = {step: loader.batch(step) for step in range(1, 7)}
     assert [len(batch) for batch in whole.values()] == [2, 1] * 3
     assert [batch.meta_info["global_step"] for batch in whole.values()] == [1, 2, 3, 4, 5, 6]
-    with VideoLoader(VideoDataset(config), seed=3, noise_seed=None, last_step=6) as loader:
+    with loader_of(VideoDataset(config), 3, None, 6) as loader:
         for step in (4, 5, 6, 2):  # any step, in any order
             same(loader.batch(step), whole[step])
 
@@ -187,7 +174,7 @@ def test_the_next_step_is_decoded_meanwhile_and_nothing_after_the_last(
 
     monkeypatch.setattr(dataset, "read_frames", noting)
     config = options(table, train_batch_size=1, shuffle=False, cache_gb=0.0)
-    with VideoLoader(VideoDataset(config), seed=1, noise_seed=24, last_step=2) as loader:
+    with loader_of(VideoDataset(config), 1, 24, 2) as loader:
         assert loader.batch(1).batch["noise_seed"].tolist() == [24]
         for _ in range(2):
             assert finished.acquire(timeout=30)
@@ -215,7 +202,7 @@ def test_a_file_that_is_damaged_behind_its_header_ends_the_step_with_its_row(tab
     data = VideoDataset(config)
     data.check()
     gif = table.parent / "b.gif"
-    with VideoLoader(data, seed=1, noise_seed=None, last_step=3) as loader:
+    with loader_of(data, 1, None, 3) as loader:
         gif.write_bytes(gif.read_bytes()[:100])
         loader.batch(1)
         with pytest.raises(UserError, match=r"row 1 \(line 3\) of .*b.gif: "):

@@ -2,7 +2,7 @@
 
 Takes a `RewardFlowConfig`; gives one `ConfigError` with every problem found, each naming key, value, what was expected
 and what to change. What the clips say is `trainer.video_data`'s part, whether the reward can be learnt from
-`trainer.flow.trial`'s, and which layers get an adapter is seen where the model is loaded.
+`trainer.diffusion.trial`'s, and which layers get an adapter is seen where the model is loaded.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from trainer.clips.dataset import Clip
 from trainer.clips.table import VideoRow
-from trainer.flow.trial import require_gradient, try_reward
+from trainer.diffusion.trial import require_gradient, try_reward
 from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.errors import UserError
 from verl_lite.visual_rewards.base import VisualReward, VisualScore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.flow.actor import AdapterExport, FlowActorRole
-from trainer.flow.reward_flow import RewardFlowTrainer
-from trainer.flow.steps import ClipSteps, count_steps, refuse_other_clips
+from trainer.diffusion.loop import EpochSteps, refuse_other_data
+from trainer.diffusion.reward_flow import AdapterExport, FlowActorRole, RewardFlowTrainer
 from trainer.saving import Savable, Saver
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
@@ -131,14 +131,12 @@ class Run:
         self.trainer = RewardFlowTrainer(
             config,
             actor=actor,
-            steps=ClipSteps(
-                lambda step: clips(step, list(range(CLIPS))), total=total, steps_per_epoch=2, dataset="same"
-            ),
+            steps=EpochSteps(2 * CLIPS, CLIPS, epochs=1, limit=total, seed=1, dataset="same"),
+            read_batch=lambda step: clips(step, list(range(CLIPS))),
             validation=clips(0, [0, 1]),
             videos=videos,
             tracking=tracking,
             saver=Saver(run_dir, config.trainer, learners, 0, self.tracking.notes.append),
-            run_dir=run_dir,
         )
 
 
@@ -224,21 +222,34 @@ def test_a_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     assert group.calls == ["sample", "train 1", "save", "export", "finish_save"]
 
 
-def test_steps_of_epochs_and_of_a_limit() -> None:
-    config = RewardFlowConfig()
-    config.trainer.total_epochs = 3
-    assert count_steps(config, 4) == 12
-    config.trainer.total_training_steps = 5
-    assert count_steps(config, 4) == 5
+@pytest.mark.parametrize(("rows", "size", "repeat"), [(7, 3, 1), (6, 3, 1), (2, 8, 1), (3, 4, 5)])
+def test_an_epoch_has_every_row_as_often_as_asked(rows: int, size: int, repeat: int) -> None:
+    def steps_of(**more: Any) -> EpochSteps:
+        return EpochSteps(rows, size, **{"epochs": 2, "limit": None, "seed": 1, "repeat": repeat} | more)
+
+    steps = steps_of()
+    drawn = [steps.rows_of(step) for step in steps]
+    assert len(drawn) == steps.total == 2 * -(-rows * repeat // size) and steps_of(limit=5).total == 5
+    epochs = drawn[: steps.per_epoch], drawn[steps.per_epoch :]
+    for epoch in epochs:
+        assert Counter(row for batch in epoch for row in batch) == {row: repeat for row in range(rows)}
+        assert all(len(batch) == size for batch in epoch[:-1]) and 0 < len(epoch[-1]) <= size
+    if rows > 3:
+        assert epochs[0] != epochs[1] and epochs[0] != [steps_of(seed=2).rows_of(n + 1) for n in range(steps.per_epoch)]
+    in_order = steps_of(shuffle=False)
+    assert [row for step in in_order for row in in_order.rows_of(step)] == list(range(rows)) * repeat * 2
+    resumed = steps_of()
+    resumed.global_step = 1
+    assert [resumed.rows_of(step) for step in resumed] == drawn[1:]
 
 
-def test_other_clips_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_other_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
     Run(tmp_path, total=1, save_freq=-1).trainer.fit()
-    config = RewardFlowConfig()
-    refuse_other_clips(config, tmp_path, "other")  # not asked to resume
-    config.trainer.resume_mode = "auto"
-    refuse_other_clips(config, tmp_path, "same")
-    with pytest.raises(UserError, match=r"not those of .*global_step_1: their fingerprint is other.*checkpoint same"):
-        refuse_other_clips(config, tmp_path, "other")
-    config.trainer.resume_allow = ["data.train_files"]
-    refuse_other_clips(config, tmp_path, "other")
+    options = RewardFlowConfig().trainer
+    refuse_other_data(options, tmp_path, "other")  # not asked to resume
+    options.resume_mode = "auto"
+    refuse_other_data(options, tmp_path, "same")
+    with pytest.raises(UserError, match=r"not that of .*global_step_1: its fingerprint is other.*checkpoint same"):
+        refuse_other_data(options, tmp_path, "other")
+    options.resume_allow = ["data.train_files"]
+    refuse_other_data(options, tmp_path, "other")

@@ -1,0 +1,1 @@
+"""Training of diffusion models: the loop of their drivers, and reward flow."""

@@ -1,0 +1,215 @@
+"""The loop that trainers of diffusion models share: steps, validation, checkpoints, resuming, logging.
+
+A trainer gives the stages: `train_step`, which is its algorithm, and `validate`. Which rows a step has is a function of
+the seed and the step alone, so that a resumed run needs to know nothing but where it stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint import find_checkpoint, read_state
+from trainer.evaluate.sample import Sample
+from trainer.resume import flat_config
+from trainer.saving import Saver
+from trainer.steps import StepCounter
+from trainer.timing import timed
+from trainer.tracking import Tracking
+from verl_lite.config import RunConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+from verl_lite.random_state import get_random_state, set_random_state
+
+
+@dataclass
+class FitResult:
+    """What a run leaves: validation metrics before and after, their samples, the last checkpoint.
+
+    first, last: the samples of the first validation and of the last one after it; None where there was none. stopped:
+    the user ended the run before its last step.
+    """
+
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    first: DataProto | None = None
+    last: DataProto | None = None
+    samples: list[Sample] = field(default_factory=list)
+    checkpoint: Path | None = None
+    stopped: bool = False
+
+
+class EpochSteps(StepCounter):
+    """Iterates over the numbers of the steps, from the first or the resumed one to the last.
+
+    An epoch has every row `repeat` times; its order depends on (seed, epoch) alone, and its last batch may be smaller.
+
+    Args:
+        rows: to train on.
+        limit: of the steps; None = epochs of them.
+        dataset: fingerprint of the data, which a checkpoint keeps.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        batch_size: int,
+        *,
+        epochs: int,
+        limit: int | None,
+        seed: int,
+        shuffle: bool = True,
+        repeat: int = 1,
+        dataset: str = "",
+    ) -> None:
+        self.rows, self.batch_size, self.repeat, self.shuffle, self.seed = rows, batch_size, repeat, shuffle, seed
+        self.dataset = dataset
+        self.per_epoch = -(-rows * repeat // batch_size)
+        self.total = epochs * self.per_epoch if limit is None else limit
+
+    def __iter__(self) -> Iterator[int]:
+        while self.global_step < self.total and not self.stopping:
+            self.epoch = self.global_step // self.per_epoch
+            self.global_step += 1
+            yield self.global_step
+
+    def rows_of(self, step: int) -> list[int]:
+        """The rows of the batch of a step, which count from 1."""
+        epoch, number = divmod(step - 1, self.per_epoch)
+        order = np.tile(np.arange(self.rows), self.repeat)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        return order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+
+
+class DiffusionTrainer:
+    """Holds the parts of a run.
+
+    Args:
+        options: those of the run, `trainer` of its configuration.
+        saved_config: the whole configuration, which a checkpoint keeps.
+    """
+
+    def __init__(
+        self, options: RunConfig, saved_config: Any, *, steps: EpochSteps, tracking: Tracking, saver: Saver
+    ) -> None:
+        self.options, self.saved_config = options, saved_config
+        self.steps, self.tracking, self.saver = steps, tracking, saver
+        self.metrics: dict[str, float] = {}
+        self.samples = 0
+        self.timing: dict[str, float] = {}
+
+    def train_step(self) -> None:
+        """One step of the algorithm; leaves its metrics in `metrics` and the number of its samples in `samples`."""
+        raise NotImplementedError
+
+    def validate(self) -> tuple[dict[str, float], DataProto]:
+        """Metrics and samples (frames (B, F, 3, H, W) in [0, 1], scores) of the same noise each time."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm keeps from step to step beside the models."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets what `state_dict` gave."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is a validation."""
+        return self.options.test_freq != 0
+
+    def fit(self) -> FitResult:
+        """Trains to the end of the configured steps. The validation before is of the untrained model, always."""
+        result = FitResult()
+        if self.validates and self.options.val_before_train:
+            result.before, result.first = self.validate()
+        self.resume()
+        if result.before and self.steps.global_step == 0:
+            self.tracking.log(result.before, step=0)
+        for step in self.steps:
+            self.metrics, self.timing = {}, {}
+            with self.timed("step"):
+                self.train_step()
+            validation: dict[str, float] = {}
+            if self.validates and self.steps.due(self.options.test_freq):
+                with self.timed("testing"):
+                    result.after, result.last = self.validate()
+                validation = result.after
+                self.saver.note_validation(step, validation)
+            self.log_step(validation)
+            if self.saver.is_due(self.steps):
+                self.save()  # last, so that a resumed run finds the whole history of the steps before it
+        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
+        return result
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step, and logs how long it kept the training."""
+        with self.timed("save_checkpoint"):
+            state = {
+                "config": flat_config(self.saved_config),
+                "steps": {"global_step": self.steps.global_step, "dataset": self.steps.dataset},
+                "random": get_random_state(),
+                **self.state_dict(),
+            }
+            self.saver.save(self.steps.global_step, state, is_last=self.steps.is_last or self.steps.stopping)
+        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
+
+    def resume(self) -> None:
+        """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
+        folder = find_checkpoint(self.saver.run_dir, self.options.resume_mode, self.options.resume_from_path)
+        if folder is not None:
+            state = read_state(folder)
+            self.steps.global_step = state["steps"]["global_step"]
+            for name, learner in self.saver.learners.items():
+                learner.load(str(folder / name))
+            self.load_state_dict(state)
+            set_random_state(state["random"])
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Adds the block's seconds to timing_s/<name>."""
+        return timed(self.timing, name, self.steps.global_step)
+
+    def log_step(self, validation: Mapping[str, float]) -> None:
+        """Sends this step's metrics to the trackers."""
+        logged = {
+            "training/global_step": float(self.steps.global_step),
+            "training/epoch": float(self.steps.epoch),
+            **self.metrics,
+            **{f"timing_s/{name}": seconds for name, seconds in self.timing.items()},
+            "perf/time_per_step": self.timing["step"],
+            "perf/samples_per_second": self.samples / self.timing["step"],
+            **validation,
+        }
+        self.tracking.log(logged, step=self.steps.global_step)
+
+
+def fingerprint(entries: Iterable[str]) -> str:
+    """Changes with the number of entries, their order and their text."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(f"{entry}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
+    """Raises UserError if the run continues from a checkpoint that was made with other data.
+
+    Unless trainer.resume_allow names data.train_files or data.train_max_samples. dataset: see `fingerprint`.
+    """
+    if {"data.train_files", "data.train_max_samples"} & set(trainer.resume_allow):
+        return
+    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    before = dataset if folder is None else read_state(folder)["steps"]["dataset"]
+    if before != dataset:
+        raise UserError(
+            f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. "
+            "Resume with the same data.train_files, prompts and videos; or, if the change is meant, with "
+            "trainer.resume_allow=[data.train_files]"
+        )

@@ -1,1 +1,0 @@
-"""Reward flow: the driver of diffusion training."""
