@@ -5,7 +5,7 @@ TARGET is a run folder (its newest checkpoint; all of them with --all-checkpoint
 such folders, or a model folder or hub name (then name what to validate on: data.val_files=..., or environments by
 --config FILE or recipe=NAME). The settings are those the run was saved with; key=value replaces them, for example
 rollout.val_kwargs.n=8. The result is a run folder of its own under RUN/eval, with results.json. The same command goes
-on where a killed one was, and does nothing twice: EVALUATION.md.
+on where a killed one was, and does nothing twice: trainer/EVALUATION.md. --help-config lists the options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,52 +22,60 @@ from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
 if TYPE_CHECKING:
-    from trainer.evaluate.targets import Target
+    from trainer.evaluate.evaluation import Target
 
 USAGE = "usage: python -m trainer.main_eval RUN_OR_CHECKPOINT_OR_MODEL ... [--all-checkpoints] [key=value ...]"
 ALL_CHECKPOINTS = "--all-checkpoints"
-FOLDER = "trainer.default_local_dir="
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """One target's outcome: exit status, and if it is 0 the step of its weights and its numbers."""
+def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float]]:
+    """Validates one target, or shows what an earlier call found.
 
-    status: int
-    step: int = 0
-    metrics: dict[str, float] | None = None
-
-
-def evaluate(target: Target, overrides: list[str]) -> Evaluated:
-    """Validates one target, or shows what an earlier call found. Raises UserError if there is nothing to validate."""
+    Returns:
+        The exit status, and if it is 0 the numbers.
+    Raises:
+        UserError: if there is nothing to validate.
+    """
     from trainer.build import run_ppo
     from trainer.console import Console
-    from trainer.evaluate.evaluation import Evaluation, answer_settings, finished_metrics, read_results
+    from trainer.evaluate.evaluation import FOLDER, RESULTS, Evaluation, answer_settings, finished_metrics
     from trainer.final_report import validation_table
     from trainer.recipe import prepare_recipe, recipe_overrides
 
     argv = eval_arguments(target, overrides)
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     if loaded.action != "run":
-        return Evaluated(run_ppo(argv))
+        return run_ppo(argv), {}
+    given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
     if loaded.config.is_agentic:
-        return _evaluate_agents(target, argv, overrides)
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{stamp}"
+        return evaluate_agents([*argv, f"{FOLDER}{folder}"], folder)
     prepare_recipe(loaded.config)
     settings = answer_settings(loaded.config)
     name = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    folder = folder_for(target, name, overrides)
+    folder = Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{name}"
     known = finished_metrics(folder, settings)
     if known is not None:
         console = Console()
         console.note(f"{target.name} was evaluated before under the same settings: {folder}")
         console.print(validation_table(known, known))
-    else:
-        # auto: a folder that has numbers already may be gone on with; Evaluation takes no weights from it
-        again = ["trainer.resume_mode=auto"] if target.is_model else []
-        status = run_ppo([*argv, *again, f"{FOLDER}{folder}"], trainer_class=Evaluation)
-        if status:
-            return Evaluated(status)
-    return Evaluated(0, *read_results(folder))
+        return 0, known
+    # auto: a folder with answers is continued; Evaluation takes no weights from it
+    again = ["trainer.resume_mode=auto"] if target.is_model else []
+    status = run_ppo([*argv, *again, f"{FOLDER}{folder}"], trainer_class=Evaluation)
+    return status, {} if status else json.loads((folder / RESULTS).read_text(encoding="utf-8"))["metrics"]
+
+
+def evaluate_agents(argv: list[str], folder: Path) -> tuple[int, dict[str, float]]:
+    """Episodes, which are not kept: the same command runs them again, into a folder of its own."""
+    from trainer.build import run_ppo
+    from trainer.tracking import read_metrics
+
+    status = run_ppo(argv)
+    if status or not (folder / "metrics.jsonl").exists():
+        return status, {}
+    return 0, list(read_metrics(folder / "metrics.jsonl").values())[-1]
 
 
 def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
@@ -82,30 +89,14 @@ def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
     return [*target.arguments, "trainer.experiment_name=eval", *overrides]
 
 
-def folder_for(target: Target, name: str, overrides: list[str]) -> Path:
-    """Where the results go: as the command line says, else beside the target under this name."""
-    given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
-    return Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{name}"
-
-
-def _evaluate_agents(target: Target, argv: list[str], overrides: list[str]) -> Evaluated:
-    """Episodes, which are not kept: the same command runs them again, into a folder of its own."""
-    from trainer.build import run_ppo
-    from trainer.tracking import read_metrics
-
-    folder = folder_for(target, time.strftime("%Y%m%d-%H%M%S"), overrides)
-    status = run_ppo([*argv, f"{FOLDER}{folder}"])
-    if status or not (folder / "metrics.jsonl").exists():
-        return Evaluated(status)
-    step, metrics = list(read_metrics(folder / "metrics.jsonl").items())[-1]
-    return Evaluated(0, step, metrics)
-
-
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
     from trainer.console import Console
-    from trainer.evaluate.targets import find_targets, split_arguments
+    from trainer.evaluate.evaluation import FOLDER, find_targets, split_arguments
     from trainer.final_report import steps_table
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
@@ -116,14 +107,14 @@ def main(argv: list[str]) -> int:
     given = [item for item in options if item.startswith(FOLDER)]
     if given and len(targets) > 1:
         raise UserError(f"{given[-1]}: each of the {len(targets)} targets has a folder of its own; leave it out")
-    done: list[tuple[str, Evaluated]] = []
+    done: list[tuple[str, dict[str, float]]] = []
     for target in targets:
-        outcome = evaluate(target, options)
-        if outcome.status:
-            return outcome.status
-        done.append((target.name, outcome))
+        status, metrics = evaluate(target, options)
+        if status:
+            return status
+        done.append((target.name, metrics))
     if len(done) > 1:
-        Console().print(steps_table([(name, outcome.metrics or {}) for name, outcome in done]))
+        Console().print(steps_table(done))
     return 0
 
 

@@ -4,7 +4,8 @@ answers to each prompt, without rewards.
 TARGET is a run folder (its newest checkpoint), a global_step_N folder, a model folder or a hub name. The sampling is
 rollout.val_kwargs.*, for example rollout.val_kwargs.n=8 with do_sample=true and a temperature. The file has a row for
 each answer (`trainer.evaluate.generation`); a name that ends in .jsonl gives json lines. Beside it the folder
-FILE.parquet.run has what is answered so far: the same command goes on where a killed one was.
+FILE.parquet.run has what is answered so far: the same command goes on where a killed one was. --help-config lists the
+options.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
 
 USAGE = "usage: python -m trainer.main_generate RUN_OR_CHECKPOINT_OR_MODEL output=FILE.parquet [key=value ...]"
-OUTPUT = "output="
-FOLDER = "trainer.default_local_dir="
+OUTPUT, FOLDER = "output=", "trainer.default_local_dir="
+FORMATS = (".parquet", ".jsonl")
 UNSCORED = ("~reward", "~reward_model", "rollout.val_kwargs.greedy_too=false")
 """What a run's settings may ask for, and answers alone do not need."""
 
 
-def generate(name: str, options: list[str]) -> int:
+def generate(name: str, output: Path, overrides: list[str]) -> int:
     """Answers and writes the file; returns the exit status. Raises UserError for what cannot be done."""
     from trainer.build import run_ppo
+    from trainer.evaluate.evaluation import find_targets
     from trainer.evaluate.generation import Generation, folder_of, is_complete
-    from trainer.evaluate.targets import find_targets
     from trainer.recipe import prepare_recipe, recipe_overrides
 
-    output, overrides = output_file(options)
     targets = find_targets(name)
     if len(targets) > 1:
         raise UserError(f"{name} names {len(targets)} checkpoints; one file has the answers of one: name it")
@@ -50,17 +50,14 @@ def generate(name: str, options: list[str]) -> int:
     return status
 
 
-def output_file(options: list[str]) -> tuple[Path, list[str]]:
-    """The file to write, and the other options. Raises UserError if it is missing or of another kind."""
-    from trainer.evaluate.generation import FORMATS
-
-    given = [item.removeprefix(OUTPUT) for item in options if item.startswith(OUTPUT)]
+def output_file(given: list[str]) -> Path:
+    """The file to write. Raises UserError if it is missing or of another kind."""
     if len(given) != 1:
         raise UserError(f"{len(given)} times output=...: give the file to write once, output=answers.parquet")
-    output = Path(given[0]).expanduser().absolute()
+    output = Path(given[0].removeprefix(OUTPUT)).expanduser().absolute()
     if output.suffix not in FORMATS:
-        raise UserError(f"output={given[0]}: expected a file named {' or '.join(FORMATS)}")
-    return output, [item for item in options if not item.startswith(OUTPUT)]
+        raise UserError(f"{given[0]}: expected a file named {' or '.join(FORMATS)}")
+    return output
 
 
 def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
@@ -88,14 +85,16 @@ def refuse_what_has_no_effect(config: PPOConfig, overrides: list[str]) -> None:
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.evaluate.targets import split_arguments
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
+    from trainer.evaluate.evaluation import split_arguments
 
-    options = [item for item in argv if item.startswith(OUTPUT)]
-    names, others = split_arguments([item for item in argv if not item.startswith(OUTPUT)])
+    names, options = split_arguments([item for item in argv if not item.startswith(OUTPUT)])
     if len(names) != 1:
         print(USAGE, file=sys.stderr)
         return 2
-    return generate(names[0], [*options, *others])
+    return generate(names[0], output_file([item for item in argv if item.startswith(OUTPUT)]), options)
 
 
 if __name__ == "__main__":

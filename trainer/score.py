@@ -31,7 +31,7 @@ from verl_lite.errors import UserError
 from verl_lite.rewards import RewardResult, reward_modules
 
 if TYPE_CHECKING:
-    from trainer.evaluate.saved_answers import SavedAnswers
+    from trainer.evaluate.rescoring import SavedAnswers
 
 USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [out=FILE.parquet]"
 REWARD = "reward="
@@ -41,6 +41,9 @@ ONLY_TRAINING = ("overlong_buffer", "function_weight")
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
     if "--help-config" in argv:
         print(help_config(ScoreConfig))
         return 0
@@ -53,8 +56,7 @@ def main(argv: list[str]) -> int:
 def score(target: Path, overrides: list[str]) -> int:
     """The whole command; returns the exit status. Raises UserError for what cannot be read or scored."""
     from trainer.console import Console
-    from trainer.evaluate.saved_answers import read_saved
-    from trainer.evaluate.score_report import changed_table, comparison_table, extras_line, write_scores
+    from trainer.evaluate.rescoring import changed_table, comparison_table, extras_line, read_saved, write_scores
 
     run = run_config(target)
     config = score_config(run, overrides)

@@ -14,10 +14,9 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
+from trainer.evaluate.rescoring import SavedAnswer, comparison_table, read_saved, truth_text
 from trainer.evaluate.sample import Sample, plain_value
 from trainer.evaluate.sample_files import SampleFiles
-from trainer.evaluate.saved_answers import SavedAnswer, read_saved
-from trainer.evaluate.score_report import comparison_table, truth_text
 from trainer.score import main, run_config, score
 from verl_lite.config import ConfigError, ScoreConfig, load_config, save_config
 from verl_lite.errors import UserError
@@ -212,7 +211,7 @@ def test_a_line_that_a_killed_run_cut_off_is_left_out(saved: Path) -> None:
         ({"data_source": "s", "ground_truth": "t", "responses": ["a", 3]}, "has no answer"),
         ({"data_source": "s", "response": "a"}, "row 0 of .* has no ground truth .*trainer.rollout_data_dir=FOLDER"),
         ({"data_source": "s", "response": "a", "reward_model": {"style": "model"}}, "without_ground_truth=true"),
-        ([1], r"line 1: found \[1\], expected an object"),
+        ([1], r"row 0 of .*: found \[1\], expected an object"),
     ],
 )
 def test_what_a_file_lacks_is_said_with_the_row(tmp_path: Path, row: Any, reason: str) -> None:

@@ -1,40 +1,116 @@
-"""A run that only answers: the trainer's own generation and scoring, with answers that outlive the process.
+"""What `main_eval` and `main_generate` are pointed at, and the run that only answers: the trainer's own generation and
+scoring, with answers that outlive the process.
 
-`Evaluation` validates and writes results.json; `generation` writes a file of answers. Both keep each chunk of answers
-in the run folder, and what is there already is not asked again.
+A target (a run, a checkpoint, a model) becomes the beginning of a command line: the settings that the run was saved
+with, or those of a model alone, less all that belongs to training. `Evaluation` validates and writes results.json;
+`generation` writes a file of answers. Both keep each chunk of answers in the run folder, and ask nothing twice.
 """
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import find_checkpoint, read_state, write_atomically
+from trainer.checkpoint import find_checkpoint, read_state, saved_steps, write_atomically
 from trainer.data.prompts import PromptDataset
 from trainer.evaluate.chunks import KeptAnswers, ValSampling, claim_folder, content_of, plain, read_settings
 from trainer.evaluate.sample import Sample
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.resume import flat_config, is_bound
 from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
-RESULTS = "results.json"
-CHUNKS = "answers"
-REMEDY = "Give the old values, or another folder (trainer.default_local_dir)"
+RESULTS, CHUNKS = "results.json", "answers"
+FOLDER = "trainer.default_local_dir="
+MODELS = Path("runs/eval")
+"""Where the results of models belong."""
 
-SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
-ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
-ONLY_IN_TRAINING = (
-    "data.train_",
-    "data.shuffle",
-    "data.sampler.",
-    "data.sources",
-    "rollout.log_prob_",
-    "reward.overlong_buffer.",
+ONLY_ANSWERS = (
+    "trainer.val_only=true",
+    "trainer.save_freq=0",
+    "data.train_files=[]",
+    "~data.sources",
+    "~data.sampler",
+    "~algorithm.filter_groups",
+    "~trainer.val_time_budget_s",
+    "~trainer.validation_data_dir",
+    "~trainer.rollout_data_dir",
+    "~trainer.resume_allow",
 )
-ONLY_IN_TRAINING_WHOLE = ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.ignore_eos")
+"""Nothing is trained or saved; files that the training wrote stay as they are."""
+
+_SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
+_ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
+_TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
+_TRAINING_ALONE = ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.ignore_eos")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A policy to look at. name: for people and folders. folder: where results belong. arguments: of a run that only
+    answers with it. is_model: without data of its own."""
+
+    name: str
+    folder: Path
+    arguments: tuple[str, ...]
+    is_model: bool = False
+
+    @staticmethod
+    def checkpoint(path: Path) -> Target:
+        """A global_step_N folder of a run."""
+        resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+        arguments = ("--config", str(path.parent / "config.yaml"), *ONLY_ANSWERS, *resume)
+        return Target(path.name, path.parent / "eval", arguments)
+
+    @staticmethod
+    def model(name: str, path: str | Path) -> Target:
+        """A model folder, or one of the hub."""
+        return Target(name, MODELS.absolute(), (f"model.path={path}", *ONLY_ANSWERS), is_model=True)
+
+
+def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
+    """The policies that `text` names: a run folder (its newest checkpoint, or all), a global_step_N folder, a model
+    folder, a pattern of such folders, or the name of a model on the hub. Raises UserError if it is none of these."""
+    path = Path(text).expanduser().absolute()
+    if not path.exists() and glob.has_magic(text):
+        found = sorted(glob.glob(str(path)), key=_by_number)
+        if not found:
+            raise UserError(f"{text}: nothing matches this pattern")
+        return [target for each in found for target in find_targets(each, all_checkpoints=all_checkpoints)]
+    if (path / "data.pt").exists():
+        return [Target.checkpoint(path)]
+    if (path / "config.yaml").exists():
+        steps = saved_steps(path)
+        if not steps:
+            raise UserError(f"{path} is a run without a checkpoint; run it with trainer.save_freq=-1 or above 0")
+        return [Target.checkpoint(steps[step]) for step in (sorted(steps) if all_checkpoints else [max(steps)])]
+    if all_checkpoints:
+        raise UserError(f"{path}: --all-checkpoints is for a run folder (config.yaml), which this is not")
+    if (path / "config.json").exists():
+        return [Target.model(path.name, path)]
+    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):  # a hub name; the options' check looks further
+        return [Target.model(text.replace("/", "--"), text)]
+    raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
+
+
+def _by_number(path: str) -> list[tuple[int, str]]:
+    """global_step_9 before global_step_10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The targets at the beginning of a command line, and the options after them."""
+    count = next((i for i, item in enumerate(argv) if item[0:1] in ("-", "+", "~") or "=" in item), len(argv))
+    return list(argv[:count]), list(argv[count:])
+
+
+# ---------------------------------------------------------------------------------------------- what answers depend on
 
 
 def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, Any]:
@@ -46,25 +122,31 @@ def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, 
         paths = (config.reward.custom_reward_function.path, *functions)
         files |= dict.fromkeys(path for path in paths if path and not path.startswith("pkg://"))
     settings |= {f"content of {path}": content_of(path) for path in files}
-    checkpoint = find_checkpoint(Path(), "resume_path", config.trainer.resume_from_path) if _resumes(config) else None
+    checkpoint = _checkpoint_of(config)
     if checkpoint is not None:
         return settings | {"checkpoint": str(checkpoint), "content of the checkpoint": content_of(checkpoint)}
     return settings | {"content of model.path": content_of(config.model.path or "")}
 
 
 def _decides(name: str, config: PPOConfig, are_scored: bool) -> bool:
-    if name in ONLY_IN_TRAINING_WHOLE or name.startswith(ONLY_IN_TRAINING):
+    if name in _TRAINING_ALONE or name.startswith(_TRAINING):
         return False
     if not are_scored and name.startswith(("reward.", "reward_model.")):
         return False
-    return name.startswith(ALSO) or (name.startswith(SECTIONS) and is_bound(name, config))
+    return name.startswith(_ALSO) or (name.startswith(_SECTIONS) and is_bound(name, config))
 
 
-def _resumes(config: PPOConfig) -> bool:
-    return config.trainer.resume_mode == "resume_path"
+def _checkpoint_of(config: PPOConfig) -> Path | None:
+    """The checkpoint that trainer.resume_from_path names, if the run takes one."""
+    if config.trainer.resume_mode != "resume_path":
+        return None
+    return find_checkpoint(Path(), "resume_path", config.trainer.resume_from_path)
 
 
-class Answering(RayPPOTrainer):
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+class AnsweringTrainer(RayPPOTrainer):
     """A run that has one policy answer, and whose answers so far are kept."""
 
     trains = False
@@ -72,26 +154,26 @@ class Answering(RayPPOTrainer):
     def resume(self) -> None:
         """Takes the policy of the checkpoint that trainer.resume_from_path names, if any, and its step; nothing of the
         training that it belongs to, whose data need not be there."""
-        if _resumes(self.config):
-            folder = find_checkpoint(self.run_dir, "resume_path", self.config.trainer.resume_from_path)
-            assert folder is not None
+        folder = _checkpoint_of(self.config)
+        if folder is not None:
             self.saver.learners["actor"].load(str(folder / "actor"))
             self.steps.global_step = read_state(folder)["steps"]["global_step"]
 
     def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
-        """Answers a chunk. Before it whoever asked the run to end gets that, as what was answered so far is kept."""
+        """Answers a chunk; a run that was asked to stop ends before it, as what was answered so far is kept."""
         if self.steps.stop_asked:
             raise KeyboardInterrupt
         return super().generate_for_validation(prompts, sampling)
 
 
-class Evaluation(Answering):
+class Evaluation(AnsweringTrainer):
     """Validates once; continues where an earlier try in this folder was ended."""
 
     @classmethod
     def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """Raises UserError if the folder has answers under other settings."""
-        claim_folder(run_dir / CHUNKS, answer_settings(config), REMEDY)
+        remedy = "Give the old values, or another folder (trainer.default_local_dir)"
+        claim_folder(run_dir / CHUNKS, answer_settings(config), remedy)
 
     def fit(self) -> FitResult:
         """Validates, and writes the numbers."""
@@ -117,9 +199,3 @@ def finished_metrics(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, fl
         return None
     found = json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))
     return found["metrics"] if found["is_complete"] else None
-
-
-def read_results(run_dir: Path) -> tuple[int, dict[str, float]]:
-    """Step and numbers of a finished evaluation."""
-    found = json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))
-    return found["step"], found["metrics"]

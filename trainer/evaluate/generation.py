@@ -18,23 +18,13 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.data.prompts import PromptDataset
-from trainer.evaluate.chunks import (
-    KeptAnswers,
-    Prompts,
-    chunks_of,
-    claim_folder,
-    generate_in_chunks,
-    plain,
-    read_settings,
-    val_samplings,
-)
-from trainer.evaluate.evaluation import CHUNKS, Answering, answer_settings
+from trainer.evaluate import chunks
+from trainer.evaluate.evaluation import CHUNKS, AnsweringTrainer, answer_settings
 from trainer.ray_trainer import FitResult
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
-FORMATS = (".parquet", ".jsonl")
 _PROMPTS_AT_ONCE = 1000
 _REMEDY = "Give the old values; or another output=FILE; or delete this folder and the file, to begin anew"
 
@@ -51,7 +41,7 @@ class GeneratedAnswer:
     response_ids: list[int]
 
 
-class Generation(Answering):
+class Generation(AnsweringTrainer):
     """Answers every prompt; continues where an earlier try in this folder was ended. The run folder is named after the
     file to write, FILE.run."""
 
@@ -60,7 +50,7 @@ class Generation(Answering):
     @classmethod
     def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """Raises UserError if the folder has answers under other settings, or the prompts cannot be written."""
-        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=False), _REMEDY)
+        chunks.claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=False), _REMEDY)
         if data is not None and output_of(run_dir).suffix == ".parquet":
             table_of(data)
 
@@ -69,33 +59,27 @@ class Generation(Answering):
         assert self.val_data is not None
         self.resume()
         self.model_update()
-        kept = KeptAnswers(self.run_dir / CHUNKS, GeneratedAnswer)
+        kept = chunks.KeptAnswers(self.run_dir / CHUNKS, GeneratedAnswer)
         engines = self.actor.world_size // self.config.rollout.tensor_model_parallel_size
-        chunks = chunks_of(self.config, len(self.val_data), engines, are_kept=True)
-        [way] = val_samplings(self.config)
-        answered = generate_in_chunks(
-            self.val_data, [way], chunks, self.generate_for_validation, self.plain_answers, kept, self.tracking.show
+        size = chunks.chunks_of(self.config, len(self.val_data), engines, are_kept=True)
+        [sampling] = chunks.val_samplings(self.config)
+        answered = chunks.generate_in_chunks(
+            self.val_data, [sampling], size, self.generate_for_validation, self.plain_answers, kept, self.tracking.show
         )
-        write_answers(output_of(self.run_dir), self.val_data, answered[way], way.n)
+        write_answers(output_of(self.run_dir), self.val_data, answered[sampling], sampling.n)
         kept.clear()
         return FitResult()
 
     def plain_answers(self, batch: DataProto) -> list[GeneratedAnswer]:
         """The rows of an answered batch."""
         columns, tensors = batch.non_tensor_batch, batch.batch
-        lengths = tensors["response_mask"].sum(1).tolist()
-        ids = [row[:length] for row, length in zip(tensors["responses"].tolist(), lengths, strict=True)]
-        return [
-            GeneratedAnswer(
-                uid=columns["uid"][row],
-                sample=int(columns["sample"][row]),
-                response=str(self.tokenizer.decode(ids[row], skip_special_tokens=True)),
-                finish_reason=columns["finish_reason"][row],
-                response_length=lengths[row],
-                response_ids=ids[row],
-            )
-            for row in range(len(batch))
-        ]
+        answers = []
+        for row, length in enumerate(tensors["response_mask"].sum(1).tolist()):
+            ids = tensors["responses"][row, :length].tolist()
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+            uid, sample, reason = columns["uid"][row], int(columns["sample"][row]), columns["finish_reason"][row]
+            answers.append(GeneratedAnswer(uid, sample, text, reason, length, ids))
+        return answers
 
 
 def output_of(run_dir: Path) -> Path:
@@ -113,16 +97,16 @@ def is_complete(output: Path, config: PPOConfig) -> bool:
     kind."""
     if not output.exists():
         return False
-    settings = read_settings(folder_of(output) / CHUNKS)
+    settings = chunks.read_settings(folder_of(output) / CHUNKS)
     if settings is None:
         raise UserError(
             f"output={output} exists, and {folder_of(output)} does not say whose it is: choose another file"
         )
-    return settings == plain(answer_settings(config, are_scored=False))
+    return settings == chunks.plain(answer_settings(config, are_scored=False))
 
 
-def table_of(prompts: Prompts, answers: Sequence[GeneratedAnswer] | None = None, n: int = 1) -> pyarrow.Table:
-    """Prompts and answers as columns; without answers the prompts alone.
+def table_of(prompts: chunks.Prompts, answers: Sequence[GeneratedAnswer] | None = None, n: int = 1) -> pyarrow.Table:
+    """chunks.Prompts and answers as columns; without answers the prompts alone.
 
     Raises UserError where a column has values of several types, which a parquet file cannot hold.
     """
@@ -137,7 +121,7 @@ def table_of(prompts: Prompts, answers: Sequence[GeneratedAnswer] | None = None,
         ) from error
 
 
-def write_answers(path: Path, prompts: Prompts, answers: Sequence[GeneratedAnswer], n: int) -> None:
+def write_answers(path: Path, prompts: chunks.Prompts, answers: Sequence[GeneratedAnswer], n: int) -> None:
     """The file of all answers, by its suffix as parquet or as json lines; there whole or not at all."""
     draft = path.with_name(f".{path.name}.draft")
     if path.suffix == ".parquet":
@@ -149,7 +133,9 @@ def write_answers(path: Path, prompts: Prompts, answers: Sequence[GeneratedAnswe
     os.replace(draft, path)
 
 
-def _blocks(prompts: Prompts, answers: Sequence[GeneratedAnswer] | None, n: int) -> Iterator[list[dict[str, Any]]]:
+def _blocks(
+    prompts: chunks.Prompts, answers: Sequence[GeneratedAnswer] | None, n: int
+) -> Iterator[list[dict[str, Any]]]:
     """Rows of some prompts at a time. answers: n to each prompt, in the order of the prompts."""
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
         places = range(start, min(start + _PROMPTS_AT_ONCE, len(prompts)))

@@ -23,7 +23,7 @@ from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure
 from trainer.agentic.build import try_environments
 from trainer.agentic.episode_log import episodes_of, readable
 from trainer.agentic.metrics import EpisodeTable, compute_data_metrics, validation_metrics
-from trainer.evaluate.targets import find_targets
+from trainer.evaluate.evaluation import find_targets
 from trainer.final_report import validation_line
 from trainer.main_eval import eval_arguments
 from trainer.picture import draw_curve

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from trainer.evaluate.rescoring import read_saved
 from trainer.evaluate.sample import Sample
 from trainer.evaluate.sample_files import SampleFiles, step_of
-from trainer.evaluate.saved_answers import read_saved
 from verl_lite.config import ScoreConfig
 
 PROMPT = [{"role": "user", "content": "What is 70 + 2?"}]

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.answering import task
-from trainer.evaluate.evaluation import Evaluation, answer_settings, finished_metrics, write_results
+from trainer.evaluate.evaluation import (
+    Evaluation,
+    answer_settings,
+    find_targets,
+    finished_metrics,
+    split_arguments,
+    write_results,
+)
 from trainer.evaluate.generation import Generation
-from trainer.evaluate.targets import find_targets, split_arguments
 from trainer.main_eval import eval_arguments
 from trainer.main_eval import main as main_eval
 from trainer.main_generate import main as main_generate
