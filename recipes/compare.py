@@ -13,6 +13,7 @@ kill -9 too, begins anew. A run that fails is reported and does not end the othe
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes import common_task
-from recipes.comparison_report import Outcome, Point, report
+from recipes.comparison_report import Point, RunResult, report
 from trainer.cli import command
 from workers.pool.child import die_with_parent
 
@@ -59,15 +60,10 @@ class Algorithm:
 
 
 ALGORITHMS = (
-    Algorithm("grpo", "grpo"),
-    Algorithm("dr_grpo", "dr_grpo"),
-    Algorithm("dapo", "dapo"),
-    Algorithm("rloo", "rloo"),
+    *(Algorithm(name, name) for name in ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")),
     Algorithm("reinforce_pp", "reinforce_pp", answers=1),
     Algorithm("reinforce_pp_baseline", "reinforce_pp", arguments=("--config", "recipes/reinforce_pp/baseline.yaml")),
-    Algorithm("gspo", "gspo"),
     Algorithm("gspo_wide", "gspo", arguments=("--config", "recipes/gspo/wide.yaml")),
-    Algorithm("cispo", "cispo"),
     Algorithm("ppo_gae", "ppo_gae", answers=1, arguments=("critic.ppo_mini_batch_size=128",)),
     Algorithm("remax", "remax", answers=1, baselines=1),
 )
@@ -106,112 +102,83 @@ class Run:
         return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
-    def result(self) -> Path:
-        """The file that says that the run is finished, and with what."""
+    def file(self) -> Path:
+        """What says that the run is finished, and with what."""
         return self.folder / "result.json"
 
-    def kept(self) -> Outcome | None:
-        """The outcome of this run where it is finished with these settings."""
-        try:
-            saved = json.loads(self.result.read_text())
-        except FileNotFoundError:
+    def kept(self) -> RunResult | None:
+        """What was measured, where the run is finished with these settings."""
+        if not self.file.exists():
             return None
+        saved = json.loads(self.file.read_text())
         if saved["fingerprint"] != self.fingerprint():
             return None
-        return Outcome(self.algorithm.name, self.seed, saved["cpu_s"], [Point(**point) for point in saved["points"]])
+        return RunResult(self.algorithm.name, self.seed, saved["cpu_s"], [Point(**point) for point in saved["points"]])
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status: 1 if a run failed."""
-    return compare(parser().parse_args(argv))
-
-
-def compare(options: argparse.Namespace) -> int:
-    """Runs what is missing and reports. Raises UserError if another comparison writes to the same folder."""
+    """The command; returns the exit status: 1 if a run failed. Raises UserError if another comparison writes there."""
     from verl_lite.errors import UserError
-    from verl_lite.machine.lease import Holder, LeaseTaken, leased_file
 
+    names = [algorithm.name for algorithm in ALGORITHMS]
+    parser = argparse.ArgumentParser(prog="python -m recipes.compare", description="Algorithms on one task and budget.")
+    parser.add_argument("--recipes", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each algorithm; default 3")
+    parser.add_argument("--steps", type=int, default=common_task.RL_STEPS, help="training steps of a run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each; 0 = none, report")
+    parser.add_argument("--to", type=Path, default=Path("runs/comparison"), help="folder of the runs; runs/comparison")
+    parser.add_argument("--write", action="store_true", help="put table and pictures into recipes/")
+    options = parser.parse_args(argv)
     options.to.mkdir(parents=True, exist_ok=True)
-    try:
-        with leased_file(options.to / "in_use", Holder.this_process(str(options.to))):
-            return run_and_report(options)
-    except LeaseTaken as error:
-        raise UserError(f"--to {options.to} is in use by {error}: wait, or give another folder") from None
+    with (options.to / "in_use").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--to {options.to} is in use by another comparison: wait, or give another folder"
+            ) from None
+        return run_and_report(options)
 
 
 def run_and_report(options: argparse.Namespace) -> int:
-    """The comparison itself; returns the exit status."""
+    """Runs what is missing and reports; returns the exit status."""
+    from trainer.recipe import recipe_overrides
+    from verl_lite.config import load_config
+
     chosen = [algorithm for algorithm in ALGORITHMS if algorithm.name in options.recipes]
     runs = [
         Run(algorithm, seed, options.steps, options.to.absolute() / algorithm.name / f"seed-{seed}")
         for seed in range(1, options.seeds + 1)
         for algorithm in chosen
     ]
-    prepare_once()
-    outcomes: list[Outcome] = []
-    failures: list[str] = []
-    for outcome in outcomes_of(runs, options.jobs):
-        if isinstance(outcome, Failure):
-            failures.append(str(outcome))
-        else:
-            outcomes.append(outcome)
-    names = [algorithm.name for algorithm in chosen]
-    report(outcomes, names, failures, options.to, write=options.write)
+    # the model that all runs begin with, before several want it at once
+    common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)
+    found = list(results_of(runs, options.jobs))
+    failures = [each for each in found if isinstance(each, str)]
+    results = [each for each in found if isinstance(each, RunResult)]
+    report(results, [algorithm.name for algorithm in chosen], failures, options.to, write=options.write)
     return 1 if failures else 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
-    names = [algorithm.name for algorithm in ALGORITHMS]
-    found = argparse.ArgumentParser(prog="python -m recipes.compare", description="Algorithms on one task and budget.")
-    found.add_argument("--recipes", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    found.add_argument("--seeds", type=int, default=3, help="runs of each algorithm; default 3")
-    found.add_argument("--steps", type=int, default=common_task.RL_STEPS, help="training steps of a run")
-    found.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each; 0 = none, report")
-    found.add_argument("--to", type=Path, default=Path("runs/comparison"), help="folder of the runs; runs/comparison")
-    found.add_argument("--write", action="store_true", help="put table and pictures into recipes/")
-    return found
+def results_of(runs: Sequence[Run], jobs: int) -> Iterator[RunResult | str]:
+    """What is kept, at once, and the others as they end; of a run that failed a sentence.
 
-
-def prepare_once() -> None:
-    """Makes the model that all runs begin with, before several want it at once."""
-    from trainer.recipe import recipe_overrides
-    from verl_lite.config import load_config
-
-    common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)
-
-
-# ------------------------------------------------------------------------------------------------------------ running
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A run that did not end well, and why."""
-
-    run: Run
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.run.algorithm.name}, seed {self.run.seed}: {self.reason}"
-
-
-def outcomes_of(runs: Sequence[Run], jobs: int) -> Iterator[Outcome | Failure]:
-    """What is kept, at once, and the others as they end; `jobs` processes at a time, which end with this one. Without
-    jobs what is not kept is left out."""
+    `jobs` processes at a time, which end with this one; without jobs what is not kept is left out.
+    """
     from verl_lite.errors import UserError
 
     waiting = []
     for run in runs:
         try:
-            outcome = run.kept()
+            kept = run.kept()
         except UserError as error:
-            yield Failure(run, str(error))
+            yield f"{run.algorithm.name}, seed {run.seed}: {error}"
             continue
-        if outcome is None:
+        if kept is None:
             waiting.append(run)
         else:
-            yield outcome
+            yield kept
     running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
     try:
         while jobs and (waiting or running):
@@ -250,18 +217,18 @@ def start(run: Run) -> subprocess.Popen[bytes]:
         )
 
 
-def finish(run: Run, status: int, cpu_s: float) -> Outcome | Failure:
-    """Reads what a run measured, and files it; the file is whole or not there."""
+def finish(run: Run, status: int, cpu_s: float) -> RunResult | str:
+    """Reads what a run measured, and files it; the file is whole or not there. A sentence if the run failed."""
     log = run.folder / "output.log"
     if status != 0:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return Failure(run, f"ended with status {status}: {lines[-1].strip() if lines else 'no output'} ({log})")
+        last = ["no output", *filter(None, map(str.strip, log.read_text(errors="replace").splitlines()))][-1]
+        return f"{run.algorithm.name}, seed {run.seed}: ended with status {status}: {last} ({log})"
     points = read_points(run.folder / "run" / "metrics.jsonl", run.algorithm.answers)
     saved = {"fingerprint": run.fingerprint(), "cpu_s": cpu_s, "points": [asdict(point) for point in points]}
-    building = run.result.with_suffix(".building")
+    building = run.file.with_suffix(".building")
     building.write_text(json.dumps(saved, indent=1))
-    building.replace(run.result)
-    return Outcome(run.algorithm.name, run.seed, cpu_s, points)
+    building.replace(run.file)
+    return RunResult(run.algorithm.name, run.seed, cpu_s, points)
 
 
 def read_points(metrics: Path, answers: int) -> list[Point]:

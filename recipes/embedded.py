@@ -13,13 +13,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
 
-    from verl_lite.config import PPOConfig, SFTConfig
+    from verl_lite.config import PPOConfig
 
 PAD, END, USER, ASSISTANT = SPECIAL = ("<|endoftext|>", "<|im_end|>", "<|user|>", "<|assistant|>")
 
@@ -42,12 +44,67 @@ ONE_GROUP = 10_000_000
 """wrap_policy.min_num_params above any model here: on one this small a collective for each layer costs more than it
 saves."""
 
+
+@dataclass(frozen=True)
+class Start:
+    """Where a recipe begins without a model and data of the user's own: data made by rule, and a random model after a
+    supervised warm start on their demonstrations, because a model that is never right has nothing to be reinforced for.
+
+    name: of the recipe. data: the module that makes the data, by `write_data(folder, seed)`: test.parquet,
+    train.parquet and demonstrations.parquet. words: that are one token each. hidden: size of the model. steps: of the
+    warm start, each of `rows` conversations of at most `max_length` tokens, at the learning rate `lr`.
+    """
+
+    name: str
+    data: ModuleType
+    hidden: int
+    steps: int
+    max_length: int
+    lr: float
+    words: tuple[str, ...] = ()
+    rows: int = 64
+    layers: int = 4
+    seed: int = 1
+
+    @property
+    def folder(self) -> Path:
+        """Of this version of model, data and warm start; what decides them is part of its name."""
+        sizes = [getattr(self, field.name) for field in fields(self) if field.name != "data"]
+        code = [Path(self.data.__file__ or ""), Path(__file__).with_name("made_data.py")]
+        return cache_folder(self.name, code, str(sizes))
+
+    def settings(self) -> dict[str, object]:
+        """Options that name the model and the data, by dotted key."""
+        return {
+            "model.path": str(self.folder / "model"),
+            "data.train_files": [str(self.folder / "data" / "train.parquet")],
+            "data.val_files": [str(self.folder / "data" / "test.parquet")],
+        }
+
+    def prepare(self, config: PPOConfig) -> None:
+        """Makes what the run needs and the cache does not hold; a model or data of the user's own are left alone."""
+        make_where_wanted(config, self.folder, self.name, self.build)
+
+    def build(self, folder: Path) -> None:
+        """Writes model/ (after the warm start) and data/ into `folder`."""
+        self.write_random_model(folder / "random")
+        self.data.write_data(folder / "data", self.seed)
+        shutil.move(folder / "data" / "demonstrations.parquet", folder)
+        sizes = {"steps": self.steps, "rows": self.rows, "max_length": self.max_length}
+        warm_start(folder, self.name, **sizes, lr=self.lr)
+
+    def write_random_model(self, folder: Path) -> None:
+        """The model before its warm start, and its tokenizer."""
+        sizes = {"layers": self.layers, "hidden": self.hidden, "intermediate": 4 * self.hidden}
+        write_qwen2(folder, byte_tokenizer(self.words), self.seed, **sizes)
+
+
 # ------------------------------------------------------------------------------------------------------------- cache
 
 
-def cache_folder(name: str, files: Sequence[Path]) -> Path:
-    """Where the files of recipe `name` are kept. files: the code that decides them; this file counts too."""
-    digest = hashlib.sha256()
+def cache_folder(name: str, files: Sequence[Path], sizes: str = "") -> Path:
+    """Where the files of recipe `name` are kept. files: the code that decides them; this file and `sizes` count too."""
+    digest = hashlib.sha256(sizes.encode())
     for file in [*files, Path(__file__)]:
         digest.update(file.read_bytes())
     root = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
@@ -71,19 +128,13 @@ def make_once(folder: Path, name: str, build: Callable[[Path], None]) -> None:
     try:
         print(f"{name}: first run here, making the model", flush=True)
         build(building)
-        publish(building, folder)
+        building.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster, and its folder stays
+            raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     print(f"{name}: ready after {time.perf_counter() - started:.0f} s, kept in {folder}", flush=True)
-
-
-def publish(building: Path, folder: Path) -> None:
-    """Gives a finished folder its name; if another process was faster, its folder stays."""
-    try:
-        building.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -158,38 +209,33 @@ def write_qwen2(
 
 
 def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: int, lr: float) -> None:
-    """From folder/random and folder/demonstrations.parquet to folder/model, because a model that is never right has
-    nothing to be reinforced for. The arguments are those of `warm_start_settings`."""
+    """From folder/random and folder/demonstrations.parquet to folder/model, by `steps` optimizer steps of `rows`
+    conversations of at most `max_length` tokens."""
     from trainer.supervised.sft import run_sft
+    from verl_lite.config import SFTConfig, SFTDataConfig, SFTTrainerConfig
 
     print(f"{name}: supervised warm start, so that rewards are not all zero at first", flush=True)
-    config = warm_start_settings(folder, steps=steps, rows=rows, max_length=max_length, lr=lr)
+    files = [str(folder / "demonstrations.parquet")]
+    config = SFTConfig(
+        data=SFTDataConfig(train_files=files, train_batch_size=rows, max_length=max_length),
+        trainer=SFTTrainerConfig(
+            total_training_steps=steps, default_local_dir=str(folder / "sft"), log_freq=50, device="cpu"
+        ),
+        **small_training(folder / "random", lr),
+    )
     result = run_sft(config, report=lambda line: print(f"{name}: warm start, {line}", flush=True))
     shutil.move(result.folder, folder / "model")
     shutil.rmtree(folder / "random")
 
 
-def warm_start_settings(folder: Path, *, steps: int, rows: int, max_length: int, lr: float) -> SFTConfig:
-    """Of the supervised training, which writes folder/sft: `steps` optimizer steps of `rows` conversations of at most
-    `max_length` tokens."""
-    from verl_lite.config import (
-        FSDPConfig,
-        ModelConfig,
-        OptimConfig,
-        SFTConfig,
-        SFTDataConfig,
-        SFTTrainerConfig,
-        WrapPolicyConfig,
-    )
+def small_training(model: Path, lr: float) -> dict[str, Any]:
+    """The sections model, optim and fsdp_config of a supervised training of a model this small."""
+    from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig, WrapPolicyConfig
 
-    return SFTConfig(
-        data=SFTDataConfig(
-            train_files=[str(folder / "demonstrations.parquet")], train_batch_size=rows, max_length=max_length
+    return {
+        "model": ModelConfig(path=str(model), enable_gradient_checkpointing=False),
+        "optim": OptimConfig(
+            lr=lr, betas=[0.9, 0.99], lr_warmup_steps=10, lr_scheduler_type="cosine", min_lr_ratio=0.1
         ),
-        model=ModelConfig(path=str(folder / "random"), enable_gradient_checkpointing=False),
-        optim=OptimConfig(lr=lr, betas=[0.9, 0.99], lr_warmup_steps=10, lr_scheduler_type="cosine", min_lr_ratio=0.1),
-        fsdp_config=FSDPConfig(wrap_policy=WrapPolicyConfig(min_num_params=ONE_GROUP), reshard_after_forward=False),
-        trainer=SFTTrainerConfig(
-            total_training_steps=steps, default_local_dir=str(folder / "sft"), log_freq=50, device="cpu"
-        ),
-    )
+        "fsdp_config": FSDPConfig(wrap_policy=WrapPolicyConfig(min_num_params=ONE_GROUP), reshard_after_forward=False),
+    }

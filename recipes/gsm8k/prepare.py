@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
-from recipes.gsm8k.rows import gsm8k_row
-from trainer.data.sources import read_rows
+from recipes.gsm8k.problems import as_question
+from trainer.data.sources import SUFFIXES, RowTable, open_place, read_data_file
 from verl_lite.errors import UserError
-
-SPLITS = ("train", "test")
-CONFIGURATION = "main"  # of the data on the hub; the other one, socratic, asks in between
-ENDINGS = (".parquet", ".json", ".jsonl")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(argv)
     try:
-        for split in SPLITS:
-            rows = prepared(load_split(options.source, split), split, options.source)
+        for split in ("train", "test"):
+            rows = [row for table in load_split(options.source, split) for row in prepared(table, split)]
             options.to.mkdir(parents=True, exist_ok=True)
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.to / f"{split}.parquet")
             print(f"wrote {options.to / split}.parquet: {len(rows)} questions")
@@ -44,49 +38,31 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def load_split(source: str, split: str) -> Iterable[Mapping[str, Any]]:
+def load_split(source: str, split: str) -> list[RowTable]:
     """The rows of "train" or "test". Raises UserError if they are not there."""
     folder = Path(source).expanduser()
-    if not folder.exists():
-        return _load_by_name(source, split)
+    if not folder.exists():  # the hub's other configuration, socratic, asks in between
+        return open_place(f"{source}:main@{split}", "--from", split)
     if (folder / "dataset_dict.json").is_file():
-        from datasets import load_from_disk
-
-        return load_from_disk(str(folder))[split]
-    files = sorted(
-        file for file in folder.rglob(f"*{split}*") if file.suffix in ENDINGS and "socratic" not in str(file)
-    )
+        return open_place(f"{source}@{split}", "--from", split)
+    files = [file for file in folder.rglob(f"*{split}*") if file.suffix in SUFFIXES and "socratic" not in str(file)]
     if not files:
         raise UserError(
             f"--from {source}: no {split} file there; expected one with {split!r} in its name that ends in "
-            f"{', '.join(ENDINGS)}"
+            f"{', '.join(SUFFIXES)}"
         )
-    return [row for file in files for row in read_rows(str(file), "--from")]
+    return [read_data_file(str(file), "--from") for file in sorted(files)]
 
 
-def _load_by_name(name: str, split: str) -> Iterable[Mapping[str, Any]]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
-    try:
-        return load_dataset(name, CONFIGURATION, split=split)
-    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
-        raise UserError(
-            f"--from {name}: there is no such folder, and datasets cannot load it by this name "
-            f"({type(error).__name__}: {error}); without a network give a folder with a copy"
-        ) from error
-
-
-def prepared(rows: Iterable[Mapping[str, Any]], split: str, source: str) -> list[dict[str, object]]:
+def prepared(table: RowTable, split: str) -> list[dict[str, object]]:
     """The rows in verl's schema. Raises UserError for a row without question and answer."""
     found = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(table.rows(range(len(table)), table.columns)):
+        where = f"--from: {split} row {index} of {table.path}"
         for column in ("question", "answer"):
             if not isinstance(row.get(column), str):
-                raise UserError(
-                    f"--from {source}, {split} row {index}: no text in the column {column!r}; found {row!r:.200}"
-                )
-        found.append(gsm8k_row(row["question"], row["answer"], split, index))
+                raise UserError(f"{where}: no text in the column {column!r}; found {row!r:.200}")
+        found.append(as_question(row["question"], row["answer"], where).row(split, index))
     return found
 
 

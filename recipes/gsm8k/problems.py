@@ -4,13 +4,13 @@
                                                                                     17-8=9
                                                                                     #### 9
 
-The demonstrations, from which a model learns before it is reinforced, come from a careless teacher, who miscalculates,
-takes the wrong sign and forgets `####`, each with a probability of its own. No question stands in two files. Same seed,
-same bytes.
+The teacher of the demonstrations miscalculates, takes the wrong sign and forgets `####`, each with a probability of its
+own. Same seed, same bytes.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -18,21 +18,20 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from recipes.made_data import Question, unique, write_files
+from verl_lite.errors import UserError
+from verl_lite.rewards.gsm8k import extract_answer
 
-from recipes.gsm8k.rows import INSTRUCTION, gsm8k_row
+DATA_SOURCE = "openai/gsm8k"
+INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
+"""verl's wording."""
 
 NAMES = ("Tom", "Ana", "Sam", "Eva", "Ben", "Lia", "Max", "Zoe")
 THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "shells", "stamps")
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 4096, 8192
 MISCALCULATED, WRONG_SIGN, FORGOTTEN_MARK = 0.15, 0.08, 0.1
 
-OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True)
@@ -82,24 +81,32 @@ class Problem:
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Writes test.parquet, train.parquet (verl's row schema) and demonstrations.parquet (chats) into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
-    problems = _unique(draw(rng))
-    for split, number in (("test", TEST_ROWS), ("train", TRAIN_ROWS)):
-        taken = list(islice(problems, number))
-        rows = [gsm8k_row(problem.question, solution(problem), split, index) for index, problem in enumerate(taken)]
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    problems = unique(draw(rng), lambda problem: problem.question)
+    test, train = (
+        [as_question(problem.question, solution(problem), f"problem {index}") for index, problem in enumerate(taken)]
+        for taken in (list(islice(problems, number)) for number in (TEST_ROWS, TRAIN_ROWS))
+    )
     taught = [
-        {
-            "messages": [
-                {"role": "user", "content": problem.question + INSTRUCTION},
-                {"role": "assistant", "content": careless(problem, rng)},
-            ]
-        }
+        Question(DATA_SOURCE, "math", problem.question + INSTRUCTION, "").answered(careless(problem, rng))
         for problem in islice(problems, DEMONSTRATIONS)
     ]
-    pq.write_table(pa.Table.from_pylist(taught), folder / "demonstrations.parquet")
+    write_files(folder, test=test, train=train, taught=taught)
+
+
+def as_question(question: str, answer: str, where: str) -> Question:
+    """With the sentence that asks for the format of the answer.
+
+    Args:
+        answer: a solution whose last line is `#### N`.
+    Raises:
+        UserError: if there is no such line.
+    """
+    truth = extract_answer(answer)
+    if truth is None:
+        raise UserError(f"{where}: the answer {answer[-80:]!r} has no number behind ####, which is the ground truth")
+    return Question(DATA_SOURCE, "math", question + INSTRUCTION, truth, {"question": question, "answer": answer})
 
 
 def draw(rng: random.Random) -> Iterator[Problem]:
@@ -133,12 +140,3 @@ def careless(problem: Problem, rng: random.Random) -> str:
         value = result
     mark = "" if rng.random() < FORGOTTEN_MARK else "#### "
     return "\n".join([*lines, f"{mark}{value}"])
-
-
-def _unique(problems: Iterator[Problem]) -> Iterator[Problem]:
-    """Each question once."""
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.question not in seen:
-            seen.add(problem.question)
-            yield problem

@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.embedded import cache_folder as folder_of
-from recipes.embedded import make_where_wanted
-from recipes.gsm8k.start import NAME, build, made_from
+from recipes.embedded import Start
+from recipes.gsm8k import problems
 from recipes.quickstart import recipe as quickstart
 
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
+START = Start("gsm8k", problems, hidden=64, steps=360, max_length=64, lr=4e-3, words=problems.WORDS)
 RL_STEPS = 60
 
 REAL = (
@@ -29,28 +29,23 @@ REAL = (
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
-    folder = cache_folder()
-    return quickstart.overrides() | {
-        "model.path": str(folder / "model"),
-        "data.train_files": [str(folder / "data" / "train.parquet")],
-        "data.val_files": [str(folder / "data" / "test.parquet")],
-        "data.train_batch_size": 64,
-        "data.max_prompt_length": 40,
-        "data.max_response_length": 32,
-        "actor.ppo_mini_batch_size": 64,
-        "actor.optim.lr_warmup_steps": 5,
-        "trainer.total_training_steps": RL_STEPS,
-        "trainer.test_freq": 15,
-    }
+    return (
+        quickstart.overrides()
+        | START.settings()
+        | {
+            "data.train_batch_size": 64,
+            "data.max_prompt_length": 40,
+            "data.max_response_length": 32,
+            "actor.ppo_mini_batch_size": 64,
+            "actor.optim.lr_warmup_steps": 5,
+            "trainer.total_training_steps": RL_STEPS,
+            "trainer.test_freq": 15,
+        }
+    )
 
 
 def prepare(config: PPOConfig) -> None:
     """Makes what the run needs and the cache does not hold; a model or data of the user's own are left alone."""
-    if Path(config.model.path or "").is_relative_to(cache_folder()):
+    if Path(config.model.path or "").is_relative_to(START.folder):
         print(REAL, flush=True)
-    make_where_wanted(config, cache_folder(), NAME, build)
-
-
-def cache_folder() -> Path:
-    """The folder of this version of model, data and warm start."""
-    return folder_of(NAME, made_from())
+    START.prepare(config)

@@ -6,27 +6,17 @@ A model of 1.1 million parameters learns to sort digits, to add and to spell bac
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from recipes.embedded import ONE_GROUP, Start
+from recipes.quickstart import data
 
-from recipes.embedded import ONE_GROUP, make_where_wanted
-from recipes.embedded import cache_folder as folder_of
-from recipes.quickstart.start import NAME, build, made_from
-
-if TYPE_CHECKING:
-    from verl_lite.config import PPOConfig
-
+START = Start("quickstart", data, hidden=128, steps=390, max_length=32, lr=2e-3)
 RL_STEPS = 190
 
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
-    folder = cache_folder()
-    return {
-        "model.path": str(folder / "model"),
+    return START.settings() | {
         "model.enable_gradient_checkpointing": False,
-        "data.train_files": [str(folder / "data" / "train.parquet")],
-        "data.val_files": [str(folder / "data" / "test.parquet")],
         "data.train_batch_size": 128,
         "data.max_prompt_length": 16,
         "data.max_response_length": 10,
@@ -50,11 +40,4 @@ def overrides() -> dict[str, object]:
     }
 
 
-def prepare(config: PPOConfig) -> None:
-    """Makes what the run needs and the cache does not hold; a model or data of the user's own are left alone."""
-    make_where_wanted(config, cache_folder(), NAME, build)
-
-
-def cache_folder() -> Path:
-    """The folder of this version of model, data and warm start."""
-    return folder_of(NAME, made_from())
+prepare = START.prepare

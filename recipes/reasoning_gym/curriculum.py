@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.reasoning_gym.tasks import WEIGHTS, source
+from recipes.reasoning_gym.data import WEIGHTS, source
 from trainer.data.prompts import PromptDataset
 from trainer.rewards.groups import outcomes_of
 from verl_lite.config import DataConfig

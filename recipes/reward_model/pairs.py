@@ -8,11 +8,12 @@ training questions, pairs to measure on about its test questions, without wrong 
 from __future__ import annotations
 
 import random
-import string
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from recipes.made_data import careless
 
 PAIRS_PER_QUESTION = 2
 WRONG_LABELS = 0.1
@@ -46,12 +47,6 @@ def make_pair(prompt: str, truth: str, rng: random.Random, wrong_labels: float) 
     if rng.random() < wrong_labels:
         answers.reverse()
     return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
-
-
-def careless(truth: str, wrong_share: float, rng: random.Random) -> str:
-    """The right answer, each character of which is with probability `wrong_share` a random one of its kind."""
-    kind = string.digits if truth.isdigit() else string.ascii_lowercase
-    return "".join(rng.choice(kind) if rng.random() < wrong_share else right for right in truth)
 
 
 def right_characters(answer: str, truth: str) -> int:

@@ -7,19 +7,21 @@ model where the cache does not hold them yet.
 
 from __future__ import annotations
 
-from functools import partial
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.embedded import ONE_GROUP, make_once
+from recipes.embedded import ONE_GROUP, make_once, small_training
 from recipes.embedded import cache_folder as folder_of
 from recipes.quickstart import recipe as quickstart
-from recipes.quickstart import start as quickstart_start
-from recipes.reward_model.start import NAME, build, made_from
 
 if TYPE_CHECKING:
-    from verl_lite.config import PPOConfig
+    from verl_lite.config import PPOConfig, RewardTrainingConfig
 
+NAME = "reward_model"
+PAIRS_SEED = 1
+EPOCHS, PAIRS_PER_STEP = 2, 64
+LONGEST_TEXT = 32
 RL_STEPS = 40
 KL_COEFFICIENT = 1.0
 """Smaller ones let the policy find what the reward model likes and is not right: README.md has the curves."""
@@ -45,13 +47,51 @@ def overrides() -> dict[str, object]:
 def prepare(config: PPOConfig) -> None:
     """Makes what the run needs and the cache does not hold; models and data of the user's own are left alone."""
     quickstart.prepare(config)
-    folder = cache_folder()
+    folder, start = cache_folder(), quickstart.START
     if Path(config.reward_model.model.path or "").is_relative_to(folder):
-        policy = quickstart.cache_folder()
-        make_once(policy, quickstart_start.NAME, quickstart_start.build)
-        make_once(folder, NAME, partial(build, policy=policy))
+        make_once(start.folder, start.name, start.build)
+        make_once(folder, NAME, build)
 
 
 def cache_folder() -> Path:
     """The folder of this version of pairs and reward model."""
-    return folder_of(NAME, made_from())
+    code = [Path(__file__).with_name("pairs.py"), Path(__file__).parents[1] / "made_data.py"]
+    return folder_of(NAME, code, f"{quickstart.START.folder.name} {EPOCHS} {PAIRS_PER_STEP} {LONGEST_TEXT}")
+
+
+def build(folder: Path) -> None:
+    """Writes pairs.parquet, held_out_pairs.parquet and model/, the reward model, into `folder`."""
+    from recipes.reward_model.pairs import write_pairs
+    from trainer.supervised.reward_training import run_reward_training
+
+    write_pairs(quickstart.START.folder / "data", folder, PAIRS_SEED)
+    print(f"{NAME}: training the reward model from pairs of answers", flush=True)
+    config = training_settings(folder, quickstart.START.folder / "model")
+    result = run_reward_training(config, report=lambda line: print(f"{NAME}: reward model, {line}", flush=True))
+    shutil.move(result.folder, folder / "model")
+
+
+def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
+    """Of the reward model's training, which begins with the policy and writes folder/training."""
+    from verl_lite.config import (
+        NetworkConfig,
+        PreferenceDataConfig,
+        RewardLossConfig,
+        RewardTrainerConfig,
+        RewardTrainingConfig,
+    )
+
+    return RewardTrainingConfig(
+        data=PreferenceDataConfig(
+            train_files=[str(folder / "pairs.parquet")],
+            val_files=[str(folder / "held_out_pairs.parquet")],
+            train_batch_size=PAIRS_PER_STEP,
+            max_length=LONGEST_TEXT,
+        ),
+        loss=RewardLossConfig(center_rewards_coefficient=0.01),
+        trainer=RewardTrainerConfig(
+            total_epochs=EPOCHS, default_local_dir=str(folder / "training"), log_freq=64, device="cpu"
+        ),
+        **small_training(policy, lr=1e-3)
+        | {"model": NetworkConfig(path=str(policy), enable_gradient_checkpointing=False)},
+    )

@@ -33,7 +33,7 @@ VARIANTS = [("reinforce_pp", "baseline.yaml"), ("gspo", "wide.yaml")]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The quickstart's cache, with files that are there and no more."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
-    folder = quickstart.cache_folder()
+    folder = quickstart.START.folder
     for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("{}")

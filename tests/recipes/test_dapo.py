@@ -8,13 +8,12 @@ import pytest
 
 from recipes import common_task
 from recipes.dapo import recipe
-from recipes.quickstart import recipe as quickstart
 from trainer.recipe import recipe_overrides
 from verl_lite.config import load_config
 
 
 def test_it_is_the_common_task_with_dapos_four_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(quickstart, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
     config = load_config(["recipe=dapo"], recipe_loader=recipe_overrides).config
     actor, overlong = config.actor, config.reward.overlong_buffer
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (0.2, 0.28, "token-mean")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from recipes.embedded import byte_tokenizer, cache_folder, make_once, make_where_wanted, publish, warm_start_settings
-from verl_lite.config import PPOConfig, SFTConfig
+from recipes.embedded import Start, byte_tokenizer, cache_folder, make_once, make_where_wanted
+from recipes.quickstart import data
+from verl_lite.config import PPOConfig, load_config
 
 
 @pytest.fixture
@@ -44,13 +46,12 @@ def test_it_is_made_once_or_not_at_all(cache: Path) -> None:
 
 
 def test_the_folder_of_a_faster_process_stays(cache: Path) -> None:
-    for name in ("it", "mine"):
-        (cache / name).mkdir(parents=True)
-        (cache / name / "name").write_text(name)
-    publish(cache / "mine", cache / "it")
-    assert (cache / "it" / "name").read_text() == "it"
-    with pytest.raises(OSError):  # something else is wrong: there is no folder that could stay
-        publish(cache / "nowhere", cache / "other")
+    def build(folder: Path) -> None:
+        (folder / "mine").mkdir()
+        (cache / "it" / "theirs").mkdir(parents=True)
+
+    make_once(cache / "it", "name", build)
+    assert [path.name for path in cache.iterdir()] == ["it"] and (cache / "it" / "theirs").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,12 @@ def test_words_are_one_token_and_nothing_is_lost() -> None:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_the_warm_start_has_the_settings_it_means(tmp_path: Path) -> None:
-    config = warm_start_settings(tmp_path, steps=3, rows=5, max_length=7, lr=0.5)
-    assert isinstance(config, SFTConfig)
-    assert (config.trainer.total_training_steps, config.data.train_batch_size, config.data.max_length) == (3, 5, 7)
-    assert config.optim.lr == 0.5
+def test_a_start_has_a_folder_for_each_version_and_makes_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start("it", data, hidden=32, steps=1, max_length=32, lr=1e-3)
+    assert start.folder == Start("it", data, hidden=32, steps=1, max_length=32, lr=1e-3).folder
+    assert start.folder not in (replace(start, steps=2).folder, replace(start, words=("a",)).folder)
+    built: list[Path] = []
+    monkeypatch.setattr(Start, "build", lambda start, folder: built.append(folder))
+    for _ in range(2):
+        start.prepare(load_config([], recipe_loader=lambda name: start.settings()).config)
+    assert len(built) == 1 and start.folder.is_dir()

@@ -15,7 +15,6 @@ import pytest
 
 from recipes.embedded import byte_tokenizer
 from recipes.gsm8k import prepare, problems, recipe
-from recipes.gsm8k.rows import INSTRUCTION
 from trainer.recipe import recipe_overrides
 from verl_lite.config import load_config
 from verl_lite.config.checks import validate
@@ -83,8 +82,8 @@ def test_gsm8k_becomes_verls_rows_from_any_copy(write: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"question": "1+1?", "answer": "two"}], "train row 0: the answer 'two' has no number behind ####"),
-        ([*ROWS, {"question": "1+1?", "solution": "#### 2"}], "train row 3: no text in the column 'answer'"),
+        ([{"question": "1+1?", "answer": "two"}], "train.jsonl: the answer 'two' has no number behind ####"),
+        ([*ROWS, {"question": "1+1?", "solution": "#### 2"}], "train row 3 of"),
     ],
 )
 def test_a_wrong_row_is_named(
@@ -105,14 +104,14 @@ def test_a_name_that_datasets_cannot_load_is_told(
 ) -> None:
     asked = []
 
-    def load_dataset(name: str, configuration: str, split: str) -> None:
-        asked.append((name, configuration, split))
+    def builder(name: str, configuration: str) -> None:
+        asked.append((name, configuration))
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     assert prepare.main(["--from", "openai/gsm8k", "--to", str(tmp_path / "out")]) == 2
-    assert asked == [("openai/gsm8k", "main", "train")]
-    assert "ConnectionError: no network); without a network give a folder" in capsys.readouterr().err
+    assert asked == [("openai/gsm8k", "main")]
+    assert "ConnectionError: no network). Correct the name; or, without network here" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------- problems by rule
@@ -165,7 +164,7 @@ def test_the_files_share_no_question_and_fit_the_settings(tmp_path: Path, monkey
         assert len(rows) == number
         for row in rows:
             question = (row.get("prompt") or row.get("messages"))[0]["content"]
-            assert question.endswith(INSTRUCTION) and question not in seen
+            assert question.endswith(problems.INSTRUCTION) and question not in seen
             seen.add(question)
             assert len(tokenizer(question)["input_ids"]) + 2 <= config.data.max_prompt_length
             answer = row["extra_info"]["answer"] if "extra_info" in row else row["messages"][1]["content"]
@@ -180,7 +179,7 @@ def test_the_files_share_no_question_and_fit_the_settings(tmp_path: Path, monkey
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The recipe's cache, with files that are there and no more."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
-    folder = recipe.cache_folder()
+    folder = recipe.START.folder
     for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("{}")

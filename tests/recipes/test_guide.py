@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recipes.quickstart.data import write_data
-from recipes.quickstart.model import write_model
+from recipes.quickstart.recipe import START
 from tests.e2e.test_main_job import metrics
 from trainer.recipe import load_recipe, recipe_overrides, trainer_of, worker_modules
 from verl_lite.config import load_config
@@ -126,7 +126,7 @@ def test_the_environment_can_be_played(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_recipe_runs(folder: Path, tmp_path: Path) -> None:
     """One step on an untrained model, on two ranks under Ray: each worker knows the registered loss."""
-    write_model(tmp_path / "model", seed=1)
+    START.write_random_model(tmp_path / "model")
     write_data(tmp_path / "data", seed=1)
     command = [
         *(sys.executable, "-m", "trainer.main_ppo", "recipe=./my_recipe", f"model.path={tmp_path / 'model'}"),

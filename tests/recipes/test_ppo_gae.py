@@ -21,7 +21,7 @@ SMALL = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "critic.ppo
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The quickstart's cache, empty."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    return quickstart.cache_folder()
+    return quickstart.START.folder
 
 
 def test_it_is_valid_and_takes_model_and_data_from_the_quickstart(cache: Path) -> None:

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.quickstart import data, recipe, start
-from recipes.quickstart.model import character_tokenizer, write_model
+from recipes.embedded import byte_tokenizer
+from recipes.quickstart import data, recipe
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.rewards import default_compute_score
 
@@ -37,7 +37,7 @@ def settings() -> PPOConfig:
 
 
 def test_any_text_goes_through_the_tokenizer_unchanged() -> None:
-    tokenizer = character_tokenizer()
+    tokenizer = byte_tokenizer()
     for text in ("sort 52817", "Grüße, 世界!\n\t\x00", "".join(map(chr, range(32, 127)))):
         tokens = tokenizer(text)["input_ids"]
         assert len(tokens) == len(text.encode())
@@ -46,13 +46,13 @@ def test_any_text_goes_through_the_tokenizer_unchanged() -> None:
 
 def test_the_model_is_a_hugging_face_folder_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write_model(tmp_path / name, seed=1)
+        recipe.START.write_random_model(tmp_path / name)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert 1e6 < sum(parameter.numel() for parameter in network.parameters()) < 2e6
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
-    assert tokenizer("reverse crane")["input_ids"] == character_tokenizer()("reverse crane")["input_ids"]
+    assert tokenizer("reverse crane")["input_ids"] == byte_tokenizer()("reverse crane")["input_ids"]
     chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|user|>1+2=<|assistant|>3<|im_end|>"
 
@@ -109,7 +109,7 @@ def number(score: Any) -> float:
 
 def test_questions_and_answers_fit_the_lengths_of_the_recipe(rows: dict[str, list[dict[str, Any]]]) -> None:
     config = settings()
-    tokenizer: Any = character_tokenizer()
+    tokenizer: Any = byte_tokenizer()
     for row in rows["test"] + rows["train"]:
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
         answer = tokenizer(row["reward_model"]["ground_truth"])["input_ids"]
@@ -123,35 +123,5 @@ def test_the_same_seed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> Non
         assert (tmp_path / f"{split}.parquet").read_bytes() == (folder / f"{split}.parquet").read_bytes()
 
 
-# -------------------------------------------------------------------------------------------------------------- cache
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    return recipe.cache_folder()
-
-
-def test_what_is_missing_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[Path] = []
-
-    def build(folder: Path) -> None:
-        built.append(folder)
-        (folder / "model").mkdir()
-
-    monkeypatch.setattr(recipe, "build", build)
-    recipe.prepare(settings())
-    recipe.prepare(settings())
-    assert len(built) == 1 and built[0] != cache
-    assert [path.name for path in cache.parent.iterdir()] == [cache.name]  # nothing unfinished is left
-
-
-def test_a_model_and_data_of_ones_own_need_no_cache(cache: Path) -> None:
-    config = settings()
-    config.model.path, config.data.train_files, config.data.val_files = "mine", ["mine.parquet"], []
-    recipe.prepare(config)
-    assert not cache.exists()
-
-
 def test_the_warm_start_sees_each_demonstration_at_most_twice() -> None:
-    assert start.WARM_START_STEPS * start.WARM_START_ROWS <= 2 * data.DEMONSTRATIONS
+    assert recipe.START.steps * recipe.START.rows <= 2 * data.DEMONSTRATIONS

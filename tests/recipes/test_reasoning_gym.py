@@ -17,7 +17,7 @@ import torch
 from recipes.embedded import byte_tokenizer
 from recipes.reasoning_gym import data, recipe
 from recipes.reasoning_gym.curriculum import BOUND, STEPS, Curriculum
-from recipes.reasoning_gym.tasks import LEVELS, TOKENS, WEIGHTS, source
+from recipes.reasoning_gym.data import LEVELS, TOKENS, WEIGHTS, source
 from trainer.data.order import SamplerBatches
 from trainer.recipe import recipe_overrides
 from verl_lite.config import DataConfig, load_config
@@ -198,8 +198,8 @@ def test_the_settings_are_sound_with_the_curriculum_and_without(
 ) -> None:
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
     for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
-        (recipe.cache_folder() / file).parent.mkdir(parents=True, exist_ok=True)
-        (recipe.cache_folder() / file).write_text("{}")
+        (recipe.START.folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (recipe.START.folder / file).write_text("{}")
     mixed, real = (["--config", str(ROOT / f"recipes/reasoning_gym/{name}.yaml")] for name in ("mixed", "real_model"))
     for arguments in ([], real, mixed):
         config = load_config(["recipe=reasoning_gym", *arguments], recipe_loader=recipe_overrides).config

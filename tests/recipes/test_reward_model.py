@@ -11,10 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.quickstart import recipe as quickstart
-from recipes.quickstart.data import add_questions, sort_questions, verl_row
-from recipes.quickstart.model import write_model
-from recipes.reward_model import pairs, recipe, start
-from recipes.reward_model.start import training_settings
+from recipes.quickstart.data import add_questions, sort_questions
+from recipes.reward_model import pairs, recipe
 from trainer.build import run_ppo
 from trainer.recipe import recipe_overrides
 from trainer.requirements import needs_reference
@@ -30,7 +28,7 @@ def write_questions(folder: Path, rows: int) -> None:
     for split, seed in (("train", 1), ("test", 2)):
         rng = random.Random(seed)
         questions = [next(source(rng)) for _ in range(rows // 2) for source in (sort_questions, add_questions)]
-        table = pa.Table.from_pylist([verl_row(question, split, index) for index, question in enumerate(questions)])
+        table = pa.Table.from_pylist([question.row(split, index) for index, question in enumerate(questions)])
         pq.write_table(table, folder / f"{split}.parquet")
 
 
@@ -71,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_score_is_the_models_and_the_truth_is_only_logged(cache: Path) -> None:
     for folder, files in (
         (cache, ("model/config.json", "model/tokenizer_config.json")),
-        (quickstart.cache_folder(), ("model/config.json", "data/train.parquet", "data/test.parquet")),
+        (quickstart.START.folder, ("model/config.json", "data/train.parquet", "data/test.parquet")),
     ):
         for file in files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -92,9 +90,10 @@ def test_it_trains_a_reward_model_and_two_steps_by_it(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The quickstart without its warm start; a reward model of two steps."""
-    write_questions(quickstart.cache_folder() / "data", 64)
-    write_model(quickstart.cache_folder() / "model", 1)
-    monkeypatch.setattr(start, "EPOCHS", 1)
+    write_questions(quickstart.START.folder / "data", 64)
+    quickstart.START.write_random_model(quickstart.START.folder / "model")
+    monkeypatch.setattr(recipe, "EPOCHS", 1)
+    cache = recipe.cache_folder()  # of a reward model that learns for one epoch
     run = tmp_path / "run"
     arguments = (
         "recipe=reward_model data.train_batch_size=8 actor.ppo_mini_batch_size=8 rollout.n=2 rollout.name=hf "
@@ -112,6 +111,6 @@ def test_it_trains_a_reward_model_and_two_steps_by_it(
 
 
 def test_the_reward_model_begins_as_the_policy(tmp_path: Path) -> None:
-    config = training_settings(tmp_path, tmp_path / "policy")
+    config = recipe.training_settings(tmp_path, tmp_path / "policy" / "model")
     assert config.model.path == str(tmp_path / "policy" / "model")
     assert config.data.val_files == [str(tmp_path / "held_out_pairs.parquet")]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.quickstart.data import write_data
-from recipes.quickstart.model import write_model
+from recipes.quickstart.recipe import START
 from tests.e2e.test_main_job import metrics
 from trainer.new_recipe import FILES, main, write_recipe
 from trainer.recipe import load_recipe, recipe_overrides
@@ -108,7 +108,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_it_runs_as_it_was_written(tmp_path: Path) -> None:
     """From another folder, by the command that it names; an untrained model in place of the warm start."""
-    write_model(tmp_path / "model", seed=1)
+    START.write_random_model(tmp_path / "model")
     write_data(tmp_path / "data", seed=1)
     folder = write_recipe("my_idea", tmp_path)
     data = {"train": tmp_path / "data" / "train.parquet", "val": tmp_path / "data" / "test.parquet"}

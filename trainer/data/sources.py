@@ -95,7 +95,7 @@ def open_sources(
     """
     if config.custom_cls.path is not None:
         return [_rows_of_class(places, config, tokenizer, split)]
-    return [table for place in places for table in _open(place, f"data.{split}_files", split)]
+    return [table for place in places for table in open_place(place, f"data.{split}_files", split)]
 
 
 def read_rows(path: str, option: str) -> list[dict[str, Any]]:
@@ -184,7 +184,8 @@ class _Place:
         return Path(self.base).expanduser()
 
 
-def _open(text: str, option: str, split: str) -> list[RowTable]:
+def open_place(text: str, option: str, split: str) -> list[RowTable]:
+    """The rows of one place, a table for each file; `option` and `split` as of `open_sources`."""
     front, _, asked = text.partition("@")
     base, _, config = front.partition(":")
     place = _Place(f"{option}={text!r}", base, config or None, asked or None)

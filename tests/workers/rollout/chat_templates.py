@@ -7,7 +7,7 @@ import functools
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipes.quickstart.model import CHAT_TEMPLATE as QUICKSTART
+from recipes.embedded import CHAT_TEMPLATE as QUICKSTART
 
 CORPUS = [
     "You are helpful. What is one plus two? It is three. The answer is three and the observation is a wall.",
