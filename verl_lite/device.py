@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from verl_lite.errors import UserError
-from verl_lite.machine.cgroup import cores_limit
+from verl_lite.machine.host import cpu_count as cpu_count
 
 GIB = 1 << 30
 DTYPES = {
@@ -59,12 +59,6 @@ def dist_backend(device: torch.device) -> str:
 def visible_devices(device_type: str) -> int:
     """Devices that this machine offers: CUDA devices, or cores for the CPU."""
     return torch.cuda.device_count() if device_type == "cuda" else cpu_count()
-
-
-def cpu_count() -> int:
-    """Cores this process may use: the smaller of its affinity mask and its control group's quota, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, cores_limit() or cores))
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from verl_lite.device import cpu_count
 from verl_lite.errors import UserError
-from verl_lite.machine.cgroup import memory_left
 from verl_lite.machine.gpus import GIB, Gpu, is_busy, list_gpus, other_users, visible_gpus
+from verl_lite.machine.host import cpu_count, memory_left
 from verl_lite.machine.lease import Holder, take_devices
 
 Tell = Callable[[str], None]

@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, and who uses them already, before any of them is touched.
+"""Which GPUs this process may use, who uses them already, and which a run takes, before any of them is touched.
 
 NVIDIA's management library (package nvidia-ml-py, module `pynvml`) tells what there is; CUDA_VISIBLE_DEVICES, in any of
 its spellings, says which of that is ours. A part of a device that is divided (MIG) counts as a device.
@@ -7,8 +7,10 @@ its spellings, says which of that is ours. A part of a device that is divided (M
 from __future__ import annotations
 
 import importlib
+import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ import psutil
 from verl_lite.errors import UserError
 
 GIB = 1 << 30
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NONE = ("", "-1", "NoDevFiles")
 _IDLE_PROCESSES_BYTES = 1 * GIB  # a desktop, an idle notebook
 _IDLE_DEVICE_BYTES = 2 * GIB  # what a driver itself may hold of a large device
@@ -32,10 +35,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a part of one. index: of the whole device, in the order of the bus. uuid: GPU-... or MIG-...
-
-    utilisation: percent of the last moment in which something ran on it; None where the library does not tell.
-    """
+    """A GPU, or a part of one. index: of the whole device, in the order of the bus. uuid: GPU-... or MIG-..."""
 
     index: int
     uuid: str
@@ -43,7 +43,6 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     processes: tuple[GpuProcess, ...] = ()
-    utilisation: int | None = None
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
@@ -98,10 +97,6 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:  # not told of this kind of device, or not to this user; the memory in use still tells
         processes = []
-    try:
-        utilisation = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except nvml.NVMLError:  # parts of a device have none
-        utilisation = None
     return Gpu(
         index,
         _text(nvml.nvmlDeviceGetUUID(handle)),
@@ -109,7 +104,6 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         int(memory.total),
         int(memory.free),
         tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in processes),
-        utilisation,
     )
 
 
@@ -123,7 +117,7 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] = os.enviro
     It may hold numbers, UUIDs (GPU-..., MIG-..., or the beginnings of these), or nothing; -1 ends the list, as in CUDA.
     Raises UserError for a word that names no device or a device named twice, where CUDA would silently see fewer.
     """
-    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    setting = environment.get(_VARIABLE)
     if setting is None:
         return [VisibleGpu(str(gpu.index), gpu) for gpu in _first_parts(gpus)]
     chosen: list[VisibleGpu] = []
@@ -134,7 +128,7 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] = os.enviro
         if found is None or any(found is one.gpu for one in chosen):
             problem = "names no device of this machine" if found is None else "is named twice"
             known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
-            raise UserError(f"CUDA_VISIBLE_DEVICES={setting!r}: {token!r} {problem}; there are {known}")
+            raise UserError(f"{_VARIABLE}={setting!r}: {token!r} {problem}; there are {known}")
         chosen.append(VisibleGpu(token, found))
     return chosen
 
@@ -167,12 +161,10 @@ def _describe(process: GpuProcess) -> str:
 
 
 def without_processes(gpu: Gpu, own: Collection[int]) -> Gpu:
-    """The device as if these processes were not there: what others leave of it. Its utilisation is then not known."""
+    """The device as if these processes were not there: what others leave of it."""
     theirs = tuple(process for process in gpu.processes if process.pid not in own)
-    if len(theirs) == len(gpu.processes):
-        return gpu
     freed = sum(process.used_bytes or 0 for process in gpu.processes if process.pid in own)
-    return replace(gpu, free_bytes=gpu.free_bytes + freed, processes=theirs, utilisation=None)
+    return replace(gpu, free_bytes=gpu.free_bytes + freed, processes=theirs)
 
 
 def is_busy(gpu: Gpu) -> bool:
@@ -185,3 +177,77 @@ def is_busy(gpu: Gpu) -> bool:
     held = sum(used or 0 for used in others)
     hidden = gpu.total_bytes - gpu.free_bytes - sum(process.used_bytes or 0 for process in gpu.processes)
     return None in others or held > _IDLE_PROCESSES_BYTES or hidden > _IDLE_DEVICE_BYTES
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What a run asks of one machine.
+
+    count: devices, or worker slots on a CPU. memory_share: of each device, to be free for the rollout engine. shared:
+    together with others, knowingly. host_bytes: memory of the machine, about, at least.
+    """
+
+    count: int
+    memory_share: float = 0.0
+    shared: bool = False
+    host_bytes: int = 0
+
+
+@contextmanager
+def reserve_gpus(
+    request: ResourceRequest, log: Callable[[str], None], gpus: Sequence[Gpu] | None = None
+) -> Iterator[None]:
+    """Inside, CUDA_VISIBLE_DEVICES names the first devices that others leave free, in the user's own words.
+
+    Args:
+        log: takes sentences worth knowing: which devices were passed over, who else uses one.
+        gpus: those of this machine, unless given.
+
+    Raises:
+        UserError: too few are free; says who has the others and what to do.
+    """
+    gpus = list_gpus() if gpus is None else gpus
+    if gpus is None:
+        log("who uses the GPUs is not known: nvidia-ml-py is not installed")
+        yield
+        return
+    visible = visible_gpus(gpus)
+    reasons = [unavailable(one.gpu, request) for one in visible]
+    taken = [one for one, reason in zip(visible, reasons, strict=True) if reason is None][: request.count]
+    refused = [f"{one.gpu} {reason}" for one, reason in zip(visible, reasons, strict=True) if reason is not None]
+    setting = os.environ.get(_VARIABLE)
+    if len(taken) < request.count:
+        seen = f"{_VARIABLE}={setting}" if setting is not None else f"{_VARIABLE} is not set"
+        raise UserError(
+            f"trainer.n_gpus_per_node={request.count}, but only {len(taken)} of {len(visible)} devices can be had "
+            f"({seen}):" + "".join(f"\n  {reason}" for reason in refused) + f"\nChoose other devices with {_VARIABLE}, "
+            "or fewer with trainer.n_gpus_per_node; or use them together with those who have them, if they agree: "
+            "trainer.share_devices=true"
+        )
+    for sentence in refused:
+        log(sentence)
+    for one in taken:
+        for user in other_users(one.gpu):
+            log(f"{one.gpu} is also used by {user}")
+    os.environ[_VARIABLE] = ",".join(one.token for one in taken)
+    try:
+        yield
+    finally:
+        if setting is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = setting
+
+
+def unavailable(gpu: Gpu, request: ResourceRequest) -> str | None:
+    """Why the device cannot be had; None if it can."""
+    if is_busy(gpu) and not request.shared:
+        hidden = f"{(gpu.total_bytes - gpu.free_bytes) / GIB:.1f} GiB by processes that are not visible from here"
+        return "is in use:" + "".join(f"\n    {user}" for user in other_users(gpu) or [hidden])
+    if gpu.free_bytes < request.memory_share * gpu.total_bytes:
+        share = math.floor(100 * gpu.free_bytes / gpu.total_bytes) / 100
+        return (
+            f"has {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, "
+            f"rollout.gpu_memory_utilization={request.memory_share:g} takes more: at most {share:g} fits"
+        )
+    return None

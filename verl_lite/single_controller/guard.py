@@ -23,9 +23,9 @@ import psutil
 
 from verl_lite.single_controller import watcher
 
-# Unix sockets have room for 107 bytes: base + "/vl-12345678" +
+# Unix sockets have room for 107 bytes: base + "/vl-12345678/ray" +
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
-_LONGEST_BASE = 30
+_LONGEST_BASE = 26
 _PREFIX = "vl-"
 _SHORT_BASE = "/tmp"
 

@@ -19,17 +19,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 
-from verl_lite.device import cpu_count
+from verl_lite.errors import ClusterLostError
+from verl_lite.machine.host import cpu_count
 from verl_lite.single_controller import watcher
 from verl_lite.single_controller.guard import Guard, current_guard, set_environment, start_guard, stop_guard
-from verl_lite.single_controller.ray_joined import JoinedCluster, join, leave
+from verl_lite.single_controller.ray_joined import HEAD, JoinedCluster, NodeWatch, join, leave
 
 # One for the life of the process, since Ray remembers the first; from the environment, so no file is written for it.
 _AUTH_TOKEN = secrets.token_hex(32)
@@ -37,7 +38,9 @@ _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
 _STARTS = 3
+_LOOPBACK = "127.0.0.1"
 _POPEN = "ConsolePopen"  # what ray._private.services starts its daemons with
+_STORE_LOST_AFTER_S = 6.0  # the control store is on this machine: it answers, or it is gone
 _TOO_SLOW = "timed out during startup"
 _LEFT_TO_OTHERS = 0.5  # share of the free shared memory that is not taken: NCCL and neighbours need some too
 
@@ -58,6 +61,12 @@ class _Cluster:
     guard: Guard
     owns_guard: bool  # it was started for the cluster alone, and ends with it
     environment: dict[str, str | None]  # what the variables we set were before
+    watch: NodeWatch = field(default_factory=lambda: NodeWatch({}))  # of its control store
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether its control store is gone."""
+        return HEAD in self.watch.lost()
 
 
 _cluster: _Cluster | None = None
@@ -71,7 +80,20 @@ def joined_cluster() -> JoinedCluster | None:
 
 def cluster_answers() -> bool:
     """Whether Ray is up and can be asked to do something; its calls wait for many minutes for a head that is gone."""
-    return ray.is_initialized() and (_joined is None or not _joined.is_headless)
+    cluster = _joined or _cluster
+    return ray.is_initialized() and (cluster is None or not cluster.is_headless)
+
+
+def require_head() -> None:
+    """Raises ClusterLostError if the head of the joined cluster, or the control store of the run's own, is gone. Ray
+    itself would wait for a minute and then end the process without a word."""
+    if _joined is not None:
+        _joined.require_head()
+    elif _cluster is not None and (reason := _cluster.watch.lost().get(HEAD)):
+        raise ClusterLostError(
+            f"the run's own Ray has lost its control store ({reason}): it was killed, or the machine ran out of memory "
+            "(`dmesg` knows). To go on from the last checkpoint: the same command with trainer.resume_mode=auto"
+        )
 
 
 @contextmanager
@@ -132,7 +154,7 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list
         }
     )
     _cluster = _Cluster(guard, owns_guard, previous)
-    with ExitStack() as undo, _signal_handlers_kept(), _daemons_in_own_groups():
+    with ExitStack() as undo, _signal_handlers_kept(), _daemons_in_own_groups(), _loopback_only():
         undo.callback(stop_ray)
         _init_patiently(
             guard,
@@ -144,10 +166,13 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list
             log_to_driver=False,
             logging_level=logging.ERROR,  # below are remarks about the way we start it
             namespace=run_id,
-            _temp_dir=str(guard.folder),
+            _node_ip_address=_LOOPBACK,
+            _temp_dir=str(guard.folder / "ray"),
             object_spilling_directory=str(guard.temp),
             _plasma_directory=None if store.in_shared_memory else str(guard.temp),
         )
+        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+        _cluster.watch = NodeWatch({HEAD: (host, int(port))}, lost_after_s=_STORE_LOST_AFTER_S).start()
         undo.pop_all()
     del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
     return [store.note] if store.note else []
@@ -218,6 +243,18 @@ def _daemons_in_own_groups() -> Iterator[None]:
         setattr(services, _POPEN, popen)
 
 
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray takes the machine's address where it is told a local one, unless it believes that there are no clusters; the
+    daemons then listen on all interfaces. A private cluster is nobody else's business."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
 def stop_ray() -> None:
     """End this run's cluster and what it left; leave a joined one. Calling it again does nothing."""
     global _cluster, _joined
@@ -227,16 +264,21 @@ def stop_ray() -> None:
     if _cluster is None:
         return
     cluster, _cluster = _cluster, None
-    _end_processes(cluster.guard)
+    cluster.watch.close()
+    _end_processes(cluster.guard, headless=cluster.is_headless)
     set_environment(cluster.environment)
     if cluster.owns_guard:
         stop_guard()
 
 
-def _end_processes(guard: Guard) -> None:
+def _end_processes(guard: Guard, headless: bool = False) -> None:
+    """headless: nothing answers any more; Ray's own shutdown would wait for it with the interpreter's lock held."""
     shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, guard.token))
-    ray.shutdown()
-    sessions = [str(path) for path in guard.folder.glob("session_*")]
+    if headless:
+        atexit.unregister(ray.shutdown)
+    else:
+        ray.shutdown()
+    sessions = [str(path) for path in (guard.folder / "ray").glob("session_*")]
     watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, patience_s=2.0, shared=shared)
 
 

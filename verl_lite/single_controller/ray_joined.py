@@ -1,13 +1,17 @@
-"""A cluster that somebody else started: joining it, the machines in it, whether they are still there, leaving it.
+"""A cluster that somebody else started: joining it, its machines, whether they still answer, leaving it.
 
-Only what is the run's own is ended here; the cluster stays. Nothing in this file waits for a head that is gone: Ray
-itself would for many minutes.
+Only what is the run's own is ended here; the cluster stays. Nothing in this file waits for a head that is gone, as Ray
+itself would for many minutes: a thread of the driver opens a connection to each machine's port every few seconds. One
+that is only busy still accepts, by its kernel; one whose Ray process was killed refuses; one without power is silent.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import socket
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +20,104 @@ from typing import Any
 import ray
 
 from verl_lite.errors import ClusterLostError, NoRoomError, UserError
-from verl_lite.single_controller.node_watch import Address, NodeWatch, answers_within, silence_of
 
 HEAD = "the head"
 ADDRESS_KEY = "ray_kwargs.ray_init.address="
+EVERY_S = 2.0
+LOST_AFTER_S = 15.0
+_LEAST_FAILURES = 4  # in a row: after the driver itself was suspended one look says nothing
+_CONNECT_TIMEOUT_S = 3.0
 _FIRST_ANSWER_S = 10.0
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+Address = tuple[str, int]
+
+
+# ---------------------------------------------------------------------------------------------------- who answers
+
+
+def silence_of(address: Address) -> str | None:
+    """What happens on trying to reach it; None if somebody answers."""
+    try:
+        with socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S):
+            return None
+    except OSError as error:
+        return f"{address[0]}:{address[1]} does not answer ({error.strerror or error})"
+
+
+def answers_within(address: Address, patience_s: float) -> bool:
+    """Whether somebody takes a connection there, tried again until then."""
+    deadline = time.monotonic() + patience_s
+    while silence_of(address) is not None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+    return True
+
+
+@dataclass
+class _Silence:
+    """Failed looks in a row: how many, when the first of them was, and what the last one said."""
+
+    failures: int
+    since: float
+    reason: str
+
+
+class NodeWatch:
+    """Looks at addresses until it is closed.
+
+    Args:
+        places: where to look, by the name under which `lost` tells of it.
+        lost_after_s: silence after which a place is lost.
+        clock, look: for tests.
+    """
+
+    def __init__(
+        self,
+        places: dict[str, Address],
+        *,
+        lost_after_s: float = LOST_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
+        look: Callable[[Address], str | None] = silence_of,
+    ) -> None:
+        self._places, self._lost_after_s, self._clock, self._look = dict(places), lost_after_s, clock, look
+        self._silent: dict[str, _Silence] = {}
+        self._closed = threading.Event()
+
+    def start(self) -> NodeWatch:
+        """Begin to look, in a thread."""
+        threading.Thread(target=self._run, name="node watch", daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        """End the thread, soon."""
+        self._closed.set()
+
+    def lost(self) -> dict[str, str]:
+        """Why each place that has been silent for so long is thought to be gone."""
+        return {
+            name: f"{silence.reason}, for {self._clock() - silence.since:.0f} s"
+            for name, silence in list(self._silent.items())
+            if silence.failures >= _LEAST_FAILURES and self._clock() - silence.since >= self._lost_after_s
+        }
+
+    def look_once(self) -> None:
+        """Try all places."""
+        for name, address in self._places.items():
+            begun, reason = self._clock(), self._look(address)
+            if reason is None:
+                self._silent.pop(name, None)
+            else:
+                before = self._silent.get(name, _Silence(0, begun, reason))
+                self._silent[name] = _Silence(before.failures + 1, before.since, reason)
+
+    def _run(self) -> None:
+        while not self._closed.wait(EVERY_S):
+            self.look_once()
+
+
+# ---------------------------------------------------------------------------------------------------- the cluster
 
 
 @dataclass(frozen=True)
@@ -43,6 +139,12 @@ class Machine:
     def has(self, bundle: dict[str, float]) -> bool:
         """Whether it could hold this, were nothing else on it."""
         return all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in bundle.items())
+
+
+def machines() -> list[Machine]:
+    """The machines of the cluster that are alive: by what Ray knows, which may be late, and that answer."""
+    known = [Machine.of(entry) for entry in ray.nodes() if entry["Alive"]]
+    return [machine for machine in known if silence_of(machine.address) is None]
 
 
 @dataclass
@@ -87,8 +189,14 @@ class JoinedCluster:
 def join(
     address: str, run_id: str, wait_s: float, tell: Callable[[str], None], option: str = ADDRESS_KEY
 ) -> JoinedCluster:
-    """Join the cluster at HOST:PORT. Raises NoRoomError if nobody answers there for `wait_s`, UserError if
-    Ray refuses. option: what the user gave the address with, for messages."""
+    """Join the cluster at HOST:PORT.
+
+    Args:
+        option: what the user gave the address with, for messages.
+
+    Raises:
+        NoRoomError: nobody answers there for `wait_s`. UserError: Ray refuses.
+    """
     require_answer(address, wait_s, tell, option)
     try:  # below CRITICAL are Ray's own words about machines that leave, with the end of their logs
         ray.init(address=address, namespace=run_id, log_to_driver=False, logging_level=logging.CRITICAL)
@@ -105,9 +213,9 @@ def join(
 def require_answer(address: str, wait_s: float, tell: Callable[[str], None], option: str = ADDRESS_KEY) -> None:
     """Raises NoRoomError if nobody answers at HOST:PORT within `wait_s`: Ray would try for many minutes."""
     host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
     if not port.isdigit() or "//" in address:
-        if address == "auto":
-            return
         raise UserError(f"{option}{address}: expected HOST:PORT, as `ray start --head` prints it")
     asked = (ray.util.get_node_ip_address() if host in _LOCAL_NAMES else host, int(port))  # as Ray reads it
     if answers_within(asked, min(_FIRST_ANSWER_S, wait_s)):
@@ -119,12 +227,6 @@ def require_answer(address: str, wait_s: float, tell: Callable[[str], None], opt
             f"{option}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start "
             "a cluster with `ray start --head`, and give the address that it prints"
         )
-
-
-def machines() -> list[Machine]:
-    """The machines of the cluster that are alive: by what Ray knows, which may be late, and that answer."""
-    known = [Machine.of(entry) for entry in ray.nodes() if entry["Alive"]]
-    return [machine for machine in known if silence_of(machine.address) is None]
 
 
 def leave(cluster: JoinedCluster) -> None:

@@ -12,10 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_lite.errors import StalledError, add_circumstances
 from verl_lite.single_controller.local_worker_group import LocalService
-from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, worker_env
-from verl_lite.single_controller.ray_errors import death, original_error
+from verl_lite.single_controller.ray_cluster import cluster_answers, require_head, worker_env
+from verl_lite.single_controller.ray_errors import death, original_error, save_driver_stacks
 from verl_lite.single_controller.ray_worker_group import Portable, redirect_output
-from verl_lite.single_controller.stacks import save_driver_stacks
 from verl_lite.single_controller.worker_group import ClassWithInitArgs
 
 _LOOK_EVERY_S = 1.0
@@ -59,10 +58,9 @@ class RayServiceHandle:
     def wait(self, ref: Any, method: str) -> Any:
         """The answer of a running call; raises what the service raised."""
         cause: Exception
-        begun, joined = time.monotonic(), joined_cluster()
+        begun = time.monotonic()
         while not ray.wait([ref], timeout=_LOOK_EVERY_S)[0]:
-            if joined is not None:
-                joined.require_head()
+            require_head()
             if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
                 raise self._stalled(method, self._stall_timeout_s)
         try:

@@ -25,14 +25,19 @@ from ray.exceptions import RayError, RayTaskError
 from verl_lite.errors import ClusterLostError, StalledError, WorkerDiedError, add_circumstances, circumstances
 from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
-from verl_lite.single_controller.node_watch import silence_of
-from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, worker_env
-from verl_lite.single_controller.ray_errors import death, is_consequence, machine_lost, original_error
-from verl_lite.single_controller.ray_joined import Machine, machines
+from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, require_head, worker_env
+from verl_lite.single_controller.ray_errors import (
+    SlotMemory,
+    death,
+    is_consequence,
+    machine_lost,
+    original_error,
+    save_driver_stacks,
+    stacks_if_it_stalls,
+)
+from verl_lite.single_controller.ray_joined import Machine, machines, silence_of
 from verl_lite.single_controller.ray_resource_pool import RayResourcePool
 from verl_lite.single_controller.resource_pool import ResourcePool
-from verl_lite.single_controller.slot_memory import SlotMemory
-from verl_lite.single_controller.stacks import save_driver_stacks, stacks_if_it_stalls
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 from verl_lite.single_controller.worker_group import ClassWithInitArgs
 
@@ -75,8 +80,8 @@ class SlotProcess:
             "MASTER_PORT": str(port),
         }
         interface = interface_of(ray.util.get_node_ip_address())
-        if slot.world_size > slot.local_world_size and interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the host's name, often 127.0.1.1
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the host's name
         with Portable():
             import_modules(modules)
             for role, recipe in roles.items():
@@ -242,13 +247,13 @@ class RayTransport:
 
     def _unreachable(self, pending: list[_Handle]) -> list[Exception]:
         """Errors for the ranks whose machine does not answer any more. Raises ClusterLostError."""
-        if self._joined is None:
-            return []
         try:
-            self._joined.require_head()
+            require_head()
         except ClusterLostError as error:
             self._ended = str(error)
             raise
+        if self._joined is None:
+            return []
         lost = self._joined.watch.lost()
         return [
             self._machine_lost(handle, machine, lost[machine.name])

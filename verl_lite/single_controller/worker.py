@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -111,7 +112,11 @@ def open_store(host: str) -> int:
 
     global _held_store
     if _held_store is None:
-        _held_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        listener = socket.create_server((host, 0))  # torch itself would listen on all interfaces
+        port = listener.getsockname()[1]
+        _held_store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
     return _held_store.port
 
 

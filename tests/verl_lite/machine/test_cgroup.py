@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_lite.device import cpu_count
-from verl_lite.machine.cgroup import cores_limit, memory_left
+from verl_lite.machine.host import cores_limit, cpu_count, memory_left
 
 GIB = 1 << 30
 
@@ -71,7 +70,7 @@ def test_version_1(tmp_path: Path) -> None:
 def test_no_groups_no_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores_limit(tmp_path, tmp_path / "none") is None and memory_left(tmp_path, tmp_path / "none") is None
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {1, 4, 5}, raising=False)
-    monkeypatch.setattr("verl_lite.device.cores_limit", lambda: None)
+    monkeypatch.setattr("verl_lite.machine.host.cores_limit", lambda: None)
     assert cpu_count() == 3
-    monkeypatch.setattr("verl_lite.device.cores_limit", lambda: 2)
+    monkeypatch.setattr("verl_lite.machine.host.cores_limit", lambda: 2)
     assert cpu_count() == 2

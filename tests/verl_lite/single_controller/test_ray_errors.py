@@ -9,10 +9,9 @@ import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from verl_lite.errors import circumstances
-from verl_lite.single_controller import slot_memory
+from verl_lite.single_controller import ray_errors
 from verl_lite.single_controller.ray_cluster import plan_object_store
-from verl_lite.single_controller.ray_errors import cause_of_death, death
-from verl_lite.single_controller.slot_memory import GIB, SlotMemory, resident_bytes
+from verl_lite.single_controller.ray_errors import GIB, SlotMemory, cause_of_death, death, resident_bytes
 
 MIB = 1 << 20
 # As Ray 2.60 wrote it on a machine whose threshold was set to 17%, shortened.
@@ -30,7 +29,7 @@ Refer to the documentation on how to address the out of memory issue: https://do
 
 def test_a_memory_kill_says_how_much_who_and_in_which_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sizes = iter([GIB, 2 * GIB, 2 * GIB, 9 * GIB, None])
-    monkeypatch.setattr(slot_memory, "resident_bytes", lambda pid: next(sizes))
+    monkeypatch.setattr(ray_errors, "resident_bytes", lambda pid: next(sizes))
     memory = SlotMemory()
     memory.watch(1, 21490)
     for call in ("critic.init_model", "actor.update_actor", "actor.generate_sequences", "actor.generate_sequences"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.verl_lite.single_controller.workers import Calculator, Collective
@@ -24,33 +26,40 @@ POOL = ResourcePool([2], cpus_per_process=0.25)
 
 DRIVER = """
 import json, os, sys, time
+from trainer.cli import run_command
 from verl_lite.config import RayInitConfig
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.ray_cluster import start_ray
-from tests.verl_lite.single_controller.workers import Calculator
+from tests.verl_lite.single_controller.workers import Calculator, Collective
 
 start_ray(RayInitConfig(num_cpus=1, object_store_memory_mb=100), run_id="r")
 import ray
 from verl_lite.single_controller import ray_cluster
-group = create_worker_groups("ray", ResourcePool([1]), {"c": ClassWithInitArgs(Calculator)})["c"]
+roles = {"c": ClassWithInitArgs(Calculator), "d": ClassWithInitArgs(Collective)}
+groups = create_worker_groups("ray", ResourcePool([2], cpus_per_process=0.5), roles)
+groups["d"].sum_of_ranks()
 guard = ray_cluster._cluster.guard
-print(json.dumps({"token": guard.token, "folder": str(guard.folder),
-                  "address": ray.get_runtime_context().gcs_address, "workers": group.process()}), flush=True)
+print(json.dumps({"token": guard.token, "folder": str(guard.folder), "pid": os.getpid(),
+                  "address": ray.get_runtime_context().gcs_address, "workers": groups["c"].process()}), flush=True)
 how = sys.argv[1]
 if how == "wait":
     time.sleep(600)
+if how == "hang":
+    run_command(lambda: groups["d"].hang(0))  # the door of every command
 if how == "raise":
     raise RuntimeError("the driver fails")
 """
 
 
-def start_driver(how: str, cwd: Path, **env: str) -> tuple[subprocess.Popen[str], dict]:
+def start_driver(
+    how: str, cwd: Path, stderr: int = subprocess.DEVNULL, **env: str
+) -> tuple[subprocess.Popen[str], dict]:
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER, how],
         cwd=cwd,  # workers must find the packages although they are not here
         env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(cwd)} | env,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
     )
     assert process.stdout is not None
@@ -122,3 +131,50 @@ def test_private_clusters_and_their_end(tmp_path: Path) -> None:
     while leftovers(first) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not leftovers(first)
+
+
+def test_a_private_cluster_is_nobody_elses_business(tmp_path: Path) -> None:
+    """No other user reaches its folder, nobody its ports but this machine's processes."""
+    driver, facts = start_driver("wait", tmp_path)
+    try:
+        assert Path(facts["folder"]).stat().st_mode & 0o077 == 0
+        if os.getuid() == 0:
+            steal = f"import os; os.setgid(65534); os.setuid(65534); os.rename({facts['folder']!r} + '/ray', '/tmp/x')"
+            stolen = subprocess.run([sys.executable, "-c", steal], capture_output=True, text=True)
+            assert stolen.returncode != 0 and "Permission denied" in stolen.stderr
+        processes = [facts["pid"], *marked_processes(RUN_MARK, facts["token"])]
+        processes += marked_processes(CLUSTER_MARK, facts["token"], [facts["folder"]])
+        places = {
+            connection.laddr.ip
+            for pid in processes
+            for connection in psutil.Process(pid).net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert places, "the cluster listens somewhere"
+        for place in places:
+            address = ipaddress.ip_address(place)
+            mapped = getattr(address, "ipv4_mapped", None)
+            assert (mapped or address).is_loopback, places
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_a_killed_control_store_ends_the_run_soon_with_its_reason(tmp_path: Path) -> None:
+    driver, facts = start_driver("hang", tmp_path, stderr=subprocess.PIPE)
+    (store,) = (
+        pid
+        for pid in marked_processes(CLUSTER_MARK, facts["token"], [facts["folder"]])
+        if "gcs_server" in psutil.Process(pid).name()
+    )
+    time.sleep(1.0)
+    os.kill(store, signal.SIGKILL)
+    began = time.monotonic()
+    _, told = driver.communicate(timeout=50)
+    assert time.monotonic() - began < 25
+    assert "ClusterLostError: the run's own Ray has lost its control store" in told
+    assert "trainer.resume_mode=auto" in told.splitlines()[-1]
+    deadline = time.monotonic() + 30
+    while leftovers(facts) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not leftovers(facts)

@@ -1,17 +1,60 @@
-"""What the control groups leave to this process: cores, and memory. Batch systems and containers set such limits.
+"""The machine without its GPUs: cores and memory that this process may use, and whether others leave it enough.
 
-A process is in a group, which lies in others; the smallest limit on the way to the root holds. Version 2 of control
-groups is read first, then version 1; where there are none, nothing is limited.
+Batch systems and containers set limits by control groups. A process is in a group, which lies in others; the smallest
+limit on the way to the root holds. Version 2 is read first, then version 1; without either nothing is limited.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+
+GIB = 1 << 30
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class HostLoad:
+    """The machine as it is now. available_bytes: of memory, within this process's limits; own_cores: those it may use.
+    """
+
+    available_bytes: int
+    load: float
+    cores: int
+    own_cores: int
+
+    @classmethod
+    def now(cls) -> HostLoad:
+        free, left = psutil.virtual_memory().available, memory_left()
+        return cls(free if left is None else min(free, left), os.getloadavg()[0], os.cpu_count() or 1, cpu_count())
+
+
+def warn_if_busy(slots: int, host_bytes: int, log: Callable[[str], None], host: HostLoad | None = None) -> None:
+    """Logs a sentence each if the memory or the processor time for a run of so many slots and bytes is short."""
+    host = host or HostLoad.now()
+    if host.available_bytes < host_bytes:
+        log(
+            f"{host.available_bytes / GIB:.1f} GiB of memory are free here, and this run takes about "
+            f"{host_bytes / GIB:.1f} or more: it may be very slow, or be ended for want of memory"
+        )
+    if min(host.own_cores, max(0.0, host.cores - host.load)) < slots / 2:
+        log(
+            f"this machine is busy (load {host.load:.1f} on {host.cores} cores), and the run wants {slots} for "
+            "itself: steps will be slow"
+        )
+
+
+def cpu_count() -> int:
+    """Cores this process may use: the smaller of its affinity mask and its control group's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, cores_limit() or cores))
 
 
 def cores_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
