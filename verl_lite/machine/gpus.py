@@ -43,6 +43,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     processes: tuple[GpuProcess, ...] = ()
+    utilisation: int | None = None
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
