@@ -211,7 +211,8 @@ def write_qwen2(
 def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: int, lr: float) -> None:
     """From folder/random and folder/demonstrations.parquet to folder/model, by `steps` optimizer steps of `rows`
     conversations of at most `max_length` tokens."""
-    from trainer.supervised.sft import run_sft
+    from trainer.supervised.loop import train_within
+    from trainer.supervised.sft import SFTJob
     from verl_lite.config import SFTConfig, SFTDataConfig, SFTTrainerConfig
 
     print(f"{name}: supervised warm start, so that rewards are not all zero at first", flush=True)
@@ -219,12 +220,17 @@ def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: in
     config = SFTConfig(
         data=SFTDataConfig(train_files=files, train_batch_size=rows, max_length=max_length),
         trainer=SFTTrainerConfig(
-            total_training_steps=steps, default_local_dir=str(folder / "sft"), log_freq=50, device="cpu"
+            total_training_steps=steps,
+            default_local_dir=str(folder / "sft"),
+            logger=["console", "jsonl"],
+            log_freq=50,
+            save_freq=0,
+            device="cpu",
         ),
         **small_training(folder / "random", lr),
     )
-    result = run_sft(config, report=lambda line: print(f"{name}: warm start, {line}", flush=True))
-    shutil.move(result.folder, folder / "model")
+    trained, _ = train_within(SFTJob, config, lambda line: print(f"{name}: warm start, {line}", flush=True))
+    shutil.move(trained, folder / "model")
     shutil.rmtree(folder / "random")
 
 

@@ -304,7 +304,7 @@ def build_trainer(
             tokenizer=data.tokenizer,
             tracking=tracking,
             samples=sample_files(config, run_dir, tracking.note),
-            saver=Saver(run_dir, config.trainer, learners, checkpoint_bytes(config), tracking.note),
+            saver=Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
             **sampling_parts,
         )

@@ -4,31 +4,38 @@ run folder / latest_checkpointed_iteration.txt    the newest complete step
            / checkpoint_scores.json               validation metric by step, for the retention of the best
            / global_step_N / actor/, critic/      sharded model, optimizer, schedule (torch DCP); huggingface/
                            / data.pt              all else that training continues from
+                           / manifest.json        size and SHA-256 of each of these files
 
-A checkpoint is written under a hidden name, its files are brought to the disk, and one rename makes it visible; the
-marker follows. What is to be deleted first gets a hidden name too. So whatever is called global_step_N is whole, and
-`tidy` clears away what a killed process left under hidden names.
+A checkpoint is written under a hidden name, its files are brought to the disk and hashed, and one rename makes it
+visible; the marker follows. What is to be deleted first gets a hidden name too. So whatever is called global_step_N is
+whole, `tidy` clears away what a killed process left under hidden names, and `whole_checkpoint` finds what a disk or a
+copy has changed since.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from verl_lite.device import cpu_count
 from verl_lite.errors import UserError
 
 MARKER = "latest_checkpointed_iteration.txt"
 SCORES = "checkpoint_scores.json"
+MANIFEST = "manifest.json"
+STATE = "data.pt"
 SPARE_SHARE = 0.05  # of a checkpoint's size that must be free beyond it: sizes vary, and other files grow meanwhile
 LEAST_FREE_BYTES = 1 << 20  # a failed save that leaves less than this failed because the disk is full
+MOST_HASHED_AT_ONCE = 8
 
 
 class CheckpointNotFound(UserError):
@@ -39,11 +46,14 @@ class DiskFull(UserError):
     """A checkpoint does not fit on the disk. Nothing was changed."""
 
 
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
 def open_draft(run_dir: Path, step: int, expected_bytes: int = 0) -> Path:
     """The folder in which the checkpoint of `step` is put together, if there is room for it."""
-    tidy(run_dir)
     require_space(run_dir, expected_size(run_dir, expected_bytes))
     draft = _hidden(run_dir, step, "draft")
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
     draft.mkdir(parents=True)
     return draft
 
@@ -66,7 +76,13 @@ def removed_on_failure(draft: Path, expected_bytes: int = 0) -> Iterator[None]:
 def publish(run_dir: Path, step: int) -> Path:
     """Makes a draft, all of whose files are written, the checkpoint of its step; the marker follows."""
     final, draft, old = run_dir / f"global_step_{step}", _hidden(run_dir, step, "draft"), _hidden(run_dir, step, "old")
-    _sync_tree(draft)
+    files = {str(path.relative_to(draft)): path for path in sorted(draft.rglob("*")) if path.is_file()}
+    began = time.perf_counter()
+    entries = {name: [files[name].stat().st_size, digest] for name, digest in hashes(files).items()}
+    manifest = {"sha256": entries, "hashing_seconds": round(time.perf_counter() - began, 3)}
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (*draft.rglob("*"), draft):
+        _sync(path)
     if final.exists():  # a run that was resumed at an earlier step comes by again
         final.rename(old)
     draft.rename(final)
@@ -124,6 +140,9 @@ def read_scores(run_dir: Path) -> dict[int, float]:
     return {int(step): x for step, x in json.loads(path.read_text()).items()} if path.exists() else {}
 
 
+# --- finding and checking -------------------------------------------------------------------------------------------
+
+
 def saved_steps(run_dir: Path) -> dict[int, Path]:
     """The complete checkpoints of a run folder by step."""
     found = ((re.fullmatch(r"global_step_(\d+)", path.name), path) for path in run_dir.glob("global_step_*"))
@@ -141,17 +160,72 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
         marked = int(marker.read_text()) if marker.exists() else -1
         return steps.get(marked) or (steps[max(steps)] if steps else None)
     folder = Path(path or "").expanduser().resolve()
-    if not (folder / "data.pt").exists():
+    if not (folder / STATE).exists():
         raise CheckpointNotFound(
-            f"trainer.resume_from_path={path!r}: no checkpoint there ({folder} has no data.pt); expected a folder "
+            f"trainer.resume_from_path={path!r}: no checkpoint there ({folder} has no {STATE}); expected a folder "
             "named global_step_N inside a run folder"
         )
     return folder
 
 
+def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[str], None]) -> Path | None:
+    """What `find_checkpoint` finds, every byte checked. With `auto` a damaged one is set aside, under another name, and
+    the newest before it is taken.
+
+    Raises:
+        UserError: the one that was named is damaged.
+    """
+    while (folder := find_checkpoint(run_dir, mode, path)) is not None:
+        damage = damage_of(folder, log)
+        if damage is None:
+            return folder
+        if mode != "auto":
+            others = [str(other) for _, other in sorted(saved_steps(folder.parent).items()) if other != folder]
+            raise UserError(f"{folder} is damaged: {damage}. Others of its run: {', '.join(others) or 'none'}")
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        log(f"{folder} is damaged: {damage}. It is {aside.name} now; the run goes back to the newest whole one")
+    return None
+
+
+def damage_of(folder: Path, log: Callable[[str], None]) -> str | None:
+    """What is wrong with the files of a checkpoint; None if they are as they were written, as far as is known."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        log(f"{folder} has no {MANIFEST}, as older versions wrote them: whether its files are whole is not known")
+        return None if (folder / STATE).is_file() else f"it has no {STATE}"
+    try:
+        expected: Mapping[str, tuple[int, str]] = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    files = {name: folder / name for name in expected if Path(name).parts and ".." not in Path(name).parts}
+    for name, (size, _) in expected.items():
+        if name not in files or not files[name].is_file():
+            return f"{name} is missing"
+        if files[name].stat().st_size != size:
+            return f"{name} has {files[name].stat().st_size} bytes, and {size} were written"
+    changed = [name for name, digest in hashes(files).items() if digest != expected[name][1]]
+    return f"the bytes of {', '.join(changed)} are not those that were written" if changed else None
+
+
+def hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 of files by name; several at once, since hashing and reading let other threads work."""
+
+    def hashed(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(min(MOST_HASHED_AT_ONCE, cpu_count())) as pool:
+        return dict(zip(files, pool.map(hashed, files.values()), strict=True))
+
+
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the driver put into data.pt."""
-    return torch.load(folder / "data.pt", weights_only=False)
+    """What the driver put into data.pt. UserError if it is damaged, or names anything that could run."""
+    from verl_lite import safe_state  # imports torch, which most callers of this file do without
+
+    state: dict[str, Any] = safe_state.read_state(folder / STATE)
+    return state
 
 
 # --- room on the disk -----------------------------------------------------------------------------------------------
@@ -176,7 +250,7 @@ def require_space(run_dir: Path, needed: int, count: int = 1) -> None:
 
 
 def _no_room(run_dir: Path, needed: int, free: int, what: str, count: int = 1) -> str:
-    wanted = "a checkpoint needs" if count == 1 else f"the {count} checkpoints of this run need"
+    wanted = "a checkpoint needs" if count == 1 else f"the {count} checkpoints that this run still writes need"
     return (
         f"trainer.default_local_dir={run_dir}: {wanted} about {needed / 1e9:.3g} GB there, and "
         f"{free / 1e9:.3g} GB are free. {what}; earlier checkpoints are as they were. Free some space, keep fewer "
@@ -185,10 +259,10 @@ def _no_room(run_dir: Path, needed: int, free: int, what: str, count: int = 1) -
 
 
 def why_not_written(path: Path, error: OSError) -> str:
-    """A sentence on a file that could not be written: where, why, and how much room is left there."""
+    """A sentence on a file beside the training that could not be written: where, why, and how much room is left."""
     place = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    return f"{path}: {error.strerror or error}; {free / 1e9:.3g} GB are free there. Free some space; the run goes on"
+    return f"{path} cannot be written: {error.strerror or error}; {free / 1e9:.3g} GB are free there"
 
 
 # --- what survives a power cut --------------------------------------------------------------------------------------
@@ -203,11 +277,6 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(draft, path)
     _sync(path.parent)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _sync(path)
 
 
 def _sync(path: Path) -> None:

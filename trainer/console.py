@@ -30,6 +30,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # label, names of which the first that is logged counts, format
 _COLUMNS = (
     ("reward", ("critic/score/mean",), "{:6.3f}"),
+    ("loss", ("train/loss",), "{:6.3f}"),
     ("score", ("actor/face_score",), "{:6.3f}"),
     ("acc", ("reward/acc/mean", "critic/acc/mean"), "{:5.3f}"),
     ("success", ("env/success",), "{:5.3f}"),

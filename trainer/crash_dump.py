@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from trainer.checkpoint import saved_steps, why_not_written
 from trainer.cli import failure_text
+from trainer.saving import Saver
 from trainer.steps import StepCounter
 from verl_lite.errors import UserError, circumstances
 from verl_lite.protocol import DataProto
@@ -38,6 +39,8 @@ END_OF_LOG = 64 << 10
 
 
 class FailedTrainer(Protocol):
+    saver: Saver
+
     @property
     def steps(self) -> StepCounter: ...
 
@@ -125,6 +128,7 @@ def _failed_step(trainer: FailedTrainer, run_dir: Path, error: BaseException) ->
     prompts = found.get("prompts")
     if not isinstance(prompts, DataProto):
         return None
+    trainer.saver.settle()
     phase, saved = circumstances(error).phase, saved_steps(run_dir)
     return FailedStep(
         step=trainer.steps.global_step,

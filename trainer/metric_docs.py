@@ -235,7 +235,6 @@ training/global_step | steps | | | training steps done
 {train,val}/loss | nats | main_sft, main_rm | | -log p of the tokens of the answers, mean over these tokens; main_rm:
     of the pairs
 {train,val}/margin | | main_rm | | its score minus the other's, mean over pairs
-seconds | s | main_sft, main_rm | | since the training began
 """
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")

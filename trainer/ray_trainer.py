@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import compute_advantage, compute_token_reward
 from trainer.agentic.advantage import shape_scores, token_estimator
-from trainer.checkpoint import find_checkpoint, read_state, saved_steps
+from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import ANSWERS, DynamicSampling, NothingToLearn
 from trainer.evaluate import chunks
@@ -25,16 +25,14 @@ from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.requirements import needs_greedy_baseline
-from trainer.resume import flat_config
 from trainer.rewards.baselines import take_greedy_baselines
 from trainer.rewards.groups import group_shares
 from trainer.rewards.overlong import punish_overlong
 from trainer.rewards.scores import Scorer, mask_failed
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.saving import Saver
-from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
+from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics, timed
 from trainer.steps import TrainingSteps
-from trainer.timing import timed
 from trainer.tracking import Tracking
 from verl_lite.algos.rollout_diff import rollout_probs_diff
 from verl_lite.config import PPOConfig
@@ -42,7 +40,6 @@ from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
-from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.rollout_correction import correct_rollout, keep_rewards
 from workers.rollout.base import SamplingParams
 
@@ -150,7 +147,7 @@ class RayPPOTrainer:
                 with self.timed("testing"):
                     result.after = self.validate(result)
             self.log_step(batch, result.after if "testing" in self.timing else {})
-            if self.must_save():
+            if self.saver.is_due(self.steps):
                 self.save()  # last, so that a resumed run finds the whole history of the steps before it
         result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
         return result
@@ -347,15 +344,10 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 
-    def must_save(self) -> bool:
-        """Whether this step ends with a checkpoint: it is due, one failed for want of room, or the run is stopped."""
-        return self.saver.is_due(self.steps)
-
     def save(self) -> None:
         """Writes a checkpoint of this step, and logs how long it kept the training."""
         with self.timed("save_checkpoint"):
-            is_last = self.steps.is_last or self.steps.stopping
-            self.write_checkpoint(self.steps.global_step, self.steps.state_dict(), is_last)
+            self.saver.save(self.steps, self.state())
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def save_before(self, steps: dict[str, Any] | None) -> None:
@@ -364,35 +356,24 @@ class RayPPOTrainer:
         steps: their state; None = this process has done none. Nothing is written where trainer.save_freq is 0, or
         where they have a checkpoint already.
         """
+        self.saver.finish()
         last = self.steps.global_step - 1
         if steps is not None and self.config.trainer.save_freq != 0 and last not in saved_steps(self.run_dir):
-            self.write_checkpoint(last, steps, is_last=True)
+            self.saver.save(self.steps, self.state(), at=(last, steps))
 
-    def write_checkpoint(self, step: int, steps: dict[str, Any], is_last: bool) -> None:
-        """steps: where the data stands after `step`; everything else is as it is now."""
-        state = {
-            "config": flat_config(self.config),
-            "steps": steps,
-            "kl_coef": self.kl_ctrl.value,
-            "running_moments": {domain: moments.state_dict() for domain, moments in self.running_moments.items()},
-            "random": get_random_state(),
-        }
-        self.saver.save(step, state, is_last=is_last)
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on from, besides models, steps and random states."""
+        moments = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
+        return {"kl_coef": self.kl_ctrl.value, "running_moments": moments}
 
     def resume(self) -> None:
         """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
-        trainer = self.config.trainer
-        folder = find_checkpoint(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
-        if folder is not None:
-            state = read_state(folder)
-            for name, role in self.saver.learners.items():
-                role.load(str(folder / name))
-            self.steps.load_state_dict(state["steps"])
+        state = self.saver.restore(self.steps)
+        if state is not None:
             self.kl_ctrl.value = state["kl_coef"]
             for domain, moments in state["running_moments"].items():
                 self.running_moments[domain] = RunningMoments()
                 self.running_moments[domain].load_state_dict(moments)
-            set_random_state(state["random"])
             self.samples.rewind(self.steps.global_step)
 
     @contextmanager

@@ -15,7 +15,7 @@ from trainer.loss_columns import loss_columns
 from trainer.micro_batching import MicroBatching
 from trainer.requirements import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
 from trainer.rewards.model_inputs import RewardInputs
-from trainer.saving import Savable, SavedByWorkers
+from trainer.saving import Checkpointable, SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.config import PPOConfig
 from verl_lite.group_filters import make_group_filter
@@ -178,7 +178,7 @@ class AgentRole(ActorRole):
         return [results[rank] for rank in self.group.mesh("rollout").collecting]
 
 
-class Critic(Savable, Protocol):
+class Critic(Checkpointable, Protocol):
     """The value function, as the driver sees it: trained where the estimator needs values."""
 
     def compute_values(self, batch: DataProto) -> DataProto:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.errors import UserError
@@ -37,6 +38,8 @@ MOST_TRAVERSED = 1_000_000
 """Groups after which a traversal is taken to have no end."""
 
 SEEDS = 2**31
+
+torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # a batch that waits is part of a checkpoint
 
 
 class GroupRunner(Protocol):
@@ -174,12 +177,13 @@ class RolloutScheduler:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from. Batches on their way are finished first, and are part of it."""
         self.finish()
-        return {"next_group": self.next_group, "exhausted": sorted(self.exhausted), "ready": dict(self.ready)}
+        ready = {step: (dict(b.batch.items()), b.non_tensor_batch, b.meta_info) for step, b in self.ready.items()}
+        return {"next_group": self.next_group, "exhausted": sorted(self.exhausted), "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what `state_dict` gave."""
         self.next_group, self.exhausted = state["next_group"], set(state["exhausted"])
-        self.ready = dict(state["ready"])
+        self.ready = {step: DataProto.from_dict(*parts) for step, parts in state["ready"].items()}
 
     # ------------------------------------------------------------------------------------------------------- one batch
 

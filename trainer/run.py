@@ -24,7 +24,7 @@ import psutil
 from rich.console import RenderableType
 
 from trainer import final_report
-from trainer.checkpoint import saved_steps
+from trainer.checkpoint import saved_steps, whole_checkpoint
 from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, stopping_on_signal
 from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
@@ -32,7 +32,7 @@ from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.reports.terminal import closing_findings
 from trainer.resources import reserved_devices
 from trainer.resume import refuse_another_run
-from trainer.saving import require_room_for_checkpoints
+from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking, check_trackers
 from verl_lite.config import LoadedConfig, RunConfig, RunOptions, help_config, load_schema, print_config, save_config
@@ -56,6 +56,8 @@ class Outcome(final_report.Outcome, Protocol):
 
 class Trainer(Protocol):
     """What a job builds."""
+
+    saver: Saver
 
     @property
     def steps(self) -> StepCounter: ...
@@ -164,7 +166,7 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     for note in loaded.notes:
         console.note(note)
     job.prepare()
-    if getattr(config.trainer, "dry_run", False):
+    if config.trainer.dry_run:
         return dry_run(job, loaded)
     job.check(available_devices(config))
     stack.enter_context(reserved_devices(config, job.request(), console.note))
@@ -345,7 +347,11 @@ def _holder(path: Path) -> str:
 
 def check_run_dir(job: Job[Options], total_steps: int) -> None:
     """Raises UserError where the run cannot continue from what the folder has, or its checkpoints find no room."""
+    trainer, began = job.config.trainer, time.perf_counter()
+    whole = whole_checkpoint(job.run_dir, trainer.resume_mode, trainer.resume_from_path, job.console.note)
+    if whole is not None and (seconds := time.perf_counter() - began) > 1:
+        job.console.note(f"every byte of {whole} was checked, in {seconds:.1f} s")
     if job.continues:
         refuse_another_run(job.config, job.run_dir, total_steps, job.to_look.format(run_dir=job.run_dir))
-        require_room_for_checkpoints(job.config.trainer, job.run_dir, total_steps, job.checkpoint_bytes())
+        require_room_for_checkpoints(trainer, job.run_dir, total_steps, job.checkpoint_bytes())
     job.check_folder()

@@ -1,31 +1,43 @@
 """When a run's checkpoints are complete and which of them stay: in the foreground or beside the training.
 
-Takes the models that learn and the driver's state at a step. A disk that is full does not end the training: the next
-steps try again, and only where nothing is left to train it is an error.
+Takes the models that learn and the driver's state at a step. The files are hashed and brought to the disk while the
+training goes on. A disk that is full does not end the training: the next steps try again, and only where nothing is
+left to train it is an error.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from trainer.checkpoint import (
+    MANIFEST,
+    STATE,
     DiskFull,
+    expected_size,
+    find_checkpoint,
+    folder_bytes,
     note_score,
     open_draft,
     prune,
     publish,
+    read_state,
     removed_on_failure,
     require_space,
+    saved_steps,
+    tidy,
 )
 from trainer.requirements import needs_critic
+from trainer.resume import flat_config
 from trainer.steps import StepCounter
-from verl_lite.config import PPOConfig, RunConfig
+from verl_lite.config import PPOConfig, RunConfig, RunOptions
 from verl_lite.errors import UserError
+from verl_lite.random_state import get_random_state, set_random_state
+from verl_lite.safe_state import write_state
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.critic import critic_network
 from workers.policy.loading import count_parameters, count_trained
@@ -33,7 +45,7 @@ from workers.policy.loading import count_parameters, count_trained
 BYTES_PER_PARAMETER = 12  # fp32: the parameter and AdamW's two moments
 
 
-class Savable(Protocol):
+class Checkpointable(Protocol):
     """A model that learns, as the driver sees it."""
 
     def save(self, folder: str, background: bool = False) -> None: ...
@@ -44,7 +56,7 @@ class Savable(Protocol):
 
 
 class SavedByWorkers:
-    """A `Savable` whose files the workers of `group` write, each its shards (`workers.training_worker`)."""
+    """A `Checkpointable` whose files the workers of `group` write, each its shards (`workers.training_worker`)."""
 
     group: WorkerGroup
 
@@ -62,79 +74,131 @@ class SavedByWorkers:
 
 
 class Saver:
-    """Writes the checkpoints of a run folder.
+    """Writes the checkpoints of a run folder, and reads the one to start from.
 
     learners: by the name of their folder. expected_bytes: size of a checkpoint, as far as known before the first.
-    tell: shows a sentence to the user.
+    log: shows a sentence to the user.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        config: RunConfig,
-        learners: Mapping[str, Savable],
+        config: RunOptions,
+        learners: Mapping[str, Checkpointable],
         expected_bytes: int,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self.run_dir, self.config, self.learners = run_dir, config, learners
-        self.expected_bytes, self.tell = expected_bytes, tell
+        self.run_dir, self.config, self.trainer, self.learners = run_dir, config, config.trainer, learners
+        self.expected_bytes, self.log = expected_bytes, log
         self.newest: Path | None = None
         self.is_overdue = False
-        self._pending: tuple[int, Path] | None = None
+        self._written: tuple[int, Path] | None = None  # a draft whose files the workers write
+        self._publishing: Future[Path] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        tidy(run_dir)
 
     def is_due(self, steps: StepCounter) -> bool:
         """Whether the step that runs now ends with a checkpoint: it is due, one failed for want of room, or the run is
         stopped."""
-        frequency, is_stopped = self.config.save_freq, steps.must_stop()
+        frequency, is_stopped = self.trainer.save_freq, steps.must_stop()
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
-    def save(self, step: int, state: Mapping[str, Any], *, is_last: bool) -> None:
-        """Writes the checkpoint of `step`; with trainer.async_save its files are written while training goes on.
+    def save(
+        self,
+        steps: StepCounter,
+        state: Mapping[str, Any] | None = None,
+        at: tuple[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Writes the checkpoint of this step; with trainer.async_save the models' files while training goes on.
 
         Without room on the disk `is_overdue` is set, and the next step should try again; on the last one DiskFull.
+
+        Args:
+            state: what the trainer goes on from, besides options, steps and random states.
+            at: another step and the state of `steps` after it, in place of those of now; the last of this run.
         """
+        step, position = at or (steps.global_step, steps.state_dict())
+        whole = {"config": flat_config(self.config), "steps": dict(position), "random": get_random_state()}
+        is_last = at is not None or steps.is_last or steps.stopping
         try:
-            self.finish()
+            self._collect()
             draft = open_draft(self.run_dir, step, self.expected_bytes)
             with removed_on_failure(draft, self.expected_bytes):
                 for name, learner in self.learners.items():
-                    learner.save(str(draft / name), background=self.config.async_save)
-                torch.save(dict(state), draft / "data.pt")
-            self._pending = step, draft
-            if is_last or not self.config.async_save:
+                    learner.save(str(draft / name), background=self.trainer.async_save)
+                write_state(draft / STATE, whole | dict(state or {}))
+            self._written = step, draft
+            if is_last or not self.trainer.async_save:
+                self._collect()
+            if is_last:
                 self.finish()
         except DiskFull as error:
             if is_last:
                 raise
-            self.tell(f"no checkpoint at step {step}, the next steps try again. {error}")
+            self.log(f"no checkpoint at step {step}, the next steps try again. {error}")
             self.is_overdue = True
         else:
             self.is_overdue = False
 
     def finish(self) -> None:
-        """Completes a checkpoint whose files are still being written, if there is one, and deletes what is to go."""
-        if self._pending is None:
+        """Completes a checkpoint that is still being written, if there is one."""
+        self._collect()
+        self._join()
+
+    def settle(self) -> None:
+        """Waits until what the workers have written is a checkpoint; raises nothing, for a run that has failed."""
+        if self._publishing is not None:
+            self._publishing.exception()
+
+    def _collect(self) -> None:
+        """Waits for the files of the workers; a thread then publishes them, and deletes what is to go."""
+        self._join()  # the one before
+        if self._written is None:
             return
-        (step, draft), self._pending = self._pending, None
+        (step, draft), self._written = self._written, None
         with removed_on_failure(draft, self.expected_bytes):
             for learner in self.learners.values():
                 learner.finish_save()
-            self.newest = publish(self.run_dir, step)
-        prune(
-            self.run_dir,
-            self.config.max_actor_ckpt_to_keep,
-            self.config.max_best_ckpt_to_keep,
-            self.config.best_ckpt_mode,
-        )
+        self._publishing = self._thread.submit(self._publish, step, draft)
+
+    def _join(self) -> None:
+        if self._publishing is None:
+            return
+        publishing, self._publishing = self._publishing, None
+        is_first, self.newest = self.newest is None, publishing.result()
+        if is_first:
+            seconds = json.loads((self.newest / MANIFEST).read_text(encoding="utf-8"))["hashing_seconds"]
+            size = folder_bytes(self.newest) / 1e9
+            self.log(f"a checkpoint has {size:.3g} GB; its files were hashed beside the training, in {seconds:.2g} s")
+
+    def _publish(self, step: int, draft: Path) -> Path:
+        with removed_on_failure(draft, self.expected_bytes):
+            folder = publish(self.run_dir, step)
+        options = self.trainer
+        prune(self.run_dir, options.max_actor_ckpt_to_keep, options.max_best_ckpt_to_keep, options.best_ckpt_mode)
+        return folder
+
+    def restore(self, steps: StepCounter) -> dict[str, Any] | None:
+        """Continues from the checkpoint that `trainer.resume_mode` names: learners, steps and random states are as they
+        were. Returns the driver's state; None where the run begins anew."""
+        folder = find_checkpoint(self.run_dir, self.trainer.resume_mode, self.trainer.resume_from_path)
+        if folder is None:
+            return None
+        state = read_state(folder)
+        for name, learner in self.learners.items():
+            learner.load(str(folder / name))
+        steps.load_state_dict(state["steps"])
+        set_random_state(state["random"])
+        return state
 
     def note_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keeps the score of a step, by which the best checkpoints stay.
 
         Raises UserError if trainer.best_ckpt_metric is not among the metrics.
         """
-        if not self.config.max_best_ckpt_to_keep:
+        if not self.trainer.max_best_ckpt_to_keep:
             return
-        name = self.config.best_ckpt_metric
+        name = self.trainer.best_ckpt_metric
         core = [value for key, value in metrics.items() if key.startswith("val-core/")]
         if name is not None and name not in metrics:
             raise UserError(
@@ -154,13 +218,21 @@ def checkpoint_bytes(config: PPOConfig) -> int:
     return count * BYTES_PER_PARAMETER
 
 
-def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, one: int) -> None:
-    """Raises DiskFull, before anything heavy starts, unless all checkpoints that will lie there together fit.
-
-    one: bytes of one checkpoint, about."""
+def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
+    """Checkpoints that lie in the run folder at one time, at most: one more than is kept while the next is written."""
     if trainer.save_freq == 0:
-        return
+        return 0
     written = 1 if trainer.save_freq < 0 else math.ceil(total_steps / trainer.save_freq)
-    if trainer.max_actor_ckpt_to_keep is not None:  # one more than is kept while the next is written
-        written = min(written, trainer.max_actor_ckpt_to_keep + trainer.max_best_ckpt_to_keep + 1)
-    require_space(run_dir, written * one, count=written)
+    if trainer.max_actor_ckpt_to_keep is None:
+        return written
+    return min(written, trainer.max_actor_ckpt_to_keep + trainer.max_best_ckpt_to_keep + 1)
+
+
+def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, one: int) -> None:
+    """Raises DiskFull, before anything heavy starts, unless all checkpoints that are still to come find room.
+
+    one: bytes of one checkpoint, about, where there is none yet."""
+    most = most_checkpoints(trainer, total_steps)
+    if most:
+        count = max(1, most - len(saved_steps(run_dir)))
+        require_space(run_dir, count * expected_size(run_dir, one), count=count)

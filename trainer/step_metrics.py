@@ -7,13 +7,16 @@ without a critic too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from codetiming import Timer
 
 from verl_lite.core_algos import group_ids
+from verl_lite.errors import during
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan
 
@@ -83,6 +86,19 @@ def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, flo
     highest = torch.full((number,), -torch.inf).scatter_reduce(0, groups, scores.float(), "amax")
     several = torch.bincount(groups, minlength=number) > 1
     return {"frac_reward_zero_std": _mean((lowest == highest)[several])} if several.any() else {}
+
+
+@contextmanager
+def timed(timing: dict[str, float], name: str, step: int, within: str | None = None) -> Iterator[None]:
+    """Adds the block's seconds to timing[name]; what is raised inside says that it was in this phase of this step.
+
+    within: the phase around the block, which has not ended yet; these seconds are not its own.
+    """
+    with Timer(name=name, logger=None) as timer, during(name, step):
+        yield
+    timing[name] = timing.get(name, 0.0) + timer.last
+    if within is not None:
+        timing[within] = timing.get(within, 0.0) - timer.last
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:

@@ -46,6 +46,13 @@ class StepCounter:
         """
         return frequency != 0 and (self.is_last or (frequency > 0 and self.global_step % frequency == 0))
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        return {"global_step": self.global_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+
 
 def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
     """Training steps of the whole run; the last batch of an epoch may be short. epoch_prompts: of one epoch; None =

@@ -90,7 +90,7 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
                 val_prompts=self.val_prompts,
                 reward=self.reward,
                 tracking=tracking,
-                saver=Saver(self.run_dir, config.trainer, {"actor": actor}, 0, tracking.note),
+                saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
             )
             if config.trainer.save_freq != 0:
                 actor.export(str(self.run_dir / "model"))

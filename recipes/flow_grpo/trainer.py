@@ -51,7 +51,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         tracking: Tracking,
         saver: Saver,
     ) -> None:
-        super().__init__(config.trainer, config, steps=steps, tracking=tracking, saver=saver)
+        super().__init__(config.trainer, steps=steps, tracking=tracking, saver=saver)
         self.config, self.actor, self.reward = config, actor, reward
         self.prompts, self.val_prompts = prompts, val_prompts
         self.running_moments = RunningMoments()

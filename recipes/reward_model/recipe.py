@@ -62,13 +62,15 @@ def cache_folder() -> Path:
 def build(folder: Path) -> None:
     """Writes pairs.parquet, held_out_pairs.parquet and model/, the reward model, into `folder`."""
     from recipes.reward_model.pairs import write_pairs
-    from trainer.supervised.reward_training import run_reward_training
+    from trainer.supervised.loop import train_within
+    from trainer.supervised.reward_training import RewardTrainingJob
 
     write_pairs(quickstart.START.folder / "data", folder, PAIRS_SEED)
     print(f"{NAME}: training the reward model from pairs of answers", flush=True)
     config = training_settings(folder, quickstart.START.folder / "model")
-    result = run_reward_training(config, report=lambda line: print(f"{NAME}: reward model, {line}", flush=True))
-    shutil.move(result.folder, folder / "model")
+    job, begin = RewardTrainingJob, f"{NAME}: reward model"
+    trained, _ = train_within(job, config, lambda line: print(f"{begin}, {line}", flush=True))
+    shutil.move(trained, folder / "model")
 
 
 def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
@@ -77,8 +79,8 @@ def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
         NetworkConfig,
         PreferenceDataConfig,
         RewardLossConfig,
-        RewardTrainerConfig,
         RewardTrainingConfig,
+        SFTTrainerConfig,
     )
 
     return RewardTrainingConfig(
@@ -89,8 +91,14 @@ def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
             max_length=LONGEST_TEXT,
         ),
         loss=RewardLossConfig(center_rewards_coefficient=0.01),
-        trainer=RewardTrainerConfig(
-            total_epochs=EPOCHS, default_local_dir=str(folder / "training"), log_freq=64, device="cpu"
+        trainer=SFTTrainerConfig(
+            total_epochs=EPOCHS,
+            default_local_dir=str(folder / "training"),
+            logger=["console", "jsonl"],
+            log_freq=64,
+            save_freq=0,
+            val_before_train=False,
+            device="cpu",
         ),
         **small_training(policy, lr=1e-3)
         | {"model": NetworkConfig(path=str(policy), enable_gradient_checkpointing=False)},

@@ -21,7 +21,7 @@ from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import RewardFailure
 from trainer.rewards.scores import Rewards
 from trainer.saving import Saver
-from trainer.steps import TrainingSteps
+from trainer.steps import StepCounter, TrainingSteps
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -180,7 +180,7 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
         tokenizer=fake,
         tracking=fake,
         samples=fake,
-        saver=Saver(tmp_path, config.trainer, learners, 0, parts.calls.append),
+        saver=Saver(tmp_path, config, learners, 0, parts.calls.append),
         run_dir=tmp_path,
     )
 
@@ -351,7 +351,9 @@ def test_a_save_in_the_background_is_complete_when_the_next_one_begins_or_the_ru
     saving = [call for call in parts.calls if call in ("update", "finish save", "finish critic") or "save" in call]
     once = ["save in the background", "update", "finish save", "finish critic"]
     assert saving == ["update", *once, *once, "save in the background", "finish save", "finish critic"]
-    assert sorted(path.name for path in tmp_path.glob("global_step_*/*")) == sorted(["actor", "critic", "data.pt"] * 3)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*/*")) == sorted(
+        ["actor", "critic", "data.pt", "manifest.json"] * 3
+    )
 
 
 def test_a_run_that_is_stopped_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
@@ -375,14 +377,14 @@ def test_a_run_that_is_stopped_ends_after_the_step_with_a_checkpoint(tmp_path: P
 
 def test_a_stop_that_comes_when_the_checkpoint_is_decided_is_for_the_next_step(tmp_path: Path) -> None:
     run = make(tmp_path, Parts(), trainer__val_before_train=False, trainer__save_freq=-1, trainer__test_freq=0)
-    must_save = run.must_save
+    is_due = run.saver.is_due
 
-    def stop_after_asking() -> bool:
-        answer = must_save()
+    def stop_after_asking(steps: StepCounter) -> bool:
+        answer = is_due(steps)
         run.steps.stop()
         return answer
 
-    run.must_save = stop_after_asking  # type: ignore[method-assign]
+    run.saver.is_due = stop_after_asking  # type: ignore[method-assign]
     result = run.fit()
     assert result.stopped and result.checkpoint == tmp_path / "global_step_2"
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.checkpoint import open_draft, publish, removed_on_failure
+from verl_lite.safe_state import write_state
 
 
 def write_checkpoint(
@@ -24,5 +23,5 @@ def write_checkpoint(
     draft = open_draft(run_dir, step, expected_bytes)
     with removed_on_failure(draft, expected_bytes):
         save_models(draft)
-        torch.save(dict(state), draft / "data.pt")
+        write_state(draft / "data.pt", dict(state))
         return publish(run_dir, step)

@@ -19,7 +19,7 @@ from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.resources import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, start_workers
 from trainer.run import Job, Report, ResourceRequest
-from trainer.saving import Savable, Saver
+from trainer.saving import Checkpointable, Saver
 from trainer.tracking import TRACKERS, Tracking
 from verl_lite.config.checks.diffusion import validate
 from verl_lite.config.diffusion import RewardFlowConfig
@@ -103,7 +103,7 @@ class RewardFlowJob(Job[RewardFlowConfig]):
             roles = {"actor": ClassWithInitArgs(ActorWorker, config, self.steps.total)}
             group = start_workers(config, roles, worker_modules(config), run_dir / "logs", stack)["actor"]
             actor = FlowActorRole(group, config)
-            learners: dict[str, Savable] = {"actor": actor, LORA: AdapterExport(group)}
+            learners: dict[str, Checkpointable] = {"actor": actor, LORA: AdapterExport(group)}
             yield RewardFlowTrainer(
                 config,
                 actor=actor,
@@ -112,7 +112,7 @@ class RewardFlowJob(Job[RewardFlowConfig]):
                 validation=validation_batch(config, data),
                 videos=videos,
                 tracking=tracking,
-                saver=Saver(run_dir, config.trainer, learners, 0, tracking.note),
+                saver=Saver(run_dir, config, learners, 0, tracking.note),
             )
 
     def report(self, trainer: Any, result: FitResult) -> Report:

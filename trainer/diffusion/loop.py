@@ -17,15 +17,13 @@ import numpy as np
 
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.evaluate.sample import Sample
-from trainer.resume import flat_config
 from trainer.saving import Saver
+from trainer.step_metrics import timed
 from trainer.steps import StepCounter
-from trainer.timing import timed
 from trainer.tracking import Tracking
 from verl_lite.config import RunConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from verl_lite.random_state import get_random_state, set_random_state
 
 
 @dataclass
@@ -79,6 +77,9 @@ class EpochSteps(StepCounter):
             self.global_step += 1
             yield self.global_step
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"dataset": self.dataset}
+
     def rows_of(self, step: int) -> list[int]:
         """The rows of the batch of a step, which count from 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
@@ -93,13 +94,10 @@ class DiffusionTrainer:
 
     Args:
         options: those of the run, `trainer` of its configuration.
-        saved_config: the whole configuration, which a checkpoint keeps.
     """
 
-    def __init__(
-        self, options: RunConfig, saved_config: Any, *, steps: EpochSteps, tracking: Tracking, saver: Saver
-    ) -> None:
-        self.options, self.saved_config = options, saved_config
+    def __init__(self, options: RunConfig, *, steps: EpochSteps, tracking: Tracking, saver: Saver) -> None:
+        self.options = options
         self.steps, self.tracking, self.saver = steps, tracking, saver
         self.metrics: dict[str, float] = {}
         self.samples = 0
@@ -152,25 +150,14 @@ class DiffusionTrainer:
     def save(self) -> None:
         """Writes a checkpoint of this step, and logs how long it kept the training."""
         with self.timed("save_checkpoint"):
-            state = {
-                "config": flat_config(self.saved_config),
-                "steps": {"global_step": self.steps.global_step, "dataset": self.steps.dataset},
-                "random": get_random_state(),
-                **self.state_dict(),
-            }
-            self.saver.save(self.steps.global_step, state, is_last=self.steps.is_last or self.steps.stopping)
+            self.saver.save(self.steps, self.state_dict())
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def resume(self) -> None:
         """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
-        folder = find_checkpoint(self.saver.run_dir, self.options.resume_mode, self.options.resume_from_path)
-        if folder is not None:
-            state = read_state(folder)
-            self.steps.global_step = state["steps"]["global_step"]
-            for name, learner in self.saver.learners.items():
-                learner.load(str(folder / name))
+        state = self.saver.restore(self.steps)
+        if state is not None:
             self.load_state_dict(state)
-            set_random_state(state["random"])
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Adds the block's seconds to timing_s/<name>."""

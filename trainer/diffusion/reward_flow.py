@@ -43,7 +43,7 @@ class RewardFlowTrainer(DiffusionTrainer):
         tracking: Tracking,
         saver: Saver,
     ) -> None:
-        super().__init__(config.trainer, config, steps=steps, tracking=tracking, saver=saver)
+        super().__init__(config.trainer, steps=steps, tracking=tracking, saver=saver)
         self.config, self.actor, self.read_batch = config, actor, read_batch
         self.validation, self.videos = validation, videos
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from trainer import micro_batching
 from trainer.micro_batching import MicroBatching
 from trainer.planner.memory import (
-    FP32,
     HeldNetwork,
     Pass,
     engine_weights,
@@ -29,6 +28,7 @@ from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.planner.step_time import Accelerator
 from trainer.planner.table import GIB, Phase, with_context
 from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
+from trainer.saving import BYTES_PER_PARAMETER, most_checkpoints
 from verl_lite.config import FSDPConfig, PPOConfig
 from workers.critic import critic_network
 from workers.rollout.base import resolve_engine_name
@@ -345,13 +345,4 @@ def _sync_phase(
 def checkpoint_disk(config: PPOConfig, networks: Networks, total_steps: int | None) -> tuple[float, int]:
     """(bytes of one checkpoint, how many lie there together). Weights and moments of what learns."""
     learnt = trained_parameters(config, networks.policy)[0] + (networks.critic.parameters if networks.critic else 0)
-    trainer = config.trainer
-    if trainer.save_freq == 0:
-        count = 0
-    elif trainer.save_freq < 0:
-        count = 1
-    else:
-        count = math.ceil((total_steps or trainer.save_freq) / trainer.save_freq)
-        if trainer.max_actor_ckpt_to_keep is not None:  # one more than is kept while the next is written
-            count = min(count, trainer.max_actor_ckpt_to_keep + trainer.max_best_ckpt_to_keep + 1)
-    return 3.0 * FP32 * learnt, count
+    return float(BYTES_PER_PARAMETER) * learnt, most_checkpoints(config.trainer, total_steps or 1)

@@ -1,38 +1,43 @@
-"""Training without a rollout: the loop that supervised fine-tuning and reward models share.
+"""Training without a rollout: the loop, job and worker that supervised fine-tuning and reward models share.
 
-Rows are drawn in epochs, collated, planned once for all ranks and given to workers, whose class and loss are the
-caller's. With one rank everything runs in this process. The result is a folder in Hugging Face format.
+Rows are drawn in epochs, collated, planned once for all ranks and given to workers, whose network and loss are the
+caller's. The frame is that of every run (`trainer.run`); the result is a folder in Hugging Face format, RUN/hf.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from trainer.environment import worker_environment
+from trainer.console import Console
+from trainer.evaluate.sample import Sample
+from trainer.recipe import recipe_modules
+from trainer.resources import join_ray, start_workers
+from trainer.run import Job, Report, resolve_slots
+from trainer.saving import SavedByWorkers, Saver
+from trainer.step_metrics import timed
+from trainer.steps import StepCounter
+from trainer.tracking import Tracking
 from verl_lite.config import ConfigError, SupervisedConfig
 from verl_lite.config.checks import ranges
-from verl_lite.device import cpu_count, device_type, dist_backend, get_device
 from verl_lite.errors import UserError
-from verl_lite.machine.claim import Wish, claimed_gpus
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
-from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup, create_worker_groups
+from verl_lite.single_controller import ClassWithInitArgs, WorkerGroup
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
 from workers.engine.checkpoint import export
-from workers.engine.fsdp import FSDPEngine
+from workers.phase import Phase, PhaseManager
 from workers.policy.loading import PolicyBuilder, token_network
+from workers.training_worker import TrainingWorker
 from workers.update import LossFunction
 
 
@@ -43,6 +48,7 @@ class Sized(Protocol):
 
 
 Row = TypeVar("Row", bound=Sized)
+Options = TypeVar("Options", bound=SupervisedConfig)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,6 @@ class Task(Generic[Row]):
     is meta_info["num_tokens"] of its micro-batches.
     """
 
-    name: str
     worker: type[SupervisedWorker]
     train: Sequence[Row]
     val: Sequence[Row]
@@ -61,8 +66,10 @@ class Task(Generic[Row]):
     count: Callable[[DataProto], torch.Tensor]
 
 
-class SupervisedWorker(Worker):
+class SupervisedWorker(TrainingWorker):
     """One rank's training engine. A subclass names the policy, its options in a pass, and the loss."""
+
+    config: SupervisedConfig
 
     def __init__(
         self,
@@ -72,28 +79,27 @@ class SupervisedWorker(Worker):
         loss: LossFunction,
         **options: Any,
     ) -> None:
-        super().__init__()
-        self.loss, self.options = loss, options
-        device = get_device(config.trainer.device)
-        self.init_process_group(dist_backend(device))
-        self.engine = FSDPEngine(
-            token_network(config.model, build_policy),
-            config.fsdp_config,
-            config.optim,
-            device=device,
-            total_training_steps=total_training_steps,
-            seed=config.trainer.seed,
-        )
+        super().__init__(config, total_training_steps)
+        self.build_policy, self.loss, self.options = build_policy, loss, options
+        self.phases = PhaseManager()  # its own: it may train in the process of another run, before that one begins
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engine."""
+        config = self.config
+        self.build_engine(token_network(config.model, self.build_policy), config.fsdp_config, config.optim)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
         """One optimizer step on a planned batch; metrics in meta_info, of which one is `loss`."""
+        self.phases.enter(Phase.TRAIN, self.engine)
         metrics = self.engine.train(self.rows(data), self.loss, epochs=1, **self.options)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def measure(self, data: DataProto) -> DataProto:
         """What `train` reports of the loss on a planned batch, without training."""
+        self.phases.enter(Phase.TRAIN, self.engine)
         rows = self.rows(data)
         outputs = self.engine.infer(rows, **self.options)
         rows.meta_info["num_tokens"] = 1  # of the loss itself nothing is used here
@@ -103,157 +109,111 @@ class SupervisedWorker(Worker):
         """What the policy reads of a planned batch."""
         return data
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save(self, path: str) -> None:
-        """Writes a sharded checkpoint."""
-        self.engine.save(path)
 
+class RowSteps(StepCounter):
+    """Row numbers of each optimizer step. One has data.train_batch_size rows; the last of an epoch may have fewer.
 
-@dataclass(frozen=True)
-class Trained:
-    """folder: the model in Hugging Face format. loss: mean of the last training steps. val: the last measurements, by
-    name; empty without validation rows."""
-
-    folder: Path
-    steps: int
-    loss: float
-    val: dict[str, float]
-
-
-def train(config: SupervisedConfig, task: Task[Row], report: Callable[[str], None]) -> Trained:
-    """Trains as configured. report: takes each line of progress."""
-    check_lengths(config, task)
-    rows = task.train if config.data.train_max_samples < 0 else task.train[: config.data.train_max_samples]
-    batches = list(draw_batches(len(rows), config))
-    folder = Path(config.trainer.default_local_dir).expanduser().absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        guarded(),
-        own_devices(config, folder, report),
-        worker_group(config, task, len(batches), folder) as group,
-        (folder / "metrics.jsonl").open("w") as log,
-    ):
-        run = _Run(config, task, group, report, log.write)
-        for step, chosen in enumerate(batches, start=1):
-            run.step(step, len(batches), [rows[place] for place in chosen])
-            if task.val and (
-                step == len(batches) or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0)
-            ):
-                run.validate(step)
-        shards = folder / "checkpoint"
-        group.save(str(shards))
-    export(str(shards), str(folder / "hf"))
-    shutil.rmtree(shards)
-    return Trained(folder / "hf", len(batches), float(np.mean(run.losses[-config.trainer.log_freq :])), run.val)
-
-
-def own_devices(config: SupervisedConfig, folder: Path, report: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Inside, the run's devices are its own, or shared knowingly; see `verl_lite.machine.claim`."""
-    trainer = config.trainer
-    if device_type(trainer.device) == "cpu" or config.ray_kwargs.ray_init.address is not None:
-        return nullcontext()
-    return claimed_gpus(Wish(trainer.n_gpus_per_node, str(folder), shared=trainer.share_devices), report)
-
-
-def check(config: SupervisedConfig) -> None:
-    """Raises UserError for settings that cannot work."""
-    if not config.data.train_files:
-        raise UserError("data.train_files is empty: give parquet, json or jsonl files")
-    if config.model.path is None:
-        raise UserError("model.path is null: give a Hugging Face folder or a cached hub name")
-    if problems := list(ranges(config)):
-        raise ConfigError(problems)
-    if config.trainer.backend == "inline" and config.trainer.n_gpus_per_node > 1:
-        raise UserError(
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} with trainer.backend=inline: one process is one "
-            "rank; set trainer.backend=ray"
-        )
-
-
-def check_lengths(config: SupervisedConfig, task: Task[Row]) -> None:
-    """Raises UserError if a row is longer than a micro-batch."""
-    longest = max(len(row) for row in (*task.train, *task.val))
-    if longest > config.data.max_token_len_per_gpu:
-        raise UserError(
-            f"data.max_token_len_per_gpu={config.data.max_token_len_per_gpu}: the longest row has {longest} tokens, "
-            "which a micro-batch has to hold; raise it, or lower data.max_length"
-        )
-
-
-def draw_batches(rows: int, config: SupervisedConfig) -> Iterator[list[int]]:
-    """Row numbers of each optimizer step. A step has data.train_batch_size rows; the last of an epoch may have fewer.
-
-    Raises UserError if there are no steps.
+    Raises:
+        UserError: there are no steps.
     """
-    steps, size = config.trainer.total_training_steps, config.data.train_batch_size
-    per_epoch = -(-rows // size)
-    total = config.trainer.total_epochs * per_epoch if steps is None else steps
-    if total < 1:
-        raise UserError(
-            f"trainer.total_training_steps={steps}, trainer.total_epochs={config.trainer.total_epochs}: there is no "
-            "step to train"
-        )
-    for step in range(total):
-        epoch, place = divmod(step, per_epoch)
-        order = np.arange(rows)
-        if config.data.shuffle:
-            order = np.random.default_rng([config.trainer.seed, epoch]).permutation(rows)
-        yield order[place * size : (place + 1) * size].tolist()
+
+    def __init__(self, rows: int, config: SupervisedConfig) -> None:
+        self.rows, self.config = rows, config
+        steps, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
+        self.per_epoch = -(-rows // config.data.train_batch_size)
+        self.total = epochs * self.per_epoch if steps is None else steps
+        if self.total < 1:
+            raise UserError(
+                f"trainer.total_training_steps={steps}, trainer.total_epochs={epochs}: there is no step to train"
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.config.data.train_batch_size
+        while not self.is_last and not self.stopping:
+            self.epoch, place = divmod(self.global_step, self.per_epoch)
+            self.global_step += 1
+            order = np.arange(self.rows)
+            if self.config.data.shuffle:
+                order = np.random.default_rng([self.config.trainer.seed, self.epoch]).permutation(self.rows)
+            yield order[place * size : (place + 1) * size].tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["rows"] != self.rows:
+            raise UserError(
+                f"data.train_files: {self.rows} rows, and {state['rows']} when the checkpoint was written; go on with "
+                "the same data, or start a new run with trainer.resume_mode=disable"
+            )
 
 
-@contextmanager
-def worker_group(config: SupervisedConfig, task: Task[Row], total_steps: int, folder: Path) -> Iterator[WorkerGroup]:
-    """The ranks, started, and ended with the context."""
-    trainer = config.trainer
-    on_cpu = device_type(trainer.device) == "cpu"
-    threads = max(1, cpu_count() // trainer.n_gpus_per_node)
-    pool = ResourcePool([trainer.n_gpus_per_node], use_gpu=not on_cpu)
-    roles = {task.name: ClassWithInitArgs(task.worker, config, total_steps)}
-    with ExitStack() as stack:
-        if trainer.backend == "ray":
-            from verl_lite.single_controller.ray_cluster import ray_running
+@dataclass
+class Trained:
+    """What a run leaves. shards: the model at its end, as the workers wrote it. loss: of the last line of metrics. val:
+    the last measurements, by name; empty without validation rows."""
 
-            gpus = 0 if on_cpu else trainer.n_gpus_per_node
-            stack.enter_context(ray_running(config.ray_kwargs.ray_init, task.name, num_gpus=gpus))
-        env = worker_environment(on_cpu, threads)
-        group = create_worker_groups(trainer.backend, pool, roles, env=env, log_dir=folder / "logs")[task.name]
-        yield group
-        group.shutdown()
+    steps: int = 0
+    loss: float = float("nan")
+    val: dict[str, float] = field(default_factory=dict)
+    shards: Path | None = None
+    checkpoint: Path | None = None
+    stopped: bool = False
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
 
 
-class _Run(Generic[Row]):
-    """One training: plans and dispatches batches, keeps and writes metrics."""
+class SupervisedTrainer(SavedByWorkers, Generic[Row]):
+    """The loop, and the driver's face of its workers: each call plans a batch and dispatches it."""
 
     def __init__(
         self,
         config: SupervisedConfig,
         task: Task[Row],
+        steps: RowSteps,
         group: WorkerGroup,
-        report: Callable[[str], None],
-        write: Callable[[str], object],
+        tracking: Tracking,
+        run_dir: Path,
     ) -> None:
-        self.config, self.task, self.group = config, task, group
-        self.report, self.write = report, write
-        self.losses: list[float] = []
-        self.val: dict[str, float] = {}
-        self.started = time.perf_counter()
+        self.config, self.task, self.steps, self.group = config, task, steps, group
+        self.tracking, self.run_dir = tracking, run_dir
+        self.saver = Saver(run_dir, config, {"model": self}, 0, tracking.note)
 
-    def step(self, step: int, total: int, rows: Sequence[Row]) -> None:
-        """Trains on one batch."""
-        metrics = self._dispatch(self.group.train, rows)
-        self.losses.append(metrics["loss"])
-        seconds = time.perf_counter() - self.started
-        self._log(step, {f"train/{name}": value for name, value in metrics.items()} | {"seconds": seconds})
-        if step % self.config.trainer.log_freq == 0 or step == total:
-            recent = float(np.mean(self.losses[-self.config.trainer.log_freq :]))
-            self.report(f"step {step}/{total}  loss {recent:.3f}  {seconds:.0f} s")
+    def fit(self) -> Trained:
+        """Trains to the end of the configured steps; what is logged is the mean since the last line."""
+        result, trainer = Trained(), self.config.trainer
+        since: list[dict[str, float]] = []
+        timing: dict[str, float] = {}
+        self.saver.restore(self.steps)
+        if self.task.val and trainer.val_before_train:
+            self._validate(result)
+        for rows in self.steps:
+            step = self.steps.global_step
+            with timed(timing, "step", step):
+                since.append(self._dispatch(self.group.train, [self.task.train[row] for row in rows]))
+            if step % trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked:
+                means = {f"train/{name}": float(np.mean([each[name] for each in since])) for name in since[0]}
+                place = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
+                self.tracking.log(place | means | {"timing_s/step": timing["step"] / len(since)}, step=step)
+                result.steps, result.loss = step, means["train/loss"]
+                since, timing = [], {}
+            if self.task.val and self.steps.due(trainer.test_freq):
+                self._validate(result)
+            if self.saver.is_due(self.steps):
+                self.saver.save(self.steps)
+        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
+        if not result.stopped:
+            result.shards = self._last_shards(result.checkpoint)
+        return result
 
-    def validate(self, step: int) -> None:
-        """Measures on the validation rows."""
-        self.val = self._dispatch(self.group.measure, self.task.val)
-        self._log(step, {f"val/{name}": value for name, value in self.val.items()})
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in self.val.items())
-        self.report(f"step {step}  validation {shown}")
+    def _last_shards(self, checkpoint: Path | None) -> Path:
+        if checkpoint is not None:
+            return checkpoint / "model"
+        folder = self.run_dir / ".shards"
+        self.save(str(folder))
+        return folder
 
     def _dispatch(self, call: Callable[[DataProto], list[DataProto]], rows: Sequence[Row]) -> dict[str, float]:
         batch = self.task.collate(rows)
@@ -266,5 +226,104 @@ class _Run(Generic[Row]):
         )
         return values(combine([answer.meta_info["metrics"] for answer in call(plan.apply(batch))]))
 
-    def _log(self, step: int, data: dict[str, float]) -> None:
-        self.write(json.dumps({"step": step, "data": data}) + "\n")
+    def _validate(self, result: Trained) -> None:
+        result.val, step = self._dispatch(self.group.measure, self.task.val), self.steps.global_step
+        metrics = {f"val/{name}": value for name, value in result.val.items()}
+        self.tracking.log(metrics, step=step)
+        self.saver.note_validation(step, metrics)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in result.val.items())
+        self.tracking.show(f"validation after step {step}: {shown}")
+
+
+class SupervisedJob(Job[Options]):
+    """A subclass reads the rows."""
+
+    def read_task(self) -> Task[Any]:
+        """The rows, tokenised and checked. Raises UserError for input that cannot be used."""
+        raise NotImplementedError
+
+    def check(self, available: int | None) -> None:
+        check(self.config)
+
+    def read_data(self) -> int:
+        self.task, data = self.read_task(), self.config.data
+        longest = max(len(row) for row in (*self.task.train, *self.task.val))
+        if longest > data.max_token_len_per_gpu:
+            raise UserError(
+                f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}: the longest row has {longest} tokens, "
+                "which a micro-batch has to hold; raise it, or lower data.max_length"
+            )
+        rows = len(self.task.train)
+        self.steps = RowSteps(rows if data.train_max_samples < 0 else min(rows, data.train_max_samples), self.config)
+        return self.steps.total
+
+    def plan(self) -> str:
+        rows, size = self.steps.rows, self.config.data.train_batch_size
+        return f"{rows} rows, {self.steps.total} steps of {min(size, rows)} (data.train_batch_size)"
+
+    @contextmanager
+    def build(self, tracking: Tracking) -> Iterator[SupervisedTrainer[Any]]:
+        config = self.config
+        with ExitStack() as stack:
+            join_ray(config, self.run_dir.name, tracking.note, stack)
+            roles = {"model": ClassWithInitArgs(self.task.worker, config, self.steps.total)}
+            group = start_workers(config, roles, recipe_modules(config), self.run_dir / "logs", stack)["model"]
+            yield SupervisedTrainer(config, self.task, self.steps, group, tracking, self.run_dir)
+
+    def report(self, trainer: Any, result: Trained) -> Report:
+        if result.shards is None:
+            return Report()
+        shown = "".join(f", validation {name} {value:.3f}" for name, value in result.val.items())
+        folder = self.export(result)
+        return Report([f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}{shown}"])
+
+    def export(self, result: Trained) -> Path:
+        """Writes the trained model in Hugging Face format; returns its folder. The workers have ended."""
+        assert result.shards is not None
+        folder = self.run_dir / "hf"
+        export(str(result.shards), str(folder))
+        if result.shards.parent == self.run_dir:
+            shutil.rmtree(result.shards)
+        return folder
+
+
+def train_within(
+    job_class: type[SupervisedJob[Options]], config: Options, report: Callable[[str], None]
+) -> tuple[Path, Trained]:
+    """Trains inside another run, or in a program of one's own: the folder of the model, and what else there is.
+
+    report: takes each line of progress.
+    """
+    job = job_class(config, resolve_slots(config), _Lines(report))
+    job.check(None)
+    job.read_data()
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    with guarded(), Tracking(job.run_dir, config, job.console) as tracking, job.build(tracking) as trainer:
+        result = trainer.fit()
+    return job.export(result), result
+
+
+class _Lines(Console):
+    """Gives each line of progress to a function."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def progress(self, text: str) -> None:
+        self._report(text)
+
+
+def check(config: SupervisedConfig) -> None:
+    """Raises UserError for settings that cannot work."""
+    if not config.data.train_files:
+        raise UserError("data.train_files is empty: give parquet, json or jsonl files")
+    if config.model.path is None:
+        raise UserError("model.path is null: give a Hugging Face folder or a cached hub name")
+    if problems := list(ranges(config)):
+        raise ConfigError(problems)
+    if config.trainer.backend == "inline" and (config.trainer.n_gpus_per_node or 1) > 1:
+        raise UserError(
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} with trainer.backend=inline: one process is one "
+            "rank; set trainer.backend=ray"
+        )

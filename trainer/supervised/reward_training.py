@@ -7,14 +7,13 @@ it depends neither on how the batch was cut nor on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from trainer.data.preferences import collate_pairs, load_pairs, texts_of
-from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, train
+from trainer.data.preferences import Pair, collate_pairs, load_pairs, texts_of
+from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from verl_lite.config import ModelConfig, RewardTrainingConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
@@ -68,17 +67,19 @@ class RewardTrainingWorker(SupervisedWorker):
         return texts
 
 
-def run_reward_training(config: RewardTrainingConfig, report: Callable[[str], None] = print) -> Trained:
-    """Trains as configured. report: takes each line of progress. Raises UserError for input that cannot be used."""
-    check(config)
-    tokenizer = load_tokenizer(ModelConfig(path=config.model.path, trust_remote_code=config.model.trust_remote_code))
-    files = config.data.val_files
-    task = Task(
-        name="reward_training",
-        worker=RewardTrainingWorker,
-        train=load_pairs(config.data.train_files, tokenizer, config.data, option="data.train_files"),
-        val=load_pairs(files, tokenizer, config.data, option="data.val_files") if files else [],
-        collate=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
-        count=lambda batch: torch.ones(len(batch), dtype=torch.long),
-    )
-    return train(config, task, report)
+class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
+    """`python -m trainer.main_rm`."""
+
+    module, options = "trainer.main_rm", RewardTrainingConfig
+
+    def read_task(self) -> Task[Pair]:
+        config, model = self.config, self.config.model
+        tokenizer = load_tokenizer(ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code))
+        files = config.data.val_files
+        return Task(
+            worker=RewardTrainingWorker,
+            train=load_pairs(config.data.train_files, tokenizer, config.data, option="data.train_files"),
+            val=load_pairs(files, tokenizer, config.data, option="data.val_files") if files else [],
+            collate=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
+            count=lambda batch: torch.ones(len(batch), dtype=torch.long),
+        )

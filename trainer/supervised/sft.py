@@ -5,13 +5,12 @@ The same training engine, planner and worker groups as in reinforcement learning
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from trainer.data.sft import collate, load_examples
-from trainer.supervised.loop import SupervisedWorker, Task, Trained, check, train
+from trainer.data.sft import Example, collate, load_examples
+from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from verl_lite.config import SFTConfig
 from verl_lite.config.checks.model import adapter
 from verl_lite.errors import UserError
@@ -38,18 +37,20 @@ class SFTWorker(SupervisedWorker):
         super().__init__(config, total_training_steps, policy, sft_loss, temperature=1.0, calculate_entropy=False)
 
 
-def run_sft(config: SFTConfig, report: Callable[[str], None] = print) -> Trained:
-    """Trains as configured. report: takes each line of progress. Raises UserError for input that cannot be used."""
-    check(config)
-    for problem in adapter(config.model):
-        raise UserError(problem)
-    tokenizer, files = load_tokenizer(config.model), config.data.val_files
-    task = Task(
-        name="sft",
-        worker=SFTWorker,
-        train=load_examples(config.data.train_files, tokenizer, config.data, option="data.train_files"),
-        val=load_examples(files, tokenizer, config.data, option="data.val_files") if files else [],
-        collate=partial(collate, pad_token_id=tokenizer.pad_token_id),
-        count=lambda batch: batch.batch["response_mask"].sum(1),
-    )
-    return train(config, task, report)
+class SFTJob(SupervisedJob[SFTConfig]):
+    """`python -m trainer.main_sft`."""
+
+    module, options = "trainer.main_sft", SFTConfig
+
+    def read_task(self) -> Task[Example]:
+        config = self.config
+        for problem in adapter(config.model):
+            raise UserError(problem)
+        tokenizer, files = load_tokenizer(config.model), config.data.val_files
+        return Task(
+            worker=SFTWorker,
+            train=load_examples(config.data.train_files, tokenizer, config.data, option="data.train_files"),
+            val=load_examples(files, tokenizer, config.data, option="data.val_files") if files else [],
+            collate=partial(collate, pad_token_id=tokenizer.pad_token_id),
+            count=lambda batch: batch.batch["response_mask"].sum(1),
+        )

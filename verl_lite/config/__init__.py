@@ -43,7 +43,6 @@ from verl_lite.config.reward import CustomRewardConfig, OverlongBufferConfig, Re
 from verl_lite.config.reward_training import (
     PreferenceDataConfig,
     RewardLossConfig,
-    RewardTrainerConfig,
     RewardTrainingConfig,
 )
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
@@ -91,7 +90,6 @@ __all__ = [
     "RewardLossConfig",
     "RewardModelConfig",
     "RewardNormalizationConfig",
-    "RewardTrainerConfig",
     "RewardTrainingConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",

@@ -355,6 +355,7 @@ class RunConfig:
     resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide the result")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after", at_least(-1))
     val_before_train: bool = opt(True, "validate before the first step")
+    dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml and start nothing")
 
 
 @dataclass
@@ -363,7 +364,6 @@ class TrainerConfig(RunConfig):
         None, "a validation asks no more prompts after this many seconds; null = all", POSITIVE
     )
     val_only: bool = opt(False, "validate and stop")
-    dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml and start nothing")
     critic_warmup: int = opt(0, "steps in which only the critic learns", at_least(0))
     balance_batch: bool = opt(True, "give each rank the same amount of work by sequence length")
     log_val_generations: int = opt(3, "validation samples shown at the end and sent to trackers", at_least(0))
@@ -459,23 +459,19 @@ class SFTDataConfig(SupervisedDataConfig):
 
 
 @dataclass
-class SFTTrainerConfig:
-    total_epochs: int = opt(1, "passes over the rows")
-    total_training_steps: int | None = opt(None, "stop after this many optimizer steps; null = total_epochs")
-    default_local_dir: str = opt("runs/sft", "folder to write: the model in Hugging Face format, and metrics.jsonl")
-    test_freq: int = opt(-1, "steps between measurements of the validation loss; -1 = only at the end")
-    log_freq: int = opt(10, "steps between lines of metrics", at_least(1))
-    n_gpus_per_node: int = opt(1, "devices (on a CPU: worker slots); beyond one with trainer.backend=ray", at_least(1))
-    device: str = opt("auto", "auto | cpu | cuda")
-    backend: str = opt("inline", "inline = in this process; ray = one process per device")
-    share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")
-    seed: int = opt(1, "the root of every random number")
+class SFTTrainerConfig(RunConfig):
+    log_freq: int = opt(1, "steps between lines of metrics, which are means over these steps", at_least(1))
+    n_gpus_per_node: int | None = opt(
+        1, "devices (on a CPU: worker slots); beyond one with trainer.backend=ray", at_least(1)
+    )
+    backend: str = opt("inline", "inline = everything in this process; ray = one process per device", ("ray", "inline"))
 
 
 @dataclass
 class SupervisedConfig:
     """What all training without a rollout has: see `trainer.supervised.loop`."""
 
+    recipe: str | None = opt(None, "path or module of a recipe, whose settings come before those of the command line")
     data: SupervisedDataConfig = section(SupervisedDataConfig, "what is learnt from")
     model: NetworkConfig = section(NetworkConfig, "the network")
     optim: OptimConfig = section(OptimConfig, "optimizer")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_lite.config.fields import at_least, opt, section
-from verl_lite.config.ppo import SFTTrainerConfig, SupervisedConfig, SupervisedDataConfig
+from verl_lite.config.ppo import SupervisedConfig, SupervisedDataConfig
 
 
 @dataclass
@@ -36,16 +36,8 @@ class RewardLossConfig:
 
 
 @dataclass
-class RewardTrainerConfig(SFTTrainerConfig):
-    default_local_dir: str = opt(
-        "runs/reward_model", "folder to write: the model in Hugging Face format, and metrics.jsonl"
-    )
-
-
-@dataclass
 class RewardTrainingConfig(SupervisedConfig):
     """Training of a reward model, `python -m trainer.main_rm`."""
 
     data: PreferenceDataConfig = section(PreferenceDataConfig, "pairs of answers")
     loss: RewardLossConfig = section(RewardLossConfig, "Bradley-Terry, and what is added")
-    trainer: RewardTrainerConfig = section(RewardTrainerConfig, "the run")

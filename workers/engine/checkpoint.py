@@ -2,13 +2,13 @@
 
 A checkpoint is a folder in the format of torch.distributed.checkpoint (each rank writes its shards; any number of
 ranks can read it) with a `huggingface/` folder beside the shards: config, tokenizer and generation config, so that
-`export` needs nothing else; an adapter has its peft config there too, and its base model stays where it is.
-`python -m workers.engine.checkpoint FOLDER TARGET` exports on a CPU, without torch.distributed.
+`export` needs nothing else; an adapter has its peft config there too, and its base model stays where it is. Nothing
+that is read here runs code (`verl_lite.safe_state`), whoever wrote it.
 """
 
 from __future__ import annotations
 
-import argparse
+import io
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -37,6 +40,7 @@ from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.device import DTYPES
 from verl_lite.errors import UserError
 from verl_lite.random_state import get_random_state, set_random_state
+from verl_lite.safe_state import read_metadata, read_state, write_state
 from workers.engine.optimizer import ShardedAdamW
 from workers.policy.adapter import describe, load_adapter_config, merged, save_adapter, scale_of
 
@@ -71,22 +75,55 @@ def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW |
     if not (Path(path) / ".metadata").is_file():
         raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (with a .metadata file)")
     state = _state(parameters, optimizer, 0)
-    dcp.load(state, checkpoint_id=path)
+    _read(state, path)
     if optimizer is not None:
         optimizer.steps_taken = int(state["steps_taken"])
     return int(state["scheduler_step"])
 
 
+def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> None:
+    """Fills the tensors of `state`, and replaces its other values. UserError for shards that are missing or damaged."""
+    try:
+        dcp.load(state, storage_reader=_Reader(path), planner=_Planner(), no_dist=no_dist)
+    except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(
+            f"checkpoint {path}: its files are damaged or incomplete ({lines[-1] if lines else error!r}); take an "
+            "older one with trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
+        ) from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """Its index is a pickle, which is read with an allow list."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata: Metadata = read_metadata(Path(self.path) / ".metadata")
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """What is no tensor is a number; torch would open any pickle in its place."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
 def save_random_state(path: str, rank: int) -> None:
     """This rank's random states, beside its shards."""
-    torch.save(get_random_state(), Path(path) / f"random_{rank}.pt")
+    write_state(Path(path) / f"random_{rank}.pt", get_random_state())
 
 
 def load_random_state(path: str, rank: int) -> None:
     """Puts back what this rank had. A rank that was not there when the checkpoint was written keeps its own."""
     file = Path(path) / f"random_{rank}.pt"
     if file.exists():
-        set_random_state(torch.load(file, weights_only=False))
+        set_random_state(read_state(file))
 
 
 def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> dict[str, Any]:
@@ -173,7 +210,7 @@ def _checkpoint(path: str) -> Path:
 
 def _read_weights(source: Path) -> dict[str, torch.Tensor]:
     """What learnt, whole, by name."""
-    metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    metadata = read_metadata(source / ".metadata").state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
@@ -181,7 +218,7 @@ def _read_weights(source: Path) -> dict[str, torch.Tensor]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted here
-        dcp.load(state, checkpoint_id=source, no_dist=True)
+        _read(state, source, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
@@ -227,17 +264,3 @@ def _auto_class(config: PretrainedConfig) -> Any:
         if any(kind in name for name in config.architectures or ()):
             return auto_class
     return AutoModelForCausalLM
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=export.__doc__)
-    parser.add_argument("path", help="the `actor` or `critic` folder of a checkpoint")
-    parser.add_argument("target", help="the folder to write")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
-    arguments = parser.parse_args()
-    export(arguments.path, arguments.target, arguments.dtype)
-
-
-if __name__ == "__main__":
-    main()

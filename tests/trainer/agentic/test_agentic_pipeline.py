@@ -143,7 +143,7 @@ def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
         tokenizer=fake,
         tracking=fake,
         samples=fake,
-        saver=Saver(tmp_path, config.trainer, {"actor": fake}, 0, agent.calls.append),
+        saver=Saver(tmp_path, config, {"actor": fake}, 0, agent.calls.append),
         run_dir=tmp_path,
     )
 

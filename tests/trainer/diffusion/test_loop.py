@@ -12,7 +12,7 @@ import torch
 
 from trainer.diffusion.loop import EpochSteps, refuse_other_data
 from trainer.diffusion.reward_flow import AdapterExport, FlowActorRole, RewardFlowTrainer
-from trainer.saving import Savable, Saver
+from trainer.saving import Checkpointable, Saver
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -127,7 +127,7 @@ class Run:
         tracking: Any = self.tracking
         videos: Any = self.videos
         actor = FlowActorRole(fake, config)
-        learners: dict[str, Savable] = {"actor": actor, "lora": AdapterExport(fake)}
+        learners: dict[str, Checkpointable] = {"actor": actor, "lora": AdapterExport(fake)}
         self.trainer = RewardFlowTrainer(
             config,
             actor=actor,
@@ -136,7 +136,7 @@ class Run:
             validation=clips(0, [0, 1]),
             videos=videos,
             tracking=tracking,
-            saver=Saver(run_dir, config.trainer, learners, 0, self.tracking.notes.append),
+            saver=Saver(run_dir, config, learners, 0, self.tracking.notes.append),
         )
 
 

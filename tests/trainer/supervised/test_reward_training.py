@@ -20,14 +20,15 @@ from tests.workers.ranks import Ranks
 from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair, texts_of
 from trainer.data.sft import Example
-from trainer.supervised.reward_training import RewardTrainingWorker, bradley_terry, pair_loss, run_reward_training
+from trainer.supervised.loop import train_within
+from trainer.supervised.reward_training import RewardTrainingJob, RewardTrainingWorker, bradley_terry, pair_loss
 from verl_lite.config import (
     NetworkConfig,
     OptimConfig,
     PreferenceDataConfig,
     RewardLossConfig,
-    RewardTrainerConfig,
     RewardTrainingConfig,
+    SFTTrainerConfig,
 )
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
@@ -226,19 +227,21 @@ def config_of(model: str, folder: Path, **data: Any) -> RewardTrainingConfig:
         model=NetworkConfig(path=model, enable_gradient_checkpointing=False),
         optim=OptimConfig(lr=5e-3),
         loss=RewardLossConfig(center_rewards_coefficient=0.01),
-        trainer=RewardTrainerConfig(total_epochs=5, default_local_dir=str(folder / "rm"), device="cpu"),
+        trainer=SFTTrainerConfig(
+            total_epochs=5, default_local_dir=str(folder / "rm"), device="cpu", logger=["jsonl"], val_before_train=False
+        ),
     )
 
 
 def test_a_run_learns_and_leaves_what_transformers_reads_as_it_was_measured(model: str, tmp_path: Path) -> None:
     config = config_of(model, tmp_path)
-    result = run_reward_training(config, report=lambda line: None)
+    folder, result = train_within(RewardTrainingJob, config, lambda line: None)
     log = [json.loads(line)["data"] for line in (tmp_path / "rm" / "metrics.jsonl").read_text().splitlines()]
     assert log[0]["train/loss"] == pytest.approx(math.log(2)), "a head of zeros prefers nothing"
     assert result.val["accuracy"] > 0.8 and log[-1]["val/margin"] == result.val["margin"] > 0.5
 
-    network = AutoModelForSequenceClassification.from_pretrained(result.folder)
-    tokenizer = AutoTokenizer.from_pretrained(result.folder)
+    network = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     losses, margins = [], []
     for row in pairs_of(20):
         scores = []
@@ -254,9 +257,10 @@ def test_a_run_learns_and_leaves_what_transformers_reads_as_it_was_measured(mode
     assert result.val["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert result.val["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
     assert result.val["accuracy"] == np.mean(np.array(margins) > 0)
-    again = config_of(str(result.folder), tmp_path)
-    again.trainer.total_training_steps = 1
-    assert run_reward_training(again, report=lambda line: None).loss < 0.6, "training goes on from a reward model"
+    again = config_of(str(folder), tmp_path)
+    again.trainer.total_training_steps, again.trainer.default_local_dir = 1, str(tmp_path / "again")
+    _, more = train_within(RewardTrainingJob, again, lambda line: None)
+    assert more.loss < 0.6, "training goes on from a reward model"
 
 
 # --------------------------------------------------------------------------------------------------------- invariance
@@ -269,9 +273,10 @@ def learnt(model: str, budget: int, packed: bool, world: int) -> tuple[list[dict
         model=NetworkConfig(path=model, enable_gradient_checkpointing=False, use_remove_padding=packed),
         optim=OptimConfig(lr=1e-2, eps=1e-2),
         loss=RewardLossConfig(center_rewards_coefficient=0.01),
-        trainer=RewardTrainerConfig(device="cpu"),
+        trainer=SFTTrainerConfig(device="cpu"),
     )
     worker, tokenizer = RewardTrainingWorker(config, 3), tiny_tokenizer()
+    worker.init_model()
     pairs = [
         Pair(*(encode_answer(chat, tokenizer, "end_of_turn", "row") for chat in read_pair(row, config.data, "row")))
         for row in pairs_of(21)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer import main_sft
 from trainer.data.sft import Example, collate, encode_chat, load_examples
-from trainer.supervised.loop import draw_batches
-from trainer.supervised.sft import run_sft, sft_loss
+from trainer.supervised.loop import RowSteps, train_within
+from trainer.supervised.sft import SFTJob, sft_loss
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -108,12 +108,16 @@ def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
 
 def test_an_epoch_serves_each_row_once() -> None:
     config = SFTConfig(data=SFTDataConfig(train_batch_size=4), trainer=SFTTrainerConfig(total_epochs=2))
-    batches = list(draw_batches(10, config))
+    batches = list(RowSteps(10, config))
     assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2]
     first, second = sum(batches[:3], []), sum(batches[3:], [])
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second and first != list(range(10))
-    assert list(draw_batches(10, config)) == batches
+    resumed = RowSteps(10, config)
+    resumed.load_state_dict({"global_step": 2, "rows": 10})
+    assert list(resumed) == batches[2:]
+    with pytest.raises(UserError, match="9 rows, and 10 when the checkpoint was written"):
+        RowSteps(9, config).load_state_dict({"global_step": 2, "rows": 10})
 
 
 # ------------------------------------------------------------------------------------------------------------ refused
@@ -192,22 +196,29 @@ def config_of(model: str, folder: Path, **data: Any) -> SFTConfig:
         data=SFTDataConfig(train_files=[train], val_files=[val], train_batch_size=10, **data),
         model=ModelConfig(path=model, enable_gradient_checkpointing=False),
         optim=OptimConfig(lr=5e-3),
-        trainer=SFTTrainerConfig(total_epochs=4, default_local_dir=str(folder / "sft"), device="cpu"),
+        trainer=SFTTrainerConfig(
+            total_epochs=4,
+            default_local_dir=str(folder / "sft"),
+            device="cpu",
+            logger=["console", "jsonl"],
+            save_freq=0,
+        ),
     )
 
 
 def test_a_run_learns_and_leaves_a_hugging_face_folder(model: str, tmp_path: Path) -> None:
     config = config_of(model, tmp_path)
     lines: list[str] = []
-    result = run_sft(config, report=lines.append)
+    folder, result = train_within(SFTJob, config, lines.append)
     log = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
     losses = [entry["data"]["train/loss"] for entry in log if "train/loss" in entry["data"]]
     assert len(losses) == result.steps == 12
     assert losses[-1] < 0.6 * losses[0]
-    assert any("validation loss" in line for line in lines)
+    assert any(line.startswith("validation after step 12: loss") for line in lines)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["hf", "metrics.jsonl"]
 
-    network = AutoModelForCausalLM.from_pretrained(result.folder)
-    tokenizer = type(tiny_tokenizer()).from_pretrained(result.folder)
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = type(tiny_tokenizer()).from_pretrained(folder)
     total = count = 0.0
     for example in load_examples(config.data.val_files, tokenizer, config.data, option="data.val_files"):
         with torch.no_grad():
@@ -224,5 +235,25 @@ def test_losses_do_not_depend_on_micro_batches(model: str, tmp_path: Path) -> No
     for budget in (64, 16384):
         folder = tmp_path / str(budget)
         folder.mkdir()
-        losses[budget] = run_sft(config_of(model, folder, max_token_len_per_gpu=budget), report=lambda line: None).loss
+        config = config_of(model, folder, max_token_len_per_gpu=budget)
+        losses[budget] = train_within(SFTJob, config, lambda line: None)[1].loss
     assert losses[64] == pytest.approx(losses[16384], rel=1e-4)
+
+
+def test_a_stopped_command_goes_on_to_the_same_weights(model: str, tmp_path: Path) -> None:
+    config = config_of(model, tmp_path)
+    arguments = [
+        f"data.train_files={config.data.train_files[0]}", f"model.path={model}", "data.train_batch_size=10",
+        "optim.lr=5e-3", "trainer.device=cpu", "trainer.logger=[jsonl]", "trainer.save_freq=2",
+        "trainer.total_training_steps=4", "model.enable_gradient_checkpointing=false",
+    ]  # fmt: skip
+    whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
+    assert main_sft.main([*arguments, whole]) == 0
+    assert main_sft.main([*arguments, parts, "trainer.total_training_steps=2"]) == 0
+    assert main_sft.main([*arguments, parts]) == 2, "the folder holds a run"
+    assert main_sft.main([*arguments, parts, "trainer.resume_mode=auto"]) == 0
+    one, other = (
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf").named_parameters())
+        for name in ("whole", "parts")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,143 @@
+"""What a disk, a copy or a stranger did to a checkpoint is noticed before it is used, and nothing of it runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.trainer.written_checkpoint import write_checkpoint
+from trainer.checkpoint import damage_of, find_checkpoint, read_state, saved_steps, whole_checkpoint
+from trainer.saving import most_checkpoints, require_room_for_checkpoints
+from verl_lite.config import RunConfig
+from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
+from verl_lite.random_state import get_random_state, set_random_state
+from verl_lite.safe_state import read_metadata, write_state
+from workers.engine.checkpoint import _read as read_shards
+from workers.engine.checkpoint import load_random_state, save_random_state
+
+Usage = namedtuple("Usage", "total used free")
+
+
+class Runs:
+    """A pickle of this touches a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def save(run_dir: Path, step: int) -> Path:
+    def models(folder: Path) -> None:
+        dcp.save({"model.w": torch.arange(1000.0)}, checkpoint_id=folder / "actor", no_dist=True)
+
+    return write_checkpoint(run_dir, step, models, {"step": step})
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [(flip_a_bit, "the bytes of actor/.*distcp are not"), (truncate, "were written"), (Path.unlink, "is missing")],
+)
+def test_auto_goes_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path, harm: Any, said: str) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    told: list[str] = []
+    assert whole_checkpoint(tmp_path, "auto", None, told.append) == second and told == []
+    harm(next(second.glob("actor/*.distcp")))
+    assert whole_checkpoint(tmp_path, "auto", None, told.append) == first
+    assert len(told) == 1 and "global_step_2 is damaged" in told[0] and "global_step_2.damaged" in told[0]
+    assert list(saved_steps(tmp_path)) == [1] and find_checkpoint(tmp_path, "auto", None) == first
+
+
+def test_a_damaged_one_that_was_named_is_refused_with_the_others(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    flip_a_bit(second / "data.pt")
+    with pytest.raises(
+        UserError, match=f"global_step_2 is damaged: the bytes of data.pt .* Others of its run: {first}"
+    ):
+        whole_checkpoint(tmp_path, "resume_path", str(second), pytest.fail)
+    (second / "manifest.json").write_text("{")
+    assert damage_of(second, pytest.fail) == "manifest.json cannot be read"
+    (second / "manifest.json").unlink()
+    told: list[str] = []
+    assert damage_of(second, told.append) is None and "older versions" in told[0]
+
+
+def test_shards_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1) / "actor"
+    shard = next(folder.glob("*.distcp"))
+    for content in (shard.read_bytes()[:200], None):
+        shard.unlink() if content is None else shard.write_bytes(content)
+        with pytest.raises(UserError, match="damaged or incomplete .* trainer.resume_from_path"):
+            read_shards({"model.w": torch.empty(1000)}, folder, no_dist=True)
+
+
+def test_nothing_in_a_checkpoint_runs_when_it_is_read(tmp_path: Path) -> None:
+    folder, witness = save(tmp_path, 1), tmp_path / "ran"
+    torch.save({"config": Runs(witness)}, folder / "data.pt")
+    with pytest.raises(UserError, match="data.pt is not opened, because it may run code"):
+        read_state(folder)
+    torch.save({"python": Runs(witness)}, folder / "actor" / "random_0.pt")
+    with pytest.raises(UserError, match="is not opened"):
+        load_random_state(str(folder / "actor"), 0)
+    (folder / "actor" / ".metadata").write_bytes(pickle.dumps(Runs(witness)))
+    with pytest.raises(UserError, match="is not opened: .* it names posix.system"):
+        read_metadata(folder / "actor" / ".metadata")
+    dcp.save({"scheduler_step": Runs(witness)}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    with pytest.raises(UserError, match="damaged or incomplete"):
+        read_shards({"scheduler_step": 0}, tmp_path / "shards", no_dist=True)
+    assert not witness.exists()
+
+
+def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1) / "actor" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        object.__setattr__(place, "relative_path", "../../../etc/passwd")
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="files outside its folder"):
+        read_metadata(path)
+
+
+def test_states_come_back_and_what_could_not_is_refused_at_the_save(tmp_path: Path) -> None:
+    save_random_state(str(tmp_path), 0)
+    before = get_random_state()
+    drawn = np.random.random(3), torch.rand(3)
+    load_random_state(str(tmp_path), 0)
+    assert np.array_equal(np.random.random(3), drawn[0]) and torch.equal(torch.rand(3), drawn[1])
+    set_random_state(before)
+    batch = DataProto.from_dict({"a": torch.ones(2)}, {"chat": np.array([[{"role": "user"}], None], dtype=object)})
+    with pytest.raises(TypeError, match="the state has objects of .*; expected tensors"):
+        write_state(tmp_path / "x.pt", {"batch": batch})
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_checkpoints_that_are_there_already_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, size = RunConfig(save_freq=1, max_actor_ckpt_to_keep=2), 4_000_000
+    assert most_checkpoints(options, 10) == 3 and most_checkpoints(RunConfig(), 10) == 1
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step, lambda folder: (folder / "shard").write_bytes(bytes(size)) and None, {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 5_000_000))  # for one, not for three
+    require_room_for_checkpoints(options, tmp_path, 10, size)
+    with pytest.raises(UserError, match="the 3 checkpoints that this run still writes need about 0.012 GB"):
+        require_room_for_checkpoints(options, tmp_path / "new", 10, size)
