@@ -213,7 +213,6 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
         pytest.param(12, 4, 3, 5, OFF_POLICY, ACTOR, id="epoch boundary, off-policy, shuffled"),
         pytest.param(10, 4, 3, 7, KL, ACTOR, id="rows do not divide, boundary, adaptive KL"),
         pytest.param(10, 4, 4, 5, [], ACTOR, id="only the last step is left"),
-        pytest.param(3, 4, 2, 4, [], ACTOR, id="fewer rows than a batch"),
         pytest.param(12, 4, 1, 3, [*GAE, "trainer.critic_warmup=2"], CRITIC, id="critic, within its warm-up"),
         pytest.param(12, 4, 2, 3, [*GAE, "trainer.critic_warmup=1"], CRITIC, id="critic, after its warm-up"),
         pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background, a mixture"),
