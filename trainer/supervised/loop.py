@@ -25,7 +25,7 @@ from trainer.saving import SavedByWorkers, Saver
 from trainer.step_metrics import timed
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking
-from verl_lite.config import ConfigError, SupervisedConfig
+from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import ranges
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
@@ -238,6 +238,8 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
 class SupervisedJob(Job[Options]):
     """A subclass reads the rows."""
 
+    config: Options
+
     def read_task(self) -> Task[Any]:
         """The rows, tokenised and checked. Raises UserError for input that cannot be used."""
         raise NotImplementedError
@@ -246,7 +248,8 @@ class SupervisedJob(Job[Options]):
         check(self.config)
 
     def read_data(self) -> int:
-        self.task, data = self.read_task(), self.config.data
+        self.task = self.read_task()
+        data: SupervisedDataConfig = self.config.data
         longest = max(len(row) for row in (*self.task.train, *self.task.val))
         if longest > data.max_token_len_per_gpu:
             raise UserError(

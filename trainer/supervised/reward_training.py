@@ -70,6 +70,7 @@ class RewardTrainingWorker(SupervisedWorker):
 class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     """`python -m trainer.main_rm`."""
 
+    config: RewardTrainingConfig
     module, options = "trainer.main_rm", RewardTrainingConfig
 
     def read_task(self) -> Task[Pair]:
