@@ -1,5 +1,5 @@
 """The noise-free sampler of a flow-matching model: its grid of sigmas, which expert works where, Euler steps, and how
-far a velocity is from the base model's.
+far a velocity is from the base model's; and the loss of reward flow.
 
 The model predicts v = dx / dsigma on the way from noise (sigma = 1) to data (sigma = 0); it is told the timestep
 1000 sigma. Pure functions; tensors are (b, ...). `flow_sde` beside this file has the sampler with noise.
@@ -63,3 +63,22 @@ def flow_kl(velocity: torch.Tensor, base_velocity: torch.Tensor, sigma: float) -
     dtype = torch.promote_types(velocity.dtype, torch.float32)
     difference = velocity.to(dtype) - base_velocity.to(dtype)
     return difference.square().flatten(1).mean(1) / (2 * sigma**2)
+
+
+def reward_flow_loss(
+    face_score: torch.Tensor,
+    kl_loss: torch.Tensor,
+    *,
+    baseline: float = 0.54,
+    std: float = 0.16,
+    coef: float = 0.1,
+    kl_coef: float = 1.0,
+) -> torch.Tensor:
+    """-(face_score - baseline) / std * coef + kl_coef * kl_loss, of each sample, in the shape of the arguments.
+
+    face_score: what the frames are worth, with gradient. kl_loss: `flow_kl`, averaged over the steps with
+    gradient. baseline and std: mean and deviation of the scores of the model before training; they move the loss, and
+    std and coef together are the reward's weight. The constants are ROLL's (WanTrainingModule, commit 60044b8b), which
+    rounds face_score to bf16 first; here it stays as it is.
+    """
+    return -(face_score - baseline) / std * coef + kl_coef * kl_loss

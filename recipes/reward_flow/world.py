@@ -284,7 +284,7 @@ def flow_match(
 def _embedded(prompts: list[str], tokenizer: Any, text_encoder: Any) -> torch.Tensor:
     """(n, L, D), as the worker gives prompts to the experts."""
     from workers.diffusion.memory import Placement
-    from workers.diffusion.prompts import PromptEncoder
+    from workers.diffusion.pipeline import PromptEncoder
 
     device = torch.device("cpu")
     return PromptEncoder(tokenizer, text_encoder, Placement(device, offload=False))(prompts, device)

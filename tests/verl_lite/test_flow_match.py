@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_lite.flow_match import euler_step, flow_kl, flow_sigmas, high_noise_steps
-from verl_lite.reward_flow import reward_flow_loss
+from verl_lite.flow_match import euler_step, flow_kl, flow_sigmas, high_noise_steps, reward_flow_loss
 
 ROLL_TIMESTEPS = [1000, 972.2222222, 937.5, 892.8571429, 833.3333333, 750, 625, 416.6666667, 0]
 

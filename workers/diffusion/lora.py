@@ -1,4 +1,4 @@
-"""The adapter of a diffusion expert: put beside its linear layers, and written as diffusers reads it.
+"""The adapter of a diffusion model: put beside its linear layers, and written as diffusers reads it.
 
 The layers are peft's, as in `workers.policy.adapter`; B starts as zeros, so the model starts as the base model.
 """
@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 _IN_NETWORK = ".default."  # peft's name of the one adapter, in the parameters' names but not in files
 
 
-def adapter_config(network: nn.Module, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
-    """peft's config of the adapter that `model` asks for. Raises UserError for a name that fits no linear layer."""
-    from peft import LoraConfig
+def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
+    """Puts an adapter beside the linear layers that `model.target_modules` names, and freezes all else.
+
+    The adapter's parameters are fp32 and compute in the dtype of their inputs. Raises UserError for a name that fits no
+    linear layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     targets = layers if list(model.target_modules) == [ALL_LINEAR] else list(model.target_modules)
@@ -38,7 +43,7 @@ def adapter_config(network: nn.Module, model: DiffusionModelConfig | FlowModelCo
             f"model.target_modules={targets}: {', '.join(unmatched) or 'an empty list'} fits no linear layer of "
             f"{type(network).__name__}; there are {', '.join(known)}. A name, or its end after a dot, is expected"
         )
-    return LoraConfig(
+    config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
         target_modules=targets,
@@ -46,20 +51,12 @@ def adapter_config(network: nn.Module, model: DiffusionModelConfig | FlowModelCo
         bias="none",
         base_model_name_or_path=str(model.path),
     )
-
-
-def add_adapter(expert: Any, model: DiffusionModelConfig) -> LoraConfig:
-    """Puts an adapter beside the layers that `model.target_modules` names; gives peft's config of it.
-
-    expert: a frozen model of diffusers. The adapter's parameters are fp32 and all that learns; they compute in the
-    dtype of their inputs. Raises UserError as `adapter_config` does.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    config = adapter_config(expert, model)
-    expert.requires_grad_(False)
-    expert.add_adapter(config)
-    for layer in expert.modules():
+    network.requires_grad_(False)
+    if hasattr(network, "add_adapter"):  # a model of diffusers, which notes that it has one
+        network.add_adapter(config)
+    else:
+        inject_adapter_in_model(config, network)
+    for layer in network.modules():
         if isinstance(layer, LoraLayer):
             layer.cast_input_dtype_enabled = False
             for part in (*layer.lora_A.values(), *layer.lora_B.values()):

@@ -1,8 +1,7 @@
 """Tools that trade time for memory where gradients run through denoising steps and a video decoder: recomputing,
 keeping what the backward pass needs on the host, and having frozen parts on the device only while they work.
 
-They change no number: gradients with and without them are equal. All but placement act on what autograd saves between
-forward and backward; `trainer.diffusion_plan` predicts by how much.
+They change no number: gradients with and without them are equal. `trainer.diffusion_plan` predicts what they save.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,25 +18,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from verl_lite.errors import UserError
-
 Result = TypeVar("Result")
 
 
 def checkpointed_step(step: Callable[..., Result], enabled: bool) -> Callable[..., Result]:
     """`step`, which keeps only its arguments for the backward pass and is run once more there.
 
-    Gradients flow to tensors among the positional arguments and to whatever parameters `step` uses; FSDP's modules
-    gather their shards again. Blocks inside may have checkpoints of their own: they then hold their inputs for one
-    step at a time instead of for all. Random numbers are drawn alike both times. Without gradients it is a plain call.
+    FSDP's modules gather their shards again. Blocks inside may have checkpoints of their own: they then hold their
+    inputs for one step at a time instead of for all. Without gradients it is a plain call.
     """
-    if not enabled:
-        return step
-
-    def recomputed(*args: Any, **kwargs: Any) -> Result:
-        return cast("Result", checkpoint(step, *args, use_reentrant=False, **kwargs))
-
-    return recomputed
+    return cast("Callable[..., Result]", partial(checkpoint, step, use_reentrant=False)) if enabled else step
 
 
 def checkpointed_decode(
@@ -44,15 +35,15 @@ def checkpointed_decode(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """`decode` from latents to frames, recomputed in the backward pass.
 
-    vae: the module that `decode` runs. If its decoder works in chunks of time (and tiles) with a feature cache, as that
-    of `AutoencoderKLWan` does, each chunk is a checkpoint: between forward and backward only the cache's tensors are
-    kept, and the activations of a single chunk exist at one time. As one checkpoint, all chunks' would exist together
-    in the backward pass. Any other decoder is one checkpoint.
+    Args:
+        vae: the module that `decode` runs. If its decoder works in chunks of time (and tiles) with a feature cache, as
+            that of `AutoencoderKLWan` does, each chunk is a checkpoint: between forward and backward only the cache's
+            tensors are kept, and the activations of a single chunk exist at one time.
     """
     decoder = getattr(vae, "decoder", None)
-    if not enabled:
-        return decode
-    if not isinstance(decoder, nn.Module) or "feat_cache" not in inspect.signature(decoder.forward).parameters:
+    if not enabled or not isinstance(decoder, nn.Module):
+        return checkpointed_step(decode, enabled)
+    if "feat_cache" not in inspect.signature(decoder.forward).parameters:
         return checkpointed_step(decode, True)
 
     def decode_in_checkpoints(latents: torch.Tensor) -> torch.Tensor:
@@ -90,9 +81,7 @@ def activation_offload(enabled: bool) -> AbstractContextManager[Any]:
     """Inside, what autograd saves is kept in host memory and comes back when the backward pass asks for it.
 
     Put around the forward pass. Weights stay on the device (`torch.autograd.graph.save_on_cpu` copies each frozen
-    weight once for each use), and so does what a checkpoint inside recomputes: of a checkpoint only its arguments are
-    moved. So with checkpoints in the blocks but not around the steps, the blocks' inputs of all steps are on the host.
-    Copies go by pinned memory on the stream of the computation. On a CPU nothing moves.
+    weight once for each use), and so does what a checkpoint inside recomputes. On a CPU nothing moves.
     """
     return saved_tensors_hooks(_to_host, _from_host) if enabled else nullcontext()
 
@@ -114,27 +103,15 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def set_vae_tiling(vae: nn.Module, enabled: bool) -> None:
-    """Has the VAE encode and decode in overlapping tiles (its own, of 256 pixels each 192).
-
-    Tiles are differentiable; frames at their seams are blends, so the result differs a little from the whole. Raises
-    UserError for a decoder without tiles.
-    """
-    if not enabled:
-        return
-    enable_tiling = getattr(vae, "enable_tiling", None)
-    if enable_tiling is None:
-        raise UserError(
-            f"model.vae_tiling=true: the decoder {type(vae).__name__} has no tiling; set model.vae_tiling=false"
-        )
-    enable_tiling()
-
-
 class Placement:
     """Frozen modules that are on the device only while they work (text encoder, high-noise expert).
 
-    device: where they work. offload: False = all stay there. A module's weights never change, so its copy on the host
-    (pinned, for a CUDA device) stays: bringing it costs one copy, and sending it back none.
+    A module's weights never change, so its copy on the host (pinned, for a CUDA device) stays: bringing it costs one
+    copy, and sending it back none.
+
+    Args:
+        device: where they work.
+        offload: False = all stay there.
     """
 
     def __init__(self, device: torch.device, offload: bool) -> None:
@@ -150,16 +127,13 @@ class Placement:
             if parameter.requires_grad or isinstance(parameter, DTensor):
                 reason = "learns" if parameter.requires_grad else "is sharded"
                 raise ValueError(f"{type(module).__name__}: {name} {reason}; only frozen, whole modules can be placed")
+        module.to("cpu" if self.offload else self.device)
         if not self.offload:
-            module.to(self.device)
             return
-        module.to("cpu")
-        tensors = [*module.parameters(), *module.buffers()]
-        pinned = self.device.type == "cuda"
-        homes = [(tensor, tensor.data.pin_memory() if pinned else tensor.data) for tensor in tensors]
-        for tensor, home in homes:
-            tensor.data = home
-        self._homes[module] = homes
+        self._homes[module] = []
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.pin_memory() if self.device.type == "cuda" else tensor.data
+            self._homes[module].append((tensor, tensor.data))
 
     @contextmanager
     def at_work(self, module: nn.Module) -> Iterator[None]:

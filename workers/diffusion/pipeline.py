@@ -2,18 +2,18 @@
 
 Two layouts are known, both of Wan2.2. I2V-A14B has two experts (`transformer` for high noise, `transformer_2` for low
 noise, with a boundary between them), which read the noisy latents beside a mask and the latents of the first frame.
-TI2V-5B has one, which is told a timestep for each token, and whose first latent frame is that of the clip. Small models
-and large ones come the same way. A component whose library is neither diffusers nor transformers is imported by the
-name that model_index.json gives (`["my_package.my_module", "MyDecoder"]`).
+TI2V-5B has one, which is told a timestep for each token, and whose first latent frame is that of the clip. A component
+whose library is neither diffusers nor transformers is imported by the name that model_index.json gives.
 
 diffusers is imported where it is used: it takes seconds, and nothing else needs it.
 """
 
 from __future__ import annotations
 
+import html
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,64 +24,142 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl_lite.config.diffusion import DiffusionModelConfig
 from verl_lite.errors import UserError
-from workers.diffusion.codec import LatentCodec
+from workers.diffusion.memory import Placement
 from workers.policy.guarded import told_as
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 EXPERTS = ("transformer", "transformer_2")
-TRANSFORMERS_LIBRARY, DIFFUSERS_LIBRARY = "transformers", "diffusers"
+LONGEST_PROMPT = 512  # tokens that a Wan transformer reads
+
+
+class LatentCodec:
+    """The way between clips and latents: a video VAE, with the latents normalised as the model knows them.
+
+    vae: frozen, diffusers' AutoencoderKLWan, or a module with its `decode` and its `config` that encodes by
+    `encode_video(video) -> latents`. Its weights' dtype is that of the computation; latents and frames are fp32.
+    """
+
+    def __init__(self, vae: nn.Module) -> None:
+        self.vae: Any = vae
+        config: Any = self.vae.config
+        self.channels = int(config.z_dim)
+        self.temporal_factor = int(config.scale_factor_temporal)
+        self.spatial_factor = int(config.scale_factor_spatial)
+        self._mean = torch.tensor(config.latents_mean, dtype=torch.float32).view(1, -1, 1, 1, 1)
+        self._std = torch.tensor(config.latents_std, dtype=torch.float32).view(1, -1, 1, 1, 1)
+
+    def latent_shape(self, frames: int, height: int, width: int, multiple: int = 1) -> tuple[int, int, int, int]:
+        """(C, T, h, w) of a clip's latents. multiple: that h and w have to be of, a transformer's patch.
+
+        Raises UserError for a clip that the VAE cannot bring back at its own size.
+        """
+        latent_frames, rest = divmod(frames - 1, self.temporal_factor)
+        if frames < 1 or rest:
+            raise UserError(
+                f"data.num_frames={frames}: this pipeline takes {self.temporal_factor} k + 1 frames, such as "
+                f"{latent_frames * self.temporal_factor + 1}"
+            )
+        sides = self.spatial_factor * multiple
+        if height % sides or width % sides:
+            raise UserError(
+                f"data.height={height}, data.width={width}: this pipeline takes multiples of {sides} "
+                "(data.side_multiple)"
+            )
+        return self.channels, latent_frames + 1, height // self.spatial_factor, width // self.spatial_factor
+
+    def encode(self, video: torch.Tensor) -> torch.Tensor:
+        """Normalised latents (b, C, T, h, w) of a clip (b, 3, F, H, W) in [-1, 1]: the most likely ones."""
+        video = video.to(self.vae.dtype)
+        if hasattr(self.vae, "encode_video"):
+            latents = self.vae.encode_video(video)
+        else:
+            latents = self.vae.encode(video).latent_dist.mode()
+        latents = latents.float()
+        return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Frames (b, F, 3, H, W) in [-1, 1] of normalised latents (b, C, T, h, w), differentiable."""
+        plain = latents * self._std.to(latents.device) + self._mean.to(latents.device)
+        video = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)[0]
+        return video.float().clamp(-1, 1).transpose(1, 2)
+
+
+class PromptEncoder:
+    """Embeddings of prompts, kept on the host; the frozen encoder works only for prompts that it has not seen.
+
+    placement: takes charge of the encoder. Every prompt is encoded alone, so that nothing depends on its neighbours.
+    """
+
+    def __init__(self, tokenizer: Any, text_encoder: nn.Module, placement: Placement) -> None:
+        self.tokenizer, self.text_encoder, self.placement = tokenizer, text_encoder, placement
+        self.length = min(LONGEST_PROMPT, int(tokenizer.model_max_length))
+        self._known: dict[str, torch.Tensor] = {}
+        placement.add(text_encoder)
+
+    def __call__(self, prompts: Sequence[str], device: torch.device) -> torch.Tensor:
+        """(b, L, D) with zeros behind each prompt's tokens, as diffusers' pipeline has them."""
+        new = dict.fromkeys(prompt for prompt in prompts if prompt not in self._known)
+        if new:
+            with self.placement.at_work(self.text_encoder):
+                self._known |= {prompt: self._encode(prompt) for prompt in new}
+        rows = [self._known[prompt].to(device) for prompt in prompts]
+        return torch.stack([nn.functional.pad(row, (0, 0, 0, self.length - len(row))) for row in rows])
+
+    def _encode(self, prompt: str) -> torch.Tensor:
+        """(tokens, D), on the host."""
+        plain = " ".join(html.unescape(html.unescape(prompt)).split())
+        tokens = self.tokenizer(
+            [plain], padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
+        )
+        ids, mask = tokens.input_ids.to(self.placement.device), tokens.attention_mask.to(self.placement.device)
+        states = self.text_encoder(ids, mask).last_hidden_state[0]
+        return states[: int(mask.sum())].cpu()
 
 
 @dataclass
 class DiffusionParts:
     """What a pipeline is made of; all of it frozen, on the CPU.
 
-    transformer: the expert for high noise, or the only one. boundary_ratio: the first has the steps with
-    t >= 1000 times this; None = one expert. expand_timesteps: the layout of TI2V-5B.
+    low_noise: the expert of the last steps, the one that learns. high_noise: that of the steps with t >= 1000
+    boundary_ratio, which stays as it is; None = there is one expert. expand_timesteps: the layout of TI2V-5B.
     """
 
-    transformer: nn.Module
+    low_noise: nn.Module
+    high_noise: nn.Module | None
     codec: LatentCodec
     text_encoder: nn.Module
     tokenizer: Any
     boundary_ratio: float | None
     expand_timesteps: bool
-    transformer_2: nn.Module | None = None
-
-    @property
-    def low_noise(self) -> nn.Module:
-        """The expert of the last steps: the one that learns."""
-        return self.transformer if self.transformer_2 is None else self.transformer_2
-
-    @property
-    def high_noise(self) -> nn.Module | None:
-        """The expert of the first steps, which stays as it is; None where there is one expert."""
-        return None if self.transformer_2 is None else self.transformer
 
 
 def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype, *, with_weights: bool = True) -> DiffusionParts:
     """The parts in the folder `model.path`, with `model.fused_loras` merged into their experts.
 
-    dtype: of all weights but those that a model's class keeps in fp32. with_weights: False leaves the low-noise expert
-    uninitialised, for a rank that gets its shards from another. Raises UserError for a folder that is no such pipeline.
+    Args:
+        dtype: of all weights but those that a model's class keeps in fp32.
+        with_weights: False leaves the low-noise expert uninitialised, for a rank that gets its shards from another.
+
+    Raises:
+        UserError: the folder is no such pipeline.
     """
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
     index = read_index(model)
-    second = _is_there(index, "transformer_2")
-    learning = EXPERTS[1] if second else EXPERTS[0]
+    names = EXPERTS[: 1 + _is_there(index, EXPERTS[1])]
     experts = {}
-    for name in EXPERTS[: 1 + second]:
-        make = _empty if name == learning and not with_weights else _load
+    for name in names:
+        make = _empty if name == names[-1] and not with_weights else _load
         experts[name] = make(folder, name, index[name], dtype)
-    if unknown := set(model.fused_loras) - set(experts):
-        raise UserError(f"model.fused_loras: {sorted(unknown)} name no expert; this pipeline has {list(experts)}")
+    if unknown := set(model.fused_loras) - set(names):
+        raise UserError(f"model.fused_loras: {sorted(unknown)} name no expert; this pipeline has {list(names)}")
     for name, file in model.fused_loras.items():
-        if name != learning or with_weights:
+        if name != names[-1] or with_weights:
             _fuse(experts[name], file, f"model.fused_loras.{name}")
     parts = DiffusionParts(
-        **experts,
+        low_noise=experts[names[-1]],
+        high_noise=experts[names[0]] if len(names) > 1 else None,
         codec=LatentCodec(_load(folder, "vae", index["vae"], dtype)),
         text_encoder=_load(folder, "text_encoder", index["text_encoder"], dtype),
         tokenizer=_load(folder, "tokenizer", index["tokenizer"], None),
@@ -95,8 +173,10 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype, *, with_weigh
 
 
 def read_index(model: DiffusionModelConfig) -> dict[str, Any]:
-    """model_index.json: for each component its [library, class], and the pipeline's own settings. Raises UserError for
-    one that lacks a component; that there is one, `verl_lite.config.checks.diffusion` sees before."""
+    """model_index.json: for each component its [library, class], and the pipeline's own settings.
+
+    Raises UserError for one that lacks a component; that there is one, the checks of the options see before.
+    """
     index: dict[str, Any] = json.loads((Path(str(model.path)).expanduser() / INDEX).read_text(encoding="utf-8"))
     missing = [name for name in NEEDED if not _is_there(index, name)]
     if missing:
@@ -110,7 +190,7 @@ def read_index(model: DiffusionModelConfig) -> dict[str, Any]:
 def boundary_of(model: DiffusionModelConfig, index: Mapping[str, Any]) -> float | None:
     """Where the experts change: model.boundary_ratio, else the pipeline's own. UserError unless that fits them."""
     given = model.boundary_ratio if model.boundary_ratio is not None else index.get("boundary_ratio")
-    if _is_there(index, "transformer_2"):
+    if _is_there(index, EXPERTS[1]):
         if given is None:
             raise UserError("model.boundary_ratio=null: this pipeline has two experts and no boundary; give one (0.9)")
         return float(given)
@@ -128,21 +208,18 @@ def _is_there(index: Mapping[str, Any], name: str) -> bool:
 
 def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) -> Any:
     """A component with its weights. dtype: None = it has none."""
-    library, component = entry[0], _component_class(name, entry)
-    how: dict[str, Any] = {}
-    if dtype is not None and library in (TRANSFORMERS_LIBRARY, DIFFUSERS_LIBRARY):
-        how["dtype" if library == TRANSFORMERS_LIBRARY else "torch_dtype"] = dtype
+    option = {"transformers": "dtype", "diffusers": "torch_dtype"}.get(entry[0])
+    how = {option: dtype} if option is not None and dtype is not None else {}
     remedy = f"the folder has to hold what {'.'.join(entry)}.from_pretrained reads"
+    component = _component_class(name, entry)
     with told_as(f"model.path: the component {name} ({folder / name}) cannot be loaded", remedy):
         loaded = component.from_pretrained(str(folder / name), **how)
-    if dtype is not None and not how:
-        loaded.to(dtype)
-    return loaded
+    return loaded if how or dtype is None else loaded.to(dtype)
 
 
 def _component_class(name: str, entry: list[str]) -> Any:
     library, class_name = entry
-    if name == "tokenizer" and library == TRANSFORMERS_LIBRARY:
+    if name == "tokenizer" and library == "transformers":
         class_name = "AutoTokenizer"  # the class of an older release may have another name in this one
     try:
         return getattr(importlib.import_module(library), class_name)
@@ -181,16 +258,12 @@ def _check_channels(parts: DiffusionParts, path: str) -> None:
     """Raises UserError unless the experts read what the layout gives them."""
     codec = parts.codec
     expected = codec.channels if parts.expand_timesteps else 2 * codec.channels + codec.temporal_factor
-    for expert in filter(None, (parts.transformer, parts.transformer_2)):
+    for expert in filter(None, (parts.low_noise, parts.high_noise)):
         config: Any = expert.config
-        if getattr(config, "image_dim", None) is not None:
-            raise UserError(
-                f"model.path={path!r}: its transformer reads the embedding of an image encoder (Wan2.1); expected the "
-                "layout of Wan2.2-I2V-A14B or Wan2.2-TI2V-5B"
-            )
-        if config.in_channels != expected:
+        if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
             layout = "TI2V (expand_timesteps)" if parts.expand_timesteps else "I2V"
             raise UserError(
                 f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} in "
-                f"the layout {layout} with {codec.channels} latent channels"
+                f"the layout {layout} of Wan2.2 with {codec.channels} latent channels, and no embedding of an image "
+                "encoder (Wan2.1)"
             )

@@ -7,6 +7,7 @@ Every output belongs to one sample and depends on that sample alone: its clip, p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,23 +18,59 @@ from torch import nn
 
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.flow_match import TRAIN_TIMESTEPS, flow_sigmas, high_noise_steps
+from verl_lite.flow_match import (
+    TRAIN_TIMESTEPS,
+    euler_step,
+    flow_kl,
+    flow_sigmas,
+    high_noise_steps,
+    reward_flow_loss,
+)
 from verl_lite.protocol import DataProto
-from verl_lite.reward_flow import reward_flow_loss
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 from workers.diffusion.lora import add_adapter
-from workers.diffusion.memory import (
-    Placement,
-    activation_offload,
-    checkpointed_decode,
-    checkpointed_step,
-    set_vae_tiling,
-)
-from workers.diffusion.pipeline import DiffusionParts, load_pipeline
-from workers.diffusion.prompts import PromptEncoder
-from workers.diffusion.sampling import Velocity, denoise, noise_of
+from workers.diffusion.memory import Placement, activation_offload, checkpointed_decode, checkpointed_step
+from workers.diffusion.pipeline import DiffusionParts, PromptEncoder, load_pipeline
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.policy.adapter import adapter_off
+
+# (latents (b, C, T, h, w), sigma) -> velocity of the same shape
+Velocity = Callable[[torch.Tensor, float], torch.Tensor]
+
+
+def denoise(
+    x: torch.Tensor,
+    sigmas: Sequence[float],
+    steps: range,
+    velocity: Velocity,
+    condition: Callable[[torch.Tensor], torch.Tensor],
+    base_velocity: Velocity | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Euler steps; where gradients are on, one differentiable function: latents are not detached between steps.
+
+    Args:
+        x: (b, C, T, h, w) at sigmas[steps.start].
+        condition: puts the first frame in its place, after each step.
+        base_velocity: the base model's, asked without gradient; None = not asked, the divergence is 0.
+
+    Returns:
+        Latents after `steps`, and how far the velocities are from the base model's, (b,), averaged over the steps.
+    """
+    kl = torch.zeros(len(x), device=x.device)
+    for step in steps:
+        sigma, v = sigmas[step], velocity(x, sigmas[step])
+        if base_velocity is not None:
+            with torch.no_grad():
+                base = base_velocity(x, sigma)
+            kl = kl + flow_kl(v, base, sigma)
+        x = condition(euler_step(x, v, sigma, sigmas[step + 1]))
+    return x, kl / max(1, len(steps))
+
+
+def noise_of(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Standard normal (b, *shape), fp32: each sample's depends on its own seed alone, on every device alike."""
+    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
+    return torch.stack(rows).to(device)
 
 
 @dataclass(frozen=True)
@@ -79,7 +116,11 @@ class RewardFlowPolicy(EngineNetwork):
             self.placement.add(parts.high_noise)
         self.encode_prompts = PromptEncoder(parts.tokenizer, parts.text_encoder, self.placement)
         self.codec.vae.to(device)
-        set_vae_tiling(self.codec.vae, config.model.vae_tiling)
+        if config.model.vae_tiling:
+            if not hasattr(self.codec.vae, "enable_tiling"):
+                kind = type(self.codec.vae).__name__
+                raise UserError(f"model.vae_tiling=true: the decoder {kind} has no tiling; set model.vae_tiling=false")
+            self.codec.vae.enable_tiling()
         self.decode = checkpointed_decode(self.codec.decode, config.model.checkpoint_decode, self.codec.vae)
         reward.to(device)
         self._references: dict[int, Any] = {}
@@ -165,12 +206,12 @@ class RewardFlowPolicy(EngineNetwork):
             "frames": (decoded.detach() + 1) / 2,
         }
         if is_scored:
-            outputs |= {"loss": self._losses(outputs["face_score"], kl) * outputs["counted"], "kl_loss": kl}
+            reward, kl_coef = self.config.reward, self.config.actor.kl_loss_coef
+            losses = reward_flow_loss(
+                outputs["face_score"], kl, baseline=reward.baseline, std=reward.std, coef=reward.coef, kl_coef=kl_coef
+            )
+            outputs |= {"loss": losses * outputs["counted"], "kl_loss": kl}
         return {name: _scattered(value, inputs) for name, value in outputs.items()}
-
-    def _losses(self, scores: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
-        reward, kl_coef = self.config.reward, self.config.actor.kl_loss_coef
-        return reward_flow_loss(scores, kl, baseline=reward.baseline, std=reward.std, coef=reward.coef, kl_coef=kl_coef)
 
     def _sample(self, inputs: FlowInputs, with_divergence: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents (n, C, T, h, w) after the last step, and the divergence (n,)."""

@@ -24,8 +24,9 @@ from verl_lite.flow_match import flow_sigmas
 from verl_lite.flow_sde import step_kl, step_log_prob, step_mean, step_std
 from verl_lite.protocol import DataProto
 from verl_lite.registry import find_entry
-from workers.diffusion.lora import adapter_config
+from workers.diffusion.lora import add_adapter
 from workers.diffusion.memory import checkpointed_step
+from workers.diffusion.reward_policy import noise_of
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.policy.adapter import adapter_off
 
@@ -126,8 +127,8 @@ class SDEPolicy(EngineNetwork):
         Noise comes from each row's own seeds, on the CPU: it depends on neither ranks nor micro-batches nor device.
         """
         shape, device = tuple(self.model.latent_shape), next(self.model.parameters()).device
-        x = torch.stack([_noise(seed, shape) for seed in rows.first_seeds]).to(device)
-        noise = torch.stack([_noise(seed, (len(sigmas) - 1, *shape)) for seed in rows.path_seeds]).to(device)
+        x = noise_of(rows.first_seeds, shape, device)
+        noise = noise_of(rows.path_seeds, (len(sigmas) - 1, *shape), device)
         condition = condition.to(device)
         path, log_probs = [x], []
         for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
@@ -201,8 +202,7 @@ def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
         model = load_network(config.model)
         if not config.model.lora_rank:
             return SDEPolicy(model.to(arguments.dtype), config, arguments.compute_dtype)
-        model.to(arguments.compute_dtype)
-        adapter = add_adapter(model, config.model)
+        adapter = add_adapter(model.to(arguments.compute_dtype), config.model)
         return SDEPolicy(model, config, arguments.compute_dtype, adapter)
 
     return build
@@ -230,25 +230,6 @@ def load_network(options: FlowModelConfig) -> nn.Module:
     return network
 
 
-def add_adapter(network: nn.Module, options: FlowModelConfig) -> LoraConfig:
-    """Puts a LoRA adapter (fp32) beside the layers that model.target_modules names and freezes all else.
-
-    Raises UserError as `adapter_config` does.
-    """
-    from peft import inject_adapter_in_model
-
-    adapter = adapter_config(network, options)
-    inject_adapter_in_model(adapter, network)
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return adapter
-
-
 def network_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """The network's weights under its own names, an adapter merged into them; all ranks call it."""
     return {name: value for name, value in engine.full_params() if not name.startswith(REFERENCE)}
-
-
-def _noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -97,14 +97,15 @@ def test_fused_adapters_are_in_the_weights_before_training_begins(folders: dict[
     diffusers.WanImageToVideoPipeline.save_lora_weights(tmp_path, transformer_lora_layers=state)
     config = flow_config(folders["i2v"])
     before = load_pipeline(config.model, torch.float32)
+    names = {"transformer": "high_noise", "transformer_2": "low_noise"}
     for expert in ("transformer", "transformer_2"):
         config.model.fused_loras = {expert: str(tmp_path / "pytorch_lora_weights.safetensors")}
         after = load_pipeline(config.model, torch.float32)
         for which in ("transformer", "transformer_2"):
-            weight = getattr(before, which).get_parameter(f"{name}.weight")
+            weight = getattr(before, names[which]).get_parameter(f"{name}.weight")
             expected = weight + up @ down if which == expert else weight
-            torch.testing.assert_close(getattr(after, which).get_parameter(f"{name}.weight"), expected)
-        assert not any("lora" in key for key, _ in getattr(after, expert).named_parameters())
+            torch.testing.assert_close(getattr(after, names[which]).get_parameter(f"{name}.weight"), expected)
+        assert not any("lora" in key for key, _ in getattr(after, names[expert]).named_parameters())
 
 
 def test_prompts_are_encoded_once_and_alone(folders: dict[str, str]) -> None:

@@ -10,8 +10,7 @@ import torch
 from tests.workers.diffusion.tiny_wan import ALL_CHECKPOINTS, clips, flow_config, planned, tiny_pipeline
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.protocol import DataProto
-from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
-from workers.diffusion.sampling import denoise
+from workers.diffusion.reward_policy import RewardFlowPolicy, denoise, reward_flow_network
 from workers.engine.network import BuildArguments
 
 pytest.importorskip("diffusers")

@@ -28,7 +28,8 @@ from tests.workers.ranks import Ranks
 from verl_lite.errors import UserError
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.flow_sde import step_kl, step_mean, step_std
-from workers.diffusion.sde_policy import add_adapter, load_network, network_weights
+from workers.diffusion.lora import add_adapter
+from workers.diffusion.sde_policy import load_network, network_weights
 from workers.losses import actor_loss
 
 ROWS = 6
