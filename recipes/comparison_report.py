@@ -110,7 +110,7 @@ def report(
     print(f"\npicture: {to / 'comparison.png'}")
     if not write:
         return
-    put_between_marks(HERE / "README.md", text)
+    put_between_marks(HERE / "COMPARISON.md", text)
     draw_comparison(results, HERE / "comparison.png")
     for name in ranked(results, names):
         page = HERE / name / "README.md"
@@ -141,14 +141,13 @@ def markdown(results: Sequence[RunResult], names: Sequence[str], failures: Seque
         cells = [str(of(results, name, value)) for value in VALUES.values()]
         rows.append([name, *cells, f"{samples:,.0f}", f"{seconds:.0f}", str(seeds)])
     lines = [*_table(["algorithm", *VALUES, "samples", "processor seconds", "seeds"], rows), ""]
-    for title, value in (("at the end", "sampled"), ("over the run", "sampled, mean of the run")):
-        found = {name: of(results, name, VALUES[value]) for name in order}
-        better = {name: [other for other in order if found[name].is_above(found[other])] for name in order}
-        pairs = "; ".join(f"{name} is above {', '.join(others)}" for name, others in better.items() if others)
-        known = f"{pairs}. Of all other pairs this says nothing." if pairs else "no pair can be told apart."
-        lines += [textwrap.fill(f"Sampled accuracy {title}, where 95% intervals do not touch: {known}", 122), ""]
+    found = {name: of(results, name, VALUES["sampled"]) for name in order}
+    better = {name: [other for other in order if found[name].is_above(found[other])] for name in order}
+    pairs = "; ".join(f"{name} is above {', '.join(others)}" for name, others in better.items() if others)
+    known = f"{pairs}. Of all other pairs this says nothing." if pairs else "no pair can be told apart."
+    lines.append(textwrap.fill(f"Sampled accuracy at the end, where 95% intervals do not touch: {known}", 122))
     missing = [name for name in names if name not in order]
-    lines += [f"Not measured: {', '.join(missing)}."] if missing else []
+    lines += ["", f"Not measured: {', '.join(missing)}."] if missing else []
     return "\n".join([*lines, *(f"Failed: {failure}" for failure in failures)])
 
 

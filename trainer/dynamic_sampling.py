@@ -3,7 +3,7 @@
 A group is the answers to one prompt. Where all are as good as each other, their advantages are 0; with
 `algorithm.filter_groups` such groups are dropped and further prompts are answered, with the same weights, until
 data.train_batch_size groups are kept. What this costs, and how it goes with epochs and checkpoints, stands in
-DYNAMIC_SAMPLING.md.
+DATA.md.
 """
 
 from __future__ import annotations

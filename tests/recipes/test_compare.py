@@ -65,13 +65,13 @@ def test_the_table_says_who_is_better_and_of_whom_nothing_is_known() -> None:
 
 def test_table_and_pictures_are_put_where_the_pages_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison_report, "HERE", tmp_path)
-    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nformer\n{END}\nafter")
+    (tmp_path / "COMPARISON.md").write_text(f"before\n{BEGIN}\nformer\n{END}\nafter")
     for name, text in (("rloo", f"{BEGIN}\n{END}"), ("dapo", "no marks")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "README.md").write_text(text)
     outcomes = [outcome(name, seed, 0.5, 0.6 + seed / 100) for name in ("grpo", "rloo", "dapo") for seed in (1, 2)]
     comparison_report.report(outcomes, ["grpo", "rloo", "dapo"], [], tmp_path / "to", write=True)
-    page = (tmp_path / "README.md").read_text()
+    page = (tmp_path / "COMPARISON.md").read_text()
     assert (
         page.startswith(f"before\n{BEGIN}\n\n| algorithm") and page.endswith(f"{END}\nafter") and "former" not in page
     )
@@ -80,9 +80,9 @@ def test_table_and_pictures_are_put_where_the_pages_show_them(tmp_path: Path, mo
     assert (tmp_path / "dapo" / "README.md").read_text() == "no marks" and not (
         tmp_path / "dapo" / "curve.png"
     ).exists()
-    (tmp_path / "README.md").write_text("no marks")
+    (tmp_path / "COMPARISON.md").write_text("no marks")
     with pytest.raises(ValueError, match=r"expected .* once, found 0"):
-        comparison_report.put_between_marks(tmp_path / "README.md", "text")
+        comparison_report.put_between_marks(tmp_path / "COMPARISON.md", "text")
 
 
 # -------------------------------------------------------------------------------------------------------------- runs
@@ -122,7 +122,7 @@ def test_samples_that_dynamic_sampling_asked_for_count_too(tmp_path: Path) -> No
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What stands in for the training, by algorithm: Python code, run in the run's folder."""
-    metrics = f"open('metrics.jsonl', 'w').write({json.dumps({'step': 0, 'data': VALIDATION})!r})"
+    metrics = f"open('metrics.jsonl', 'w').write({json.dumps({'step': 0, 'data': VALIDATION}) + chr(10)!r})"
     codes = {"grpo": metrics, "rloo": metrics, "remax": "raise SystemExit('out of luck')"}
 
     def start(run: Run) -> subprocess.Popen[bytes]:
