@@ -3,7 +3,7 @@ a picture.
 
     python -m recipes.compare                        # all algorithms, three seeds, as far as they are missing
     python -m recipes.compare --recipes grpo rloo --seeds 5 --steps 80 --jobs 4
-    python -m recipes.compare --write                # and puts table and pictures where recipes/COMPARISON.md shows them
+    python -m recipes.compare --write                # and puts table and pictures into recipes/
 
 Each run is a `trainer.main_ppo` of its own, in this process's environment: inline, one thread, the Hugging Face engine.
 What is finished is kept with the settings that it was made with, and is not run again; a run that was interrupted, by
