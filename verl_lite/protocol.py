@@ -67,6 +67,8 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     def check_consistency(self) -> None:
@@ -211,8 +213,14 @@ class DataProto:
         return copy.deepcopy(result) if deepcopy else result
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
-        """These rows, by indices or by a bool mask, as copies."""
+        """These rows, by indices or by a bool mask, as copies.
+
+        Raises:
+            BatchError: idxs are uint8, which may be either; or no whole numbers.
+        """
         index = torch.as_tensor(idxs)
+        if index.dtype == torch.uint8 or index.is_floating_point():
+            raise BatchError(f"rows are chosen by whole numbers or a bool mask, found {index.dtype}: convert it")
         index = index if index.dtype == torch.bool else index.long()
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
@@ -328,16 +336,21 @@ class DataProto:
         return self._rows(torch.arange(len(self)).repeat_interleave(counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Each row becomes n_split rows: `split_keys` are cut along their second dimension, other columns repeat."""
+        """Each row becomes n_split rows: `split_keys` are cut along their second dimension, other columns repeat.
+
+        Raises:
+            BatchError: a column of split_keys is missing, or has no second dimension that n_split divides.
+        """
         rows = len(self) * n_split
         repeated = self.repeat(n_split)
         for name in split_keys or ():
-            if repeated.batch is not None and self.batch is not None and name in self.batch.keys():
-                value = self.batch[name]
-                repeated.batch[name] = value.reshape(rows, value.shape[1] // n_split, *value.shape[2:])
-            else:
-                array = self.non_tensor_batch[name]
-                repeated.non_tensor_batch[name] = array.reshape(rows, array.shape[1] // n_split, *array.shape[2:])
+            is_tensor = self.batch is not None and name in self.batch.keys()
+            value: Any = self.batch[name] if is_tensor else self.non_tensor_batch.get(name)
+            if value is None or value.ndim < 2 or value.shape[1] % n_split:
+                found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
+                raise BatchError(f"column {name!r} {found}, and needs a second dimension that {n_split} divides")
+            columns: Any = repeated.batch if is_tensor else repeated.non_tensor_batch
+            columns[name] = value.reshape(rows, value.shape[1] // n_split, *value.shape[2:])
         return repeated
 
     def chunk(self, chunks: int) -> list[DataProto]:
@@ -354,12 +367,18 @@ class DataProto:
         if not data:
             raise ValueError("DataProto.concat needs at least one batch")
         first = data[0]
+        names = [{*(part.batch.keys() if part.batch is not None else ()), *part.non_tensor_batch} for part in data]
+        for part, own in enumerate(names):
+            for name in sorted(set().union(*names) - own):
+                having = [number for number, others in enumerate(names) if name in others]
+                raise BatchError(f"concat: column {name!r} is missing in part {part}, and is in the parts {having}")
         batch: Any = first.batch
         if batch is not None:
             batches: list[Any] = [part.batch for part in data]
             batch = torch.cat(batches, dim=0) if len(data) > 1 else batch.copy()
-        names = list(first.non_tensor_batch)
-        arrays = {name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in names}
+        arrays = {
+            name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in first.non_tensor_batch
+        }
         return type(first)(batch, arrays, concat_meta([part.meta_info for part in data]))
 
     def make_iterator(
@@ -369,16 +388,21 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches, `epochs` times over; drawn anew each epoch where dataloader_kwargs has shuffle=True."""
+        """Mini-batches, `epochs` times over; drawn anew each epoch where dataloader_kwargs has shuffle=True.
+
+        Raises:
+            BatchError: the rows are no multiple of mini_batch_size, or dataloader_kwargs has anything else.
+        """
+        options = dataloader_kwargs or {}
+        if unknown := sorted(options.keys() - {"shuffle"}):
+            raise BatchError(f"dataloader_kwargs={options}: only shuffle is known, found {unknown}")
         if len(self) % mini_batch_size:
             raise BatchError(f"{len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}")
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
-        shuffle = (dataloader_kwargs or {}).get("shuffle", False)
-        for _ in range(epochs):
-            order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))
-            for rows in order.split(mini_batch_size):
-                yield self._rows(rows)
+        draw = torch.randperm if options.get("shuffle", False) else lambda rows, generator: torch.arange(rows)
+        orders = (draw(len(self), generator=generator) for _ in range(epochs))
+        return (self._rows(rows) for order in orders for rows in order.split(mini_batch_size))
 
     # -- other forms -----------------------------------------------------------------------------------------------
 
@@ -469,7 +493,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """The batch without its last `pad_size` rows."""
-    return data.slice(0, len(data) - pad_size) if pad_size else data
+    return data.slice(0, max(0, len(data) - pad_size)) if pad_size else data
 
 
 def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,3 +232,35 @@ def test_rows_to_batch_and_to_disk(tmp_path: Path) -> None:
     assert loaded.non_tensor_batch["chat"].tolist() == data.non_tensor_batch["chat"].tolist()
     assert data.to("cpu") is data
     assert type(copy.deepcopy(data)) is DataProto
+
+
+def test_parts_with_other_columns_are_named() -> None:
+    """Not lost without a word in one order, and a bare KeyError in the other."""
+    plain = DataProto.from_dict({"x": torch.zeros(2)}, {"name": ["a", "b"]})
+    more = DataProto.from_dict({"x": torch.zeros(2), "y": torch.ones(2)}, {"name": ["a", "b"]})
+    for parts, missing, having in (([plain, more], 0, "[1]"), ([more, plain], 1, "[0]")):
+        with pytest.raises(ValueError, match=f"column 'y' is missing in part {missing}") as caught:
+            DataProto.concat(parts)
+        assert having in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda data: data.select_idxs(torch.tensor([1, 0, 1, 0], dtype=torch.uint8)), "uint8"),
+        (lambda data: data.unfold_column_chunks(2, ["name"]), r"'name' has shape \(4,\)"),
+        (lambda data: data.unfold_column_chunks(2, ["z"]), "'z' is missing"),
+        (lambda data: data.make_iterator(2, 1, dataloader_kwargs={"bogus": 1}), "bogus"),
+        (lambda data: data.make_iterator(3, 1), "mini_batch_size=3"),
+    ],
+)
+def test_wrong_arguments_are_named_at_once(wrong: Callable[[DataProto], object], said: str) -> None:
+    data = DataProto.from_dict({"x": torch.arange(4)}, {"name": ["a", "b", "c", "d"]})
+    with pytest.raises(ValueError, match=said):
+        wrong(data)
+
+
+def test_nothing_is_given_and_nothing_is_left() -> None:
+    assert len(unpad_dataproto(DataProto.from_dict({"x": torch.arange(6)}), 9)) == 0
+    empty: Any = None
+    assert DataProto(non_tensor_batch=empty, meta_info=empty).non_tensor_batch == {}
