@@ -4,20 +4,23 @@ RUN = OMP_NUM_THREADS=1 .venv/bin/python
 TESTS_AT_ONCE ?= 2
 PYTEST = $(RUN) -m pytest -q -n $(TESTS_AT_ONCE) --dist worksteal
 
-.PHONY: demo test fast slow lint install clean
+.PHONY: demo test test-long fast slow lint install clean
 
 demo: ## install, then the main job: a small language model learns by reinforcement
 	@PYTHON=$(PYTHON) .install/install.sh
 	$(RUN) -m trainer.main_ppo
 
-test: lint ## install, then lint, types, fast and slow tests
-	$(PYTEST) -m "not gpu" --durations=15
+test: lint ## install, then lint, types, and every test that protects a promise
+	$(PYTEST) -m "not gpu and not long" --durations=15
+
+test-long: install ## soak, fuzz at full size, kill loops, learning curves
+	$(PYTEST) -m "long and not gpu" --durations=15
 
 fast: install
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not long and not gpu"
 
 slow: install
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not long and not gpu"
 
 lint: install
 	.venv/bin/ruff check .

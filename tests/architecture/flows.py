@@ -1,0 +1,200 @@
+"""How many files of the product one has to read to follow three things: `python -m tests.architecture.flows`.
+
+Counted are files of which a frame is entered, in an inline run of the plain GRPO loop on a tiny model:
+
+- prompt: from the first prompt of a step to the end of its gradient (start, weights to the engine, logging, validation
+  and saving excluded)
+- key: `actor.optim.lr` from the command line to the optimizer: the files entered while the command line is parsed, and
+  those that read the option
+- reward: a custom reward from its file to the score: the files entered in the process that calls it, and in the driver
+  while it waits; and the number of processes that do
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPS = tuple(f"{ROOT}/{top}/" for top in ("verl_lite", "workers", "trainer", "recipes"))
+BUDGET = {"prompt": 20, "key": 5, "reward": 8, "reward processes": 3}
+
+REWARD = """
+import json, os, sys, threading
+ROOT = {root!r}
+seen = set()
+def note(frame, event, arg):
+    if event == "call":
+        seen.add(frame.f_code.co_filename)
+frame = sys._getframe()
+while frame is not None:
+    seen.add(frame.f_code.co_filename)
+    frame = frame.f_back
+sys.setprofile(note)
+threading.setprofile(note)
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    frame = sys._getframe()
+    while frame is not None:
+        seen.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    with open({folder!r} + f"/{{os.getpid()}}.json", "w") as file:
+        json.dump(sorted(name for name in seen if name.startswith(ROOT)), file)
+    return float(len(solution_str) % 3)
+"""
+
+
+class Frames:
+    """The product's files of which a frame was entered while `on`."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.on = False
+
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        if self.on and event == "call" and frame.f_code.co_filename.startswith(TOPS):
+            if frame.f_code.co_name != "<module>":
+                self.files.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
+
+    @contextmanager
+    def counting(self, on: bool = True) -> Iterator[None]:
+        before, self.on = self.on, on
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+def wrap(owner: Any, name: str, around: Callable[[], Any]) -> None:
+    """Calls of a method run inside a context."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return method(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def measure(folder: Path) -> dict[str, list[str]]:
+    """Runs two steps in this process; gives the files of each flow."""
+    import trainer.build  # noqa: F401  imports all that reads the command line
+    import verl_lite.config
+    from tests.tiny_run import TinyTask
+    from trainer.main_ppo import main
+    from trainer.ray_trainer import RayPPOTrainer
+
+    task = TinyTask(folder)
+    reward = folder / "counted_reward.py"
+    reward.write_text(REWARD.format(root=f"{ROOT}/", folder=str(folder)))
+    prompt, key = Frames(), Frames()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        prompt.note(frame, event, argument)
+        key.note(frame, event, argument)
+
+    fit = RayPPOTrainer.fit
+
+    def counted_fit(trainer: RayPPOTrainer) -> Any:
+        for name in ("resume", "model_update", "validate", "log_step", "save", "must_save"):
+            if hasattr(trainer, name):
+                wrap(trainer, name, lambda: prompt.counting(False))
+        update = trainer.actor.update
+
+        def last(*args: Any, **kwargs: Any) -> Any:
+            result = update(*args, **kwargs)
+            prompt.on = False
+            return result
+
+        trainer.actor.update = last  # type: ignore[method-assign]
+        prompt.on = True
+        return fit(trainer)
+
+    RayPPOTrainer.fit = counted_fit  # type: ignore[method-assign]
+    load = verl_lite.config.load_schema
+
+    def counted_load(*args: Any, **kwargs: Any) -> Any:
+        with key.counting():
+            loaded = load(*args, **kwargs)
+        readers(type(loaded.config.actor.optim), key.files)
+        return loaded
+
+    for module in list(sys.modules.values()):
+        if vars(module).get("load_schema") is load:
+            module.load_schema = counted_load  # type: ignore[attr-defined]
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        status = main(
+            [
+                *task.options,
+                "trainer.backend=inline",
+                "trainer.total_training_steps=1",
+                f"trainer.default_local_dir={folder / 'run'}",
+                f"reward.custom_reward_function.path={reward}",
+                "actor.optim.lr=0.003",
+            ]
+        )
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert status == 0, f"the run ended with {status}"
+    rewards: set[str] = set()
+    files = list(folder.glob("*.json"))
+    for file in files:
+        rewards |= set(json.loads(file.read_text()))
+    called = {name.removeprefix(f"{ROOT}/") for name in rewards if name.startswith(TOPS)}
+    processes = {f"process {file.stem}" for file in files} | {f"process {os.getpid()}"}
+    return {
+        "prompt": sorted(prompt.files),
+        "key": sorted(key.files),
+        "reward": sorted(called),
+        "reward processes": sorted(processes)[-3:] if len(processes) > 3 else sorted(processes),
+    }
+
+
+def readers(options: type, files: set[str]) -> None:
+    """Notes the files that read the learning rate from now on."""
+    plain = object.__getattribute__
+
+    def read(instance: object, name: str) -> Any:
+        if name == "lr":
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename.startswith(TOPS):
+                files.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
+        return plain(instance, name)
+
+    options.__getattribute__ = read  # type: ignore[assignment,method-assign]
+
+
+def in_own_process() -> dict[str, list[str]]:
+    """The same, in a process that nothing else has touched."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "flows.out"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.architecture.flows", "--out", str(out)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return dict(json.loads(out.read_text()))
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        flows = measure(Path(folder))
+    if "--out" in sys.argv:
+        Path(sys.argv[sys.argv.index("--out") + 1]).write_text(json.dumps(flows))
+    for name, files in flows.items():
+        print(f"{name}: {len(files)} of {BUDGET[name]}\n  " + "\n  ".join(files))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
