@@ -1,1 +1,1 @@
-"""Parts of `python -m trainer.sweep`: see `trainer/SWEEPS.md`; `command.py` is all of it, `runner.py` the loop."""
+"""Sweeps: what is asked (`space`, `options`, `target`), what is known (`study`), and the runs (`tuning`, `child`)."""

@@ -1,18 +1,19 @@
-"""A study on disk: what was asked, and all trials with state, parameters, numbers, folders and commands.
+"""A study on disk: what was asked, and all trials with their parameters, runs, values and how they ended.
 
-    STUDY/study.json             the question, the plan, where the runs were started
-          study.db               Optuna's storage (SQLite), or journal.log where machines share the folder
-          trials/0007/seed-2/    a run's own folder: metrics.jsonl, config.yaml, checkpoints ...
-          trials/0007/seed-2.json, seed-2.log      its attempts; what it printed
-          trials.csv             a line for each trial
+    STUDY/study.json              the question and the search
+          log.jsonl               what was decided, one event a line, on disk before it is acted on
+          trials/0007/seed-2/     a run's own folder: metrics.jsonl, config.yaml, checkpoints ...
+          trials/0007/seed-2.log  what it printed
+          trials.csv              a line for each trial
 
-`read_study(folder)` gives all of it, at any time, also while sweeps run.
+The log is all that a sweep needs to go on: Ray Tune's own state, written at intervals, knows less and is not kept.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import fcntl
 import hashlib
 import io
 import json
@@ -20,104 +21,87 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import write_atomically
 from trainer.evaluate.intervals import student_t
-from trainer.sweeps.options import Plan, Question
-from trainer.sweeps.space import Space, Value, read_space, space_changes
-from trainer.sweeps.targets import Target, find_target
-from trainer.tracking import read_metrics
+from trainer.sweeps.options import Question, Search
+from trainer.sweeps.space import Value, read_space
+from trainer.sweeps.target import Target
 from verl_lite.errors import UserError
 
-DESCRIPTION = "study.json"
-METRICS = "metrics.jsonl"
+STOP = "stop"
+"""A file that asks runs to end: in the study's folder all of them, in a trial's those of the trial."""
+
+_DESCRIPTION, _LOG = "study.json", "log.jsonl"
 
 
 @dataclass
-class Attempt:
-    """One start of a run. ended: None while it runs, or if its sweep was killed. extra: words that this one had
-    besides. cause: how it ended, a `retry.Cause`. lines: what it said last."""
+class Run:
+    """A run of a trial.
 
-    started: float
-    slot: str
-    pid: int
-    sweep: int
-    extra: list[str] = field(default_factory=list)
-    ended: float | None = None
-    status: int | None = None
-    cause: str | None = None
-    lines: list[str] = field(default_factory=list)
-
-
-@dataclass
-class RunRecord:
-    """A run of a trial. seed: None where the study has no seeds. state: waiting | running | done | failed | stopped
-    (pruned, or interrupted). command: that reproduces it, in a folder of its own. value: of the metric."""
+    Args:
+        seed: None where the study has no seeds. words: of its command, after python.
+        state: waiting | running | done | failed | stopped.
+        values: of the metric by step, as far as this process has seen them; value: the one that counts.
+    """
 
     seed: int | None
     folder: Path
-    command: list[str]
+    words: list[str]
     state: str = "waiting"
     value: float | None = None
-    attempts: list[Attempt] = field(default_factory=list)
-
-    @property
-    def record(self) -> Path:
-        return self.folder.with_suffix(".json")
+    error: str = ""
+    seconds: float = 0.0
+    steps: int = 0
+    values: dict[int, float] = field(default_factory=dict)
 
     @property
     def log(self) -> Path:
         return self.folder.with_suffix(".log")
 
-    @property
-    def seconds(self) -> float:
-        """All attempts that ended, together."""
-        return sum(attempt.ended - attempt.started for attempt in self.attempts if attempt.ended is not None)
-
-    def metrics(self) -> dict[int, dict[str, float]]:
-        """All numbers by step; empty before there are any."""
-        path = self.folder / METRICS
-        return read_metrics(path) if path.is_file() else {}
-
-    def history(self, metric: str) -> dict[int, float]:
-        """One number by step."""
-        return {step: row[metric] for step, row in self.metrics().items() if metric in row}
-
-    def save(self) -> None:
-        kept = dataclasses.asdict(self)
-        del kept["folder"]
-        write_atomically(self.record, json.dumps(kept, indent=1))
-
-    @classmethod
-    def load(cls, folder: Path) -> RunRecord:
-        """Raises UserError if its file is damaged."""
-        path = folder.with_suffix(".json")
-        try:
-            kept = json.loads(path.read_text())
-            attempts = [Attempt(**attempt) for attempt in kept.pop("attempts")]
-            return cls(folder=folder, attempts=attempts, **kept)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(damaged(path, error)) from None
+    def counted(self, take: str, mode: str) -> float | None:
+        """The last value or the best one; None before there is any."""
+        if take == "last" or not self.values:
+            return self.values[max(self.values)] if self.values else None
+        return (max if mode == "max" else min)(self.values.values())
 
 
 @dataclass
-class TrialRecord:
-    """A trial. state: waiting | running | complete | pruned | failed. value: mean of its runs' (of a pruned one the
-    last that was known). parameters: empty while it waits to be chosen. error: first lines of why it failed."""
+class Trial:
+    """A choice of parameters, with a run for each seed. means: over the runs that had begun, by step, as judged.
+
+    problem: what the command says of the parameters, so that nothing is run. left_out: it is no failure.
+    """
 
     number: int
-    state: str
     parameters: dict[str, Value]
-    value: float | None
     folder: Path
-    error: str = ""
-    intermediate: dict[int, float] = field(default_factory=dict)
-    runs: list[RunRecord] = field(default_factory=list)
+    runs: list[Run]
+    means: dict[int, float] = field(default_factory=dict)
+    is_pruned: bool = False
+    problem: str = ""
+    left_out: bool = False
+
+    @property
+    def state(self) -> str:
+        """waiting | running | complete | pruned | failed."""
+        states = {run.state for run in self.runs}
+        if states == {"done"}:
+            return "complete"
+        if self.is_pruned or self.left_out:
+            return "pruned"
+        if self.problem or "failed" in states:
+            return "failed"
+        return "waiting" if states == {"waiting"} else "running"
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("complete", "pruned", "failed")
 
     @property
     def values(self) -> list[float]:
@@ -125,185 +109,207 @@ class TrialRecord:
         return [run.value for run in self.runs if run.state == "done" and run.value is not None]
 
     @property
+    def value(self) -> float | None:
+        """The mean over seeds; of a pruned trial the last one that was known."""
+        if self.state == "complete":
+            return statistics.fmean(self.values)
+        return self.means[max(self.means)] if self.is_pruned and self.means else None
+
+    @property
     def half_width(self) -> float | None:
         """Of the 95% interval of the mean over seeds (Student's t); None with fewer than two."""
         values = self.values
-        if len(values) < 2:
+        if self.state != "complete" or len(values) < 2:
             return None
         return student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
     @property
-    def command(self) -> str:
-        """Reproduces the trial: a line for each run."""
-        return "\n".join(shlex.join(run.command) for run in self.runs)
+    def error(self) -> str:
+        return self.problem or next((run.error for run in self.runs if run.error), "")
+
+    @property
+    def commands(self) -> list[str]:
+        """That run it again, one for each seed."""
+        return [shlex.join(["python", *run.words]) for run in self.runs]
 
 
 @dataclass
 class Study:
-    """A study to work on. storage: sqlite | journal."""
+    """A study with all its trials, as the log tells them."""
 
     folder: Path
     question: Question
-    plan: Plan
-    storage: str
+    search: Search
     cwd: str
+    trials: list[Trial] = field(default_factory=list)
 
-    def trial_folder(self, number: int) -> Path:
-        return self.folder / "trials" / f"{number:04}"
-
-    def save(self) -> None:
-        kept = {
-            "question": write_question(self.question, self.cwd),
-            "plan": dataclasses.asdict(self.plan),
-            "storage": self.storage,
-            "cwd": self.cwd,
-        }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
+    @property
+    def target(self) -> Target:
+        return Target.of(self.question)
 
     @classmethod
     def load(cls, folder: Path) -> Study:
         """Raises UserError if there is none, or if it is damaged."""
-        path = folder / DESCRIPTION
+        path = folder / _DESCRIPTION
         try:
             kept = json.loads(path.read_text())
-            return cls(folder, read_question(kept["question"]), Plan(**kept["plan"]), kept["storage"], kept["cwd"])
+            study = cls(folder, _read_question(kept), Search(**kept["search"]), kept["cwd"])
+            path = folder / _LOG
+            lines = path.read_text().split("\n") if path.exists() else []
+            for line in lines[:-1]:  # what stands after the last newline, a crash cut off
+                study._replay(json.loads(line))
+            return study
         except FileNotFoundError:
             raise UserError(
-                f"--study {folder}: there is no study ({DESCRIPTION}). To begin one, give keys with values "
+                f"--study {folder}: there is no study ({_DESCRIPTION}). To begin one, give keys with values "
                 "(actor.optim.lr=1e-6,3e-6) and --metric as well"
             ) from None
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(damaged(path, error)) from None
+            raise UserError(
+                f"--study: {path} cannot be read ({str(error).partition(chr(10))[0]}): it is damaged, or was written "
+                "by an earlier version. Put a copy in its place, or begin a study with another name"
+            ) from None
 
+    def save(self) -> None:
+        """Writes what was asked. Raises UserError if nothing can be written there."""
+        kept = _written(self.question, self.cwd) | {"search": dataclasses.asdict(self.search), "cwd": self.cwd}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / _DESCRIPTION, json.dumps(kept, indent=1))
+        except OSError as error:
+            raise UserError(f"--study {self.folder}: nothing can be written there: {error.strerror}") from None
 
-@dataclass
-class StudyRecord(Study):
-    """All that is known of a study."""
+    def refuse_another(self, question: Question) -> None:
+        """Raises UserError, saying what differs and how to go on, if the study was begun with another question."""
+        before, now = json.loads((self.folder / _DESCRIPTION).read_text()), _written(question, self.cwd)
+        changes = [f"{name} was {before[name]}, and is {now[name]}" for name in now if now[name] != before[name]]
+        if changes:
+            raise UserError(
+                f"--study {self.folder} was begun with another question:\n  "
+                + "\n  ".join(changes)
+                + "\nTrials of two "
+                "questions cannot be compared. To go on with the old one:\n  python -m trainer.sweep --study "
+                f"{shlex.quote(str(self.folder))}\nor give the new one a name of its own: --study NAME"
+            )
 
-    trials: list[TrialRecord]
+    # ------------------------------------------------------------------------------------------------------ the log
 
-    @cached_property
-    def target(self) -> Target:
-        return find_target(self.question.command, self.question.options)
+    def begin(self, parameters: Mapping[str, Value], problem: str = "", left_out: bool = False) -> Trial:
+        """A new trial."""
+        number = len(self.trials)
+        self._log(trial=number, parameters=dict(parameters), problem=problem, left_out=left_out)
+        return self.trials[number]
 
-    def finished(self) -> list[TrialRecord]:
+    def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
+        """The mean of a trial's runs at a step, and whether it is pruned for it; then its runs are asked to end."""
+        self._log(trial=trial.number, step=step, mean=mean, prune=prune)
+        if prune:
+            self.ask_to_end(trial)
+
+    def end(self, trial: Trial, run: Run, state: str, **known: Any) -> None:
+        """A run has ended: done | failed | stopped. If it failed for good, so did the trial: its other runs end."""
+        self._log(trial=trial.number, seed=run.seed, state=state, **known)
+        if state == "failed":
+            self.ask_to_end(trial)
+
+    def ask_to_end(self, trial: Trial) -> None:
+        """Its runs that have begun see the file, on whatever machine they are."""
+        if trial.folder.exists():
+            (trial.folder / STOP).touch()
+
+    def _log(self, **event: Any) -> None:
+        with (self.folder / _LOG).open("rb+" if (self.folder / _LOG).exists() else "wb+") as file:
+            whole = file.read()
+            file.seek(whole.rfind(b"\n") + 1)  # over what a crash cut off
+            file.truncate()
+            file.write(json.dumps(event).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._replay(event)
+
+    def _replay(self, event: dict[str, Any]) -> None:
+        number = event["trial"]
+        if "parameters" in event:
+            seeds: tuple[int | None, ...] = self.question.seeds or (None,)
+            folder, target = self.folder / "trials" / f"{number:04}", self.target
+            folders = {seed: folder / ("run" if seed is None else f"seed-{seed}") for seed in seeds}
+            runs = [Run(seed, path, target.words(event["parameters"], seed)) for seed, path in folders.items()]
+            known = {"problem": event["problem"], "left_out": event["left_out"]}
+            self.trials.append(Trial(number, event["parameters"], folder, runs, **known))
+            return
+        trial = self.trials[number]
+        if "mean" in event:
+            trial.means[event["step"]] = event["mean"]
+            trial.is_pruned |= event["prune"]
+            return
+        run = next(run for run in trial.runs if run.seed == event["seed"])
+        run.state = event["state"]
+        run.value, run.error = event.get("value"), event.get("error", "")
+        run.seconds, run.steps = event.get("seconds", 0.0), event.get("steps", 0)
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def finished(self) -> list[Trial]:
         """Complete trials, the best first."""
-        done = [trial for trial in self.trials if trial.state == "complete" and trial.value is not None]
+        done = [trial for trial in self.trials if trial.state == "complete"]
         return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.question.mode == "max")
 
+    def write_csv(self) -> Path:
+        """trials.csv: a line for each trial. Gives its path."""
+        names = [parameter.name for parameter in self.question.space]
+        rows = [["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"]]
+        for trial in self.trials:
+            numbers = ["" if number is None else f"{number:.6g}" for number in (trial.value, trial.half_width)]
+            seconds = f"{sum(run.seconds for run in trial.runs):.1f}"
+            folders = ";".join(str(run.folder.relative_to(self.folder)) for run in trial.runs)
+            parameters = [str(trial.parameters[name]) for name in names]
+            steps, error = str(max(run.steps for run in trial.runs)), trial.error.partition("\n")[0]
+            rows.append([str(trial.number), trial.state, *numbers, *parameters, steps, seconds, error, folders])
+            rows[-1].append("\n".join(trial.commands))
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows(rows)
+        write_atomically(self.folder / "trials.csv", text.getvalue())
+        return self.folder / "trials.csv"
 
-def damaged(path: Path, error: Exception) -> str:
-    """What to say of a study's file that cannot be read."""
-    told = str(error).partition("\n")[0]
-    return f"--study: {path} cannot be read ({told}): put a copy in its place, or begin a study with another name"
+
+def usual_folder(question: Question) -> Path:
+    """The folder of a study that was given no name: the same for the same question."""
+    text = json.dumps(_written(question, os.getcwd()), sort_keys=True)
+    name = question.command.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    return Path("runs/sweeps").absolute() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def write_question(question: Question, cwd: str) -> dict[str, Any]:
-    """What study.json says of it; files with a hash of what is in them."""
-    kept = dataclasses.asdict(dataclasses.replace(question, space=Space(())))
-    kept["space"] = question.space.written()
-    kept["files"] = {name: _hash(Path(cwd) / name) for name in question.files}
-    return json.loads(json.dumps(kept))
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Inside, no other sweep works on this study. Raises UserError if one does."""
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--study {folder}: another sweep works on it. To use more machines give that one --ray-address; for "
+                "another question give --study NAME"
+            ) from None
+        yield
 
 
-def read_question(kept: dict[str, Any]) -> Question:
+def _written(question: Question, cwd: str) -> dict[str, Any]:
+    """What study.json says of a question; files with a hash of what is in them."""
+    kept = dataclasses.asdict(dataclasses.replace(question, space=()))
+    kept["space"] = {parameter.key: parameter.written for parameter in question.space}
+    try:
+        kept["files"] = {file: hashlib.sha256((Path(cwd) / file).read_bytes()).hexdigest() for file in question.files}
+    except OSError as error:
+        raise UserError(f"--config {error.filename}: cannot be read: {error.strerror}") from None
+    return dict(json.loads(json.dumps(kept)))
+
+
+def _read_question(kept: dict[str, Any]) -> Question:
     """The other way."""
-    seeds = kept["seeds"]
     return Question(
         **{name: kept[name] for name in ("command", "options", "metric", "mode", "take")},
         files=tuple(kept["files"]),
         settings=tuple(kept["settings"]),
         space=read_space(kept["space"])[0],
-        seeds=None if seeds is None else tuple(seeds),
+        seeds=None if kept["seeds"] is None else tuple(kept["seeds"]),
     )
-
-
-def _hash(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
-
-
-def usual_folder(question: Question) -> Path:
-    """The folder of a study that was given no name: the same for the same question."""
-    text = json.dumps(write_question(question, os.getcwd()), sort_keys=True)
-    name = question.command.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
-    return Path("runs/sweeps").absolute() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def refuse_another_question(study: Study, question: Question) -> None:
-    """Raises UserError, saying what differs and how to go on, if a study was begun with another question."""
-    before = json.loads((study.folder / DESCRIPTION).read_text())["question"]
-    now = write_question(question, study.cwd)
-    changes = space_changes(before["space"], now["space"])
-    changes += [
-        f"--config {name} has changed since"
-        for name, known in before["files"].items()
-        if now["files"].get(name, known) != known
-    ]
-    before["files"], now["files"] = list(before["files"]), list(now["files"])
-    for name in ("command", "options", "files", "settings", "seeds", "metric", "mode", "take"):
-        if before[name] != now[name]:
-            changes.append(f"{name} was {before[name]}, and is {now[name]}")
-    if changes:
-        raise UserError(
-            f"--study {study.folder} was begun with another question:\n  " + "\n  ".join(changes) + "\nTrials of two "
-            "questions cannot be compared. To go on with the old one:\n  python -m trainer.sweep --study "
-            f"{shlex.quote(str(study.folder))}\nor give the new one a name of its own: --study NAME"
-        )
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
-def read_study(folder: Path) -> StudyRecord:
-    """Everything about a study. Raises UserError if there is none."""
-    from trainer.sweeps.engine import Engine
-
-    study = Study.load(folder)
-    trials = [read_trial(study, frozen) for frozen in Engine(study).trials()]
-    return StudyRecord(folder, study.question, study.plan, study.storage, study.cwd, trials)
-
-
-_STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
-
-
-def read_trial(study: Study, frozen: Any) -> TrialRecord:
-    """A trial as Optuna has it, with its runs as they are on the disk."""
-    folder = study.trial_folder(frozen.number)
-    parameters = frozen.params or frozen.system_attrs.get("fixed_params", {})
-    runs = [RunRecord.load(path.with_suffix("")) for path in sorted(folder.glob("*.json"), key=_seed_order)]
-    return TrialRecord(
-        number=frozen.number,
-        state=_STATES[frozen.state.name],
-        parameters={p.name: parameters[p.name] for p in study.question.space.parameters if p.name in parameters},
-        value=frozen.value,
-        folder=folder,
-        error=str(frozen.user_attrs.get("error", "")),
-        intermediate=dict(frozen.intermediate_values),
-        runs=runs,
-    )
-
-
-def _seed_order(path: Path) -> tuple[int, str]:
-    number = path.stem.rpartition("-")[2]
-    return int(number) if number.isdigit() else 0, path.stem
-
-
-def write_csv(record: StudyRecord, path: Path) -> None:
-    """A line for each trial."""
-    names = [parameter.name for parameter in record.question.space.parameters]
-    before, after = ("trial", "state", record.question.metric, "ci95", "runs"), ("error", "folder", "command")
-    rows: list[Sequence[Any]] = [(*before, *names, "seconds", "attempts", *after)]
-    for trial in record.trials:
-        seconds = sum(run.seconds for run in trial.runs)
-        attempts = sum(len(run.attempts) for run in trial.runs)
-        values = [trial.parameters.get(name, "") for name in names]
-        shown = ["" if number is None else f"{number:.6g}" for number in (trial.value, trial.half_width)]
-        first = (trial.number, trial.state, *shown, len(trial.values))
-        rows.append((*first, *values, f"{seconds:.1f}", attempts, trial.error, trial.folder, trial.command))
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows(rows)
-    write_atomically(path, text.getvalue())

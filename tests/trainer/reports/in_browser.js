@@ -122,30 +122,11 @@ async function ofRuns() {
   return seen;
 }
 
-async function ofSweep() {
-  const frame = await opened("sweep", 1280);
-  const { page, all, texts, press } = frame;
-  const seen = { tooWide: tooWide(frame), pictures: all(".chart svg").length, failure: texts("td.long, td.bad") };
-  const trials = () => all("#trials tbody tr").map((row) => row.dataset.key);
-  seen.trials = [trials()];
-  for (let click = 0; click < 2; click++) {
-    await press("#trials th button", "value");
-    seen.trials.push(trials());
-  }
-  seen.note = [page.getElementById("note").checkVisibility()];
-  all("#trials tbody tr")[0].cells[0].click();
-  seen.note.push(page.getElementById("note").textContent);
-  seen.marked = [all("tr.marked").map((row) => row.dataset.key), all("svg .own").map((one) => one.id)];
-  seen.colours = await colours(frame);
-  seen.foreign = all("img, main script, iframe").length;
-  return seen;
-}
-
 async function ofPhone() {
   const seen = {};
   for (const name of Object.keys(PAGES)) {
     const frame = await opened(name, 390);
-    for (const tab of name === "sweep" ? [""] : ["overview", "metrics", "config", "samples"]) {
+    for (const tab of ["overview", "metrics", "config", "samples"]) {
       await frame.goTo(tab);
       frame.all("tr.pick, summary").slice(0, 3).forEach((one) => one.click());
       const lists = frame.all(".scroll:has(.cards, .metrics)").map((one) => one.scrollWidth - one.clientWidth);
@@ -157,7 +138,7 @@ async function ofPhone() {
 
 async function main() {
   const compared = await opened("two", 1280);
-  const seen = { run: await ofRuns(), sweep: await ofSweep(), phone: await ofPhone() };
+  const seen = { run: await ofRuns(), phone: await ofPhone() };
   const charts = compared.all(".chart polyline").length;
   seen.two = { charts, heads: compared.texts(".scroll th"), tooWide: tooWide(compared) };
   document.getElementById("seen").textContent = JSON.stringify(seen);

@@ -1,4 +1,4 @@
-"""The pages of runs and of sweeps in a real browser, where one is installed: drawn, sorted, searched, read, not obeyed.
+"""The pages of runs in a real browser, where one is installed: drawn, sorted, searched, read, not obeyed.
 
 All pages are loaded as they are, content policy and all, in frames of one page that drives them (in_browser.js) and
 writes down what it sees; one start of the browser, half a second of processor time.
@@ -17,26 +17,14 @@ from typing import Any
 import pytest
 
 from tests.trainer.run_folder import HOSTILE, make_run
-from tests.trainer.sweeps.test_report import Made
 from trainer import report
-from trainer.sweep_report import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = Path(__file__).with_name("in_browser.js")
-EVIL = "out of memory </script><script>document.title='owned'</script> <img src=x onerror=alert(1)> on device 0"
 READABLE = 4.5
 """The least contrast of text by WCAG 2, level AA."""
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
-
-
-def make_sweep(folder: Path) -> Path:
-    """Four trials, of which one is far below the others and one has failed; the page of them."""
-    made = Made(folder, {"actor.optim.lr": "log(1e-4,1e-2)", "kind": ["a", "b"]})
-    for value, lr in ((0.4, 1e-3), (0.9, 2e-3), (-9.0, 5e-3)):
-        made.add("COMPLETE", [{1: 0.1, 2: value}], actor_optim_lr=lr, kind="a")
-    made.add("FAIL", [{}], error=EVIL, actor_optim_lr=1e-2, kind="b")
-    return write_report(folder)[0]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +35,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
     pages = {
         "run": report.write_report([one], folder / "run.html").as_uri(),
         "two": report.write_report([one, other], folder / "two.html").as_uri(),
-        "sweep": make_sweep(folder / "sweep").as_uri(),
     }
     driver = folder / "driver.html"
     script = f"const PAGES = {json.dumps(pages)};\n{DRIVER.read_text(encoding='utf-8')}"
@@ -100,26 +87,15 @@ def test_what_a_model_or_a_program_wrote_stays_text(seen: dict[str, Any]) -> Non
     hostile = seen["run"]["hostile"]
     assert hostile["rows"] == 1 and HOSTILE in hostile["texts"] and hostile["marks"] == ["document.title"]
     assert hostile["title"] == "one" and seen["run"]["foreign"] == 0
-    assert EVIL in seen["sweep"]["failure"] and seen["sweep"]["foreign"] == 0
-
-
-def test_trials_are_sorted_and_marked_everywhere(seen: dict[str, Any]) -> None:
-    sweep = seen["sweep"]
-    assert sweep["trials"] == [[f"trial-{n}" for n in order] for order in ((0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3))]
-    assert sweep["note"][0] is False and sweep["note"][1].startswith("trial 2 (complete): -9")
-    rows, drawings = sweep["marked"]
-    assert rows == ["trial-2"] and len(drawings) == 4 == sweep["pictures"]
-    assert all(drawing.endswith("-trial-2") for drawing in drawings)
 
 
 def test_nothing_is_wider_than_the_screen(seen: dict[str, Any]) -> None:
-    assert set(seen["run"]["tooWide"].values()) == {0} and seen["sweep"]["tooWide"] == seen["two"]["tooWide"] == 0
+    assert set(seen["run"]["tooWide"].values()) == {0} and seen["two"]["tooWide"] == 0
     assert {name: width for name, width in seen["phone"].items() if width} == {}
 
 
-@pytest.mark.parametrize("name", ["run", "sweep"])
-def test_text_can_be_read_in_light_and_dark(seen: dict[str, Any], name: str) -> None:
-    colours = seen[name]["colours"]
+def test_text_can_be_read_in_light_and_dark(seen: dict[str, Any]) -> None:
+    colours = seen["run"]["colours"]
     assert {colours["first"][0], colours["second"][0]} == {"rgb(247, 248, 250)", "rgb(20, 23, 27)"}
     for _, (contrast, where) in colours.values():
         assert contrast >= READABLE, where
