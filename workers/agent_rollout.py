@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from verl_lite.config import PPOConfig
 from verl_lite.envs import env_templates
@@ -21,8 +20,7 @@ from workers.engine.fsdp import FSDPEngine
 from workers.envs.pool import EnvPool
 from workers.phase import Phase
 from workers.policy.tokenizer import stop_token_ids
-from workers.rollout.base import RolloutEngine, SamplingParams
-from workers.rollout.episode_meters import EngineMeter, PoolMeter
+from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
 from workers.rollout.group_run import GroupRun
 from workers.rollout.groups import GroupPlan, GroupResults
@@ -51,11 +49,10 @@ class AgentRolloutWorker(ActorRolloutWorker):
         log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"environments-{self.rank}")
         self.pool = EnvPool(agentic.env_pool, templates, modules=self.modules, log_dir=log_dir)
         self.pool.start()
-        engine, pool = EngineMeter(self.rollout), PoolMeter(self.pool)
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
         runner = EpisodeRunner(
-            cast(RolloutEngine, engine),
-            pool,
+            self.rollout,
+            self.pool,
             self.tokenizer,
             templates,
             TokenLimits(data.max_prompt_length, data.max_response_length, self.max_model_len),
@@ -65,7 +62,7 @@ class AgentRolloutWorker(ActorRolloutWorker):
             format_penalty={purpose: manager.format_penalty for purpose, manager in managers.items()},
             max_live=self._max_live,
         )
-        self.groups = GroupRun(runner, self._rows, engine, pool)
+        self.groups = GroupRun(runner, self._rows)
         for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
             if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
                 trained.between = self.groups.pump

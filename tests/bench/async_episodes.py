@@ -130,10 +130,10 @@ def show(runs: dict[int, Run], latency_ms: float) -> None:
 def measure(model: str, latency_ms: float, clock: Clock, rounds: int) -> dict[int, Run]:
     """Both runs, turn by turn."""
     import workers.agent_rollout
-    from workers.rollout import episode_meters, group_run
+    from workers.rollout import episodes, group_run
 
     if not clock.is_wall:
-        for module in (episode_meters, group_run):
+        for module in (episodes, group_run):
             module.time = SimpleNamespace(perf_counter=clock.now)  # type: ignore[attr-defined]
         workers.agent_rollout.EnvPool = lambda *_, **__: CpuPool(clock, latency_ms / 1000)  # type: ignore[misc,assignment]
     runs = {ratio: Run(options(model, ratio, latency_ms), clock) for ratio in (0, 1)}

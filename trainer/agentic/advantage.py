@@ -18,7 +18,6 @@ from trainer.step_metrics import summary
 from verl_lite.algos.agentic_rewards import (
     GROUPINGS,
     Normalization,
-    adjusted_rows,
     agentic_reward_norm,
     build_state_groups,
     compute_gigpo_rewards,
@@ -64,13 +63,14 @@ def compute_response_level_rewards(
     pipeline_config: `config.agentic`, or any object with its names. adv_estimator: None = that of the object, as ROLL
     has it. Reads what `reward_postprocess` reads; traj_id and step, and for gigpo state_hash and uid; those of the
     grouping: uid (traj_group_id), uid and state_hash (state_group_id), tags. Rows without a valid token count nowhere.
-    Returns the batch, the metrics of `adjust_batch`, and with gigpo the mean, max and min, over rows that count, of
+    Returns the batch, and with gigpo the mean, max and min, over rows that count, of
     critic/episode_rewards_norm and critic/step_rewards_norm. Raises ValueError for an unknown option or a missing
     column.
     """
     chosen: str = getattr(pipeline_config, "adv_estimator", "") if adv_estimator is None else adv_estimator
     stage = f"compute_response_level_rewards with adv_estimator={chosen}"
-    data, metrics = adjust_batch(data.select(), pipeline_config.batch_adjust_mode)
+    metrics: Numbers = {}
+    data = data.select()
     scores, valid = response_scores(data, stage)
     options: RewardNormalizationConfig = pipeline_config.reward_normalization
     grouping, how = _normalization(options, is_gigpo=chosen == "gigpo")
@@ -103,29 +103,6 @@ def compute_response_level_rewards(
         rewards = agentic_reward_norm(scores, how, valid=valid, groups=groups)
     data.batch["response_level_rewards"] = rewards
     return data, metrics
-
-
-def adjust_batch(data: DataProto, mode: str, multiple: int = 1, seed: int = 0) -> tuple[DataProto, Numbers]:
-    """ROLL's: makes the batch as long as a multiple of `multiple`, see `adjusted_rows`. In a run any number of rows
-    will do, so it is 1 there and nothing changes.
-
-    A copy has an empty response_mask and counts in no mean (ROLL: it weighs double). Returns the batch and
-    system/batch_add_count, system/batch_remove_count.
-    """
-    count = len(data)
-    rows = adjusted_rows(count, multiple, mode, torch.Generator().manual_seed(seed))
-    metrics = {
-        "system/batch_add_count": float(max(0, len(rows) - count)),
-        "system/batch_remove_count": float(max(0, count - len(rows))),
-    }
-    if len(rows) == count:
-        return data, metrics
-    result = data[rows.numpy()]
-    if len(rows) > count:
-        mask = result.batch["response_mask"].clone()
-        mask[count:] = 0
-        result.batch["response_mask"] = mask
-    return result, metrics
 
 
 def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tuple[str, Normalization]:

@@ -2,7 +2,6 @@
 
 A batch is made of whole episodes, which `trainer.rollout_scheduler` chooses and the ranks run
 (`workers.agent_rollout`). What follows (log-probs, values, advantages, updates, checkpoints) is the trainer's.
-Attributes and `run` have ROLL's names.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from trainer.agentic.renders import save_renders
 from trainer.evaluate.chunks import val_samplings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.rewards.failures import Failures
-from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
+from trainer.roles import Metrics
 from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
@@ -79,39 +78,6 @@ class AgenticPipeline(RayPPOTrainer):
         self.train_rollout_scheduler = train_rollout_scheduler
         self.val_rollout_scheduler = val_rollout_scheduler
         self.engine_version: int | None = None  # the step after which the rollout engines got their weights
-
-    # ----------------------------------------------------------------------------------------------- names of ROLL
-
-    @property
-    def pipeline_config(self) -> PPOConfig:
-        """The configuration."""
-        return self.config
-
-    @property
-    def actor_train(self) -> ActorRole:
-        """The policy that learns."""
-        return self.actor
-
-    @property
-    def actor_infer(self) -> ActorRole:
-        """The policy that acts: the same workers, which hold the rollout engines."""
-        return self.actor
-
-    @property
-    def reference(self) -> ReferenceRole | None:
-        """The frozen reference model; None where no KL term asks for it."""
-        return self.ref
-
-    @property
-    def running(self) -> dict[str, Any]:
-        """Running statistics of scores, by environment."""
-        return self.running_moments
-
-    critic: Critic | None
-
-    def run(self) -> FitResult:
-        """`fit`."""
-        return self.fit()
 
     def fit(self) -> FitResult:
         """Trains to the end of the configured steps, or until the environments have no episode left."""

@@ -7,7 +7,6 @@ Pure functions of scores (B,) and labels, after ROLL's agentic pipeline. `normal
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,6 @@ from the same state."""
 
 METHODS = ("identity", "mean", "mean_std", "asym_clip")
 """ROLL's older names of normalisations."""
-
-ADJUST_MODES = ("copy", "delete", "auto", "random_sample")
-"""Ways to make a batch as long as a multiple of some number."""
 
 _ASYMMETRIC = (-1.0, 3.0)
 
@@ -75,13 +71,6 @@ def agentic_reward_norm(
     labels = [0] * len(scores) if groups is None else groups
     result = normalise_scores(scores, valid, how.norm_mean_type, how.norm_std_type, groups=labels)
     return result if how.bounds is None else torch.where(valid, result.clamp(*how.bounds), 0)
-
-
-def get_score_normalize_fn(rn_cfg: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """ROLL's older interface: a function of the scores of one group. rn_cfg.method: identity | mean | mean_std |
-    asym_clip. A group without a spread gives 0 where a std is asked for. Raises ValueError for another method."""
-    how = normalization(rn_cfg.method)
-    return lambda scores: agentic_reward_norm(scores, how)
 
 
 # ---------------------------------------------------------------------------------------------------- episodes of steps
@@ -179,27 +168,3 @@ def build_state_groups(traj_group_id: Labels, state_hash: Labels) -> list[tuple[
     ROLL's label is the hash alone, which puts equal states of different tasks into one group; here they stay apart.
     """
     return list(zip(label_list(traj_group_id), label_list(state_hash), strict=True))
-
-
-# ---------------------------------------------------------------------------------------------------- sizes of batches
-
-
-def adjusted_rows(count: int, multiple: int, mode: str, generator: torch.Generator) -> torch.Tensor:
-    """Which rows make a batch of `count` as long as a multiple of `multiple`: indices; those from `count` rows on that
-    repeat an index are copies.
-
-    copy: some rows twice. delete: some left out; copy if none would be left. auto: whichever changes less, copy in a
-    draw or if none would be left. random_sample: `multiple` of them; copy if there are fewer. A count that fits stays
-    as it is in any mode (ROLL's random_sample does not). Raises ValueError for an unknown mode.
-    """
-    if mode not in ADJUST_MODES:
-        raise ValueError(f"batch_adjust_mode={mode!r}: expected one of {', '.join(ADJUST_MODES)}.")
-    rows, rest = torch.arange(count), count % multiple
-    if rest == 0:
-        return rows
-    if mode == "auto":
-        mode = "copy" if 2 * rest >= multiple else "delete"
-    if mode == "copy" or count < multiple:
-        return torch.cat([rows, torch.randint(count, (multiple - rest,), generator=generator)])
-    kept = multiple if mode == "random_sample" else count - rest
-    return torch.randperm(count, generator=generator)[:kept].sort().values

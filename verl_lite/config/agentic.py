@@ -73,7 +73,7 @@ class RewardNormalizationConfig:
 class AgenticConfig:
     """An agent that learns by acting."""
 
-    custom_envs: dict[str, Any] = opt({}, "by tag: env_type, env_config, max_steps, ...; see verl_lite/envs/README.md")
+    custom_envs: dict[str, Any] = opt({}, "by tag: env_type, env_config, max_steps, ...; see trainer/AGENTIC.md")
     train_env_manager: EnvManagerConfig = section(EnvManagerConfig, "environments of training")
     val_env_manager: EnvManagerConfig = section(EnvManagerConfig, "environments of validation; no tags = none")
     rollout_batch_size: int = opt(128, "episodes of a training step", at_least(1))
@@ -89,11 +89,6 @@ class AgenticConfig:
     step_reward_weight: float = opt(1.0, "gigpo: weight of the step's normalised return")
     step_reward_gamma: float = opt(
         0.95, "gigpo, step_reinforce: discount from one step of an episode to the next", SHARE
-    )
-    batch_adjust_mode: str = opt(
-        "copy",
-        "ROLL's copy | delete | auto | random_sample; any batch size works as it is",
-        ("copy", "delete", "auto", "random_sample"),
     )
     logging_steps: int = opt(1, "steps between two episodes shown in the log; 0 = never", at_least(0))
     render_save_dir: str | None = opt(None, "folder for what validation episodes looked like, GIF or text; null = none")

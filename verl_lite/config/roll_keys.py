@@ -10,6 +10,7 @@ from verl_lite.config.rules import NoEffect, Only, Renamed, Rule
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 _ONE_ENGINE = NoEffect("trainer, engine and reference share all devices; FSDP2 trains, and rollout.name generates")
+_ANY_BATCH = NoEffect("any number of rows works as it is")
 _TOP: dict[str, str] = {
     "exp_name": "trainer.experiment_name",
     "seed": "trainer.seed",
@@ -70,7 +71,6 @@ _OF_AGENTS = (
     "episode_reward_weight",
     "step_reward_weight",
     "step_reward_gamma",
-    "batch_adjust_mode",
     "logging_steps",
     "render_save_dir",
 )
@@ -90,6 +90,8 @@ ROLL_RULES: dict[str, Rule] = {
     "actor_infer.generating_args.top_k": Renamed("rollout.top_k", {0: -1}),
     "dual_clip_loss": Renamed("actor.clip_ratio_c", {True: 1.4, False: 1e9}, why="1 + 2 pg_clip, at ROLL's 0.2"),
     "actor_train.model_args.dtype": Renamed("actor.fsdp_config.mixed_precision.param_dtype", _DTYPES),
+    "batch_adjust_mode": _ANY_BATCH,
+    "agentic.batch_adjust_mode": _ANY_BATCH,
     "use_pg_clip_range": NoEffect("actor.clip_ratio_low and clip_ratio_high are read where they are given"),
     "enable_reference": NoEffect("there is a reference model exactly where a KL term reads it"),
     "enable_old_logprobs_recompute": Only(

@@ -1,4 +1,4 @@
-"""Worlds that a language model acts in. The protocol and how to write one: README.md beside this file."""
+"""Worlds that a language model acts in. The protocol and how to write one: trainer/AGENTIC.md."""
 
 from verl_lite.envs import adapters, calculator, frozen_lake, guess_number, sokoban  # noqa: F401  they register
 from verl_lite.envs.base import (

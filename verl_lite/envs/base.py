@@ -1,16 +1,17 @@
 """The environment protocol, the registry, and `EnvTemplate`: one entry of `agentic.custom_envs`, checked.
 
 An environment talks in text and rewards in plain floats; it does not know of tokens, groups or models. How to write one
-in 30 lines, and what the keys of `info` mean: README.md beside this file. Nothing in this package imports torch.
+in 30 lines, and what the keys of `info` mean: trainer/AGENTIC.md. Nothing in this package imports torch.
 """
 
 from __future__ import annotations
 
 import inspect
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry, did_you_mean, foreign_modules
@@ -57,7 +58,6 @@ register_env = ENVS.register
 
 def find_env(env_type: str) -> EnvFactory:
     """The factory of that name or at pkg.module:object. Raises UserError, with the nearest name, if there is none."""
-    import_own_environments()
     try:
         return ENVS.get_fn(env_type)
     except ValueError as error:
@@ -67,45 +67,36 @@ def find_env(env_type: str) -> EnvFactory:
 def make_env(env_type: str, env_config: Mapping[str, Any] | None = None) -> Env:
     """A new environment. Raises UserError for an unknown env_type, an unknown key or no reset/step."""
     factory = find_env(env_type)
-    problem = env_config_problem(env_type, env_config or {})
-    if problem:
-        raise UserError(problem)
+    check_env_config(env_type, env_config or {})
     env = factory(**(env_config or {}))
     missing = [name for name in ("reset", "step") if not callable(getattr(env, name, None))]
     if missing:
         raise UserError(
             f"env_type={env_type!r}: {type(env).__name__} has no method {' and no method '.join(missing)}; an "
-            "environment has reset(seed) and step(action), see verl_lite/envs/README.md"
+            "environment has reset(seed) and step(action), see trainer/AGENTIC.md"
         )
     return env
 
 
-def env_config_problem(env_type: str, env_config: Mapping[str, Any]) -> str | None:
-    """What is wrong with the keys of env_config: unknown to the environment, or missing. None if nothing is."""
+def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> None:
+    """Raises UserError for a key of env_config that the environment does not know, or one that is missing."""
     try:
         parameters = inspect.signature(find_env(env_type)).parameters
     except (TypeError, ValueError):  # some callables written in C have no signature
-        return None
-    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = [parameter.name for parameter in named]
+        return
+    named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for key in env_config:
-        if key not in known and not takes_any:
-            return f"env_config.{key}: {env_type} has no such option.{did_you_mean(key, known)}"
-    missing = [p.name for p in named if p.default is p.empty and p.name not in env_config]
-    if missing:
-        return f"env_config.{missing[0]} is missing: {env_type} needs it"
-    return None
+    for key in [] if takes_any else env_config:
+        if key not in named:
+            raise UserError(f"env_config.{key}: {env_type} has no such option.{did_you_mean(key, list(named))}")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in env_config:
+            raise UserError(f"env_config.{name} is missing: {env_type} needs it")
 
 
 def env_modules() -> list[str]:
     """Modules outside this project that registered environments here; an environment process imports them too."""
     return foreign_modules(ENVS.values())
-
-
-def import_own_environments() -> None:
-    """Registers the environments of this package; they are imported here, so that this module can be read alone."""
-    import verl_lite.envs  # noqa: F401
 
 
 # --------------------------------------------------------------------------------------------- agentic.custom_envs
@@ -122,8 +113,9 @@ STEP_FIELDS = ("history", "step_count", "history_length", "current_step", "curre
 MANAGERS = {"trajectory": "TrajEnvManager", "step": "StepEnvManager"}
 """Ways to make samples of an episode, and ROLL's names of them."""
 
+_LEAST = {"max_steps": 1, "max_tokens_per_step": 1, "max_env_step_concurrent": 1, "history_length": 0}
 _NOT_HERE = {
-    "tool_wrapper": "tools are part of the environment here: see verl_lite/envs/README.md",
+    "tool_wrapper": "tools are part of the environment here: see trainer/AGENTIC.md",
     "agent_runner_cls": "an agent in a process of its own is not supported",
     "max_env_step": "its name is max_steps",
     "max_actions_per_traj": "its name is max_steps",
@@ -161,18 +153,17 @@ class EnvTemplate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "env_config", dict(self.env_config or {}))
         object.__setattr__(self, "env_manager_cls", self._manager())
-        for name, least in (("max_steps", 1), ("max_tokens_per_step", 1), ("max_env_step_concurrent", 1)):
-            self._check_count(name, least, optional=name != "max_steps")
-        self._check_count("history_length", 0, optional=False)
-        self._check_text("agent_template", required=True)
-        self._check_text("agent_system_template", required=False)
+        for name, least in _LEAST.items():
+            self._check_count(name, least, optional=name.startswith("max_") and name != "max_steps")
         if not isinstance(self.use_thread_lock, bool):
-            self._refuse("use_thread_lock", self.use_thread_lock, "true or false")
-        find = _naming(self.tag, "env_type", find_env)
-        find(self.env_type)
-        problem = env_config_problem(self.env_type, self.env_config)
-        if problem:
-            raise UserError(f"agentic.custom_envs.{self.tag}.{problem}")
+            self._refuse("use_thread_lock", "true or false")
+        if not isinstance(self.agent_system_template, str | None):
+            self._refuse("agent_system_template", "text")
+        self._check_template()
+        with _naming(f"{self.tag}.env_type: "):
+            find_env(self.env_type)
+        with _naming(f"{self.tag}."):
+            check_env_config(self.env_type, self.env_config)
 
     @property
     def by_step(self) -> bool:
@@ -186,45 +177,40 @@ class EnvTemplate:
 
     def make(self) -> Env:
         """A new environment of this entry. Raises UserError naming the entry."""
-        return _naming(self.tag, "env_type", make_env)(self.env_type, self.env_config)
+        with _naming(f"{self.tag}.env_type: "):
+            return make_env(self.env_type, self.env_config)
 
     def _manager(self) -> str:
-        name = str(self.env_manager_cls)
-        for manager, class_name in MANAGERS.items():
-            if name == manager or name.rpartition(".")[2] == class_name:
-                return manager
-        expected = " | ".join([*MANAGERS, *MANAGERS.values()])
-        self._refuse("env_manager_cls", name, f"{expected}.{did_you_mean(name, [*MANAGERS, *MANAGERS.values()])}")
-        raise AssertionError("unreachable")
+        name, known = str(self.env_manager_cls), [*MANAGERS, *MANAGERS.values()]
+        found = [key for key, class_name in MANAGERS.items() if name == key or name.rpartition(".")[2] == class_name]
+        return (
+            found[0] if found else self._refuse("env_manager_cls", f"{' | '.join(known)}.{did_you_mean(name, known)}")
+        )
 
     def _check_count(self, name: str, least: int, *, optional: bool) -> None:
         value = getattr(self, name)
-        if optional and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self._refuse(name, value, f"a whole number of at least {least}" + (" or null" if optional else ""))
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not is_number and not (optional and value is None):
+            self._refuse(name, f"a whole number of at least {least}" + (" or null" if optional else ""))
 
-    def _check_text(self, name: str, *, required: bool) -> None:
-        text = getattr(self, name)
-        if text is None and not required:
-            return
-        if not isinstance(text, str):
-            self._refuse(name, text, "text")
-        known = [*TRAJECTORY_FIELDS, *(STEP_FIELDS if self.by_step else ())] if required else []
+    def _check_template(self) -> None:
+        if not isinstance(self.agent_template, str):
+            self._refuse("agent_template", "text")
         try:
-            named = _format_fields(text)
+            named = _format_fields(self.agent_template)
         except ValueError as error:
-            self._refuse(name, text, f"text for str.format, where a brace is written twice ({error})")
-        for found in named if required else []:
+            self._refuse("agent_template", f"text for str.format, where a brace is written twice ({error})")
+        known = [*TRAJECTORY_FIELDS, *(STEP_FIELDS if self.by_step else ())]
+        for found in named:
             if found not in known:
                 why = "is for env_manager_cls: step" if found in STEP_FIELDS else "is no field of it"
                 raise UserError(
-                    f"agentic.custom_envs.{self.tag}.{name}: {{{found}}} {why}; fields are {', '.join(known)}"
+                    f"agentic.custom_envs.{self.tag}.agent_template: {{{found}}} {why}; fields are {', '.join(known)}"
                     f" (a brace that is meant as such is written twice).{did_you_mean(found, known)}"
                 )
 
-    def _refuse(self, name: str, value: object, expected: str) -> None:
-        raise UserError(f"agentic.custom_envs.{self.tag}.{name} is {value!r}: expected {expected}")
+    def _refuse(self, name: str, expected: str) -> NoReturn:
+        raise UserError(f"agentic.custom_envs.{self.tag}.{name} is {getattr(self, name)!r}: expected {expected}")
 
 
 def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
@@ -261,7 +247,6 @@ def _template(tag: str, entry: Any) -> EnvTemplate:
 
 def known_envs() -> list[str]:
     """Names of all environments registered so far."""
-    import_own_environments()
     return sorted(ENVS)
 
 
@@ -269,16 +254,10 @@ def _format_fields(text: str) -> list[str]:
     return [name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(text) if name is not None]
 
 
-R = TypeVar("R")
-
-
-def _naming(tag: str, key: str, function: Callable[..., R]) -> Callable[..., R]:
-    """The function, whose UserErrors name the entry too."""
-
-    def call(*args: Any) -> R:
-        try:
-            return function(*args)
-        except UserError as error:
-            raise UserError(f"agentic.custom_envs.{tag}.{key}: {error}") from error
-
-    return call
+@contextmanager
+def _naming(entry: str) -> Iterator[None]:
+    """A UserError inside names the entry, too."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"agentic.custom_envs.{entry}{error}") from error

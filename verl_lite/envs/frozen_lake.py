@@ -55,7 +55,6 @@ class FrozenLake(GridEnv):
         special_token_list: Sequence[str] = SPECIAL_TOKENS,
         feedback: bool = True,
         max_steps: int | None = None,
-        render_mode: str = "text",
     ) -> None:
         self.size, self.p, self.split = size, p, check_split(split)
         if size < 2:
@@ -75,7 +74,6 @@ class FrozenLake(GridEnv):
             special_token_list=special_token_list,
             feedback=feedback,
             max_steps=max_steps,
-            render_mode=render_mode,
         )
 
     def map_of(self, seed: int) -> list[str]:
@@ -124,16 +122,6 @@ class FrozenLake(GridEnv):
         if self.lake is None:
             raise RuntimeError("step or render before reset")
         return self.lake
-
-    def _tiles(self) -> dict[str, str]:
-        return {
-            "P": "ice+player",
-            "_": "ice",
-            "O": "ice+hole",
-            "G": "ice+goal",
-            "X": "ice+hole+player",
-            "√": "ice+goal+player:goal",
-        }
 
 
 def _fixed_map(map_name: str | None, desc: Sequence[str] | None) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""What worlds on a grid have in common: text and picture of the grid, moves by name, metrics.
+"""What worlds on a grid have in common: the grid as text, moves by name, metrics.
 
 Cells are letters, as in ROLL: P player, _ floor, O hole (lake) or target (Sokoban), G goal, X fell in (lake) or box
 (Sokoban), √ arrived, # wall, S player on a target.
@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
-
 from verl_lite.envs.actions import ActionParser, Lookup
 from verl_lite.envs.base import Info
 from verl_lite.errors import UserError
 
 AGG_MODES = {"action_is_valid": "mean", "action_is_effective": "mean", "success": "last"}
-RENDER_MODES = ("text", "rgb_array")
 SPLITS = ("all", "train", "test")
 TEST_SHARE = 5  # one in five
 
@@ -45,10 +42,7 @@ class GridEnv(ABC):
         special_token_list: Sequence[str],
         feedback: bool,
         max_steps: int | None,
-        render_mode: str,
     ) -> None:
-        if render_mode not in RENDER_MODES:
-            raise UserError(f"render_mode={render_mode!r}: expected one of {', '.join(RENDER_MODES)}")
         self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
         names = self.parser.names or {}
         if set(names) != set(moves):
@@ -58,8 +52,7 @@ class GridEnv(ABC):
             )
         own = instruction.format(actions=", ".join(names.values()), example=names[example])
         self.instruction, self.feedback = own if env_instruction is None else env_instruction, feedback
-        self.max_steps, self.render_mode = max_steps, render_mode
-        self.steps = 0
+        self.max_steps, self.steps = max_steps, 0
 
     @abstractmethod
     def rows(self) -> list[str]:
@@ -99,16 +92,12 @@ class GridEnv(ABC):
     def text(self) -> str:
         return "\n".join(self.rows())
 
-    def render(self) -> str | np.ndarray:
-        """The grid as text, or as a picture (H, W, 3) uint8 where render_mode is "rgb_array"."""
-        return self.text() if self.render_mode == "text" else picture(self.rows(), self._tiles())
+    def render(self) -> str:
+        return self.text()
 
     def sample_random_action(self) -> str:
         """The first move, in the notation of the default pattern."""
         return f"<answer>{next(iter((self.parser.names or {}).values()), '')}</answer>"
-
-    def _tiles(self) -> dict[str, str]:
-        return {}
 
     def _said(self, action: Any, effective: bool) -> str:
         names = self.parser.names or {}
@@ -130,60 +119,3 @@ def check_split(split: str) -> str:
     if split not in SPLITS:
         raise UserError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
     return split
-
-
-# ------------------------------------------------------------------------------------------------------- pictures
-
-CELL_PIXELS = 32
-
-_COLORS = {
-    "ice": (214, 234, 246),
-    "floor": (236, 228, 212),
-    "wall": (104, 92, 84),
-    "hole": (38, 62, 92),
-    "goal": (64, 160, 92),
-    "box": (186, 128, 62),
-    "player": (214, 74, 60),
-    "line": (255, 255, 255),
-}
-
-
-def picture(rows: Sequence[str], tiles: dict[str, str]) -> np.ndarray:
-    """The grid as (H, W, 3) uint8. tiles: for each letter the words ground, then what stands on it: "ice+player"."""
-    strips = [np.concatenate([_tile(tiles[letter]) for letter in row], axis=1) for row in rows]
-    return np.concatenate(strips, axis=0)
-
-
-def _tile(words: str) -> np.ndarray:
-    ground, *things = words.split("+")
-    tile = np.empty((CELL_PIXELS, CELL_PIXELS, 3), dtype=np.uint8)
-    tile[:] = _COLORS[ground]
-    tile[0, :] = tile[:, 0] = _mix(_COLORS[ground], _COLORS["line"])
-    for thing in things:
-        name, _, color = thing.partition(":")
-        tile[_shape(name)] = _COLORS[color or name]
-    return tile
-
-
-def _shape(name: str) -> np.ndarray:
-    """Where a thing covers its cell, (CELL_PIXELS, CELL_PIXELS) bool."""
-    down, right = np.meshgrid(np.linspace(-1, 1, CELL_PIXELS), np.linspace(-1, 1, CELL_PIXELS), indexing="ij")
-    if name == "hole":
-        return np.asarray(right**2 + down**2 < 0.62)
-    if name == "player":  # a head on shoulders
-        head = right**2 + (down + 0.3) ** 2 < 0.11
-        return np.asarray(head | ((right**2 / 0.3 + (down - 0.62) ** 2 / 0.36 < 1) & (down < 0.6)))
-    if name == "goal":  # a flag
-        pole = (np.abs(right + 0.4) < 0.07) & (np.abs(down) < 0.75)
-        return np.asarray(pole | ((right > -0.4) & (right < 0.5) & (np.abs(down + 0.4) < 0.32 * (0.5 - right))))
-    if name == "box":  # planks, crossed
-        side = (np.abs(right) < 0.68) & (np.abs(down) < 0.68)
-        gap = (np.abs(right - down) < 0.08) & (np.abs(right) < 0.5)
-        return np.asarray(side & ~gap)
-    if name == "target":
-        return np.asarray(np.abs(right) + np.abs(down) < 0.42)
-    raise ValueError(f"no shape named {name!r}")
-
-
-def _mix(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, ...]:
-    return tuple((a + b) // 2 for a, b in zip(one, other, strict=True))

@@ -75,7 +75,6 @@ class Sokoban(GridEnv):
         special_token_list: Sequence[str] = SPECIAL_TOKENS,
         feedback: bool = True,
         max_steps: int | None = None,
-        render_mode: str = "text",
     ) -> None:
         self.height, self.width = _dimensions(dim_room, num_boxes)
         if not 1 <= min_depth <= search_depth:
@@ -99,7 +98,6 @@ class Sokoban(GridEnv):
             special_token_list=special_token_list,
             feedback=feedback,
             max_steps=max_steps,
-            render_mode=render_mode,
         )
 
     def room_of(self, seed: int) -> Room:
@@ -145,17 +143,6 @@ class Sokoban(GridEnv):
         if self.room is None:
             raise RuntimeError("step or render before reset")
         return self.room
-
-    def _tiles(self) -> dict[str, str]:
-        return {
-            "#": "wall",
-            "_": "floor",
-            "O": "floor+target:player",
-            "P": "floor+player",
-            "S": "floor+target:player+player:goal",
-            "X": "floor+box",
-            "√": "floor+box:goal",
-        }
 
 
 def move(room: Room, player: Cell, boxes: frozenset[Cell], direction: Cell) -> tuple[Cell, frozenset[Cell]] | None:

@@ -13,6 +13,7 @@ redundancy are kept is a race by nature.)
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from typing import Any, Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
+from verl_lite.metrics import Metric
 from workers.envs.reply import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message
@@ -135,6 +137,9 @@ class Pool(Protocol):
 
     def poll(self, timeout_s: float = 0.0) -> Sequence[EnvReply]: ...
 
+    @property
+    def processes_replaced(self) -> int: ...
+
 
 @dataclass(eq=False)
 class _Episode:
@@ -205,6 +210,8 @@ class EpisodeRunner:
         self._live: dict[Hashable, _Episode] = {}
         self._requests: dict[str, _Episode] = {}
         self._batches: dict[int, list[_Episode]] = {}
+        self._busy_s, self._engine_steps, self._sequences, self._tokens = 0.0, 0, 0, 0
+        self._env_seconds: list[float] = []
 
     # ------------------------------------------------------------------------------------------------- begin and take
 
@@ -257,15 +264,46 @@ class EpisodeRunner:
         if not self._live:
             return
         for reply in self._pool.poll(0.0 if self._engine.unfinished else wait_s):
+            self._env_seconds.append(reply.seconds)
             episode = self._live.get(reply.key)
             if episode is not None:  # else it was discarded while it was busy
                 self._hear(episode, reply)
         self._admit()
         if self._engine.unfinished:
-            for completion in self._engine.step():
+            for completion in self._decode():
                 turn_of = self._requests.pop(completion.request_id, None)
                 if turn_of is not None:
                     self._act(turn_of, completion)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the engine has turns to sample."""
+        return bool(self._engine.unfinished)
+
+    def take_metrics(self, seconds: float) -> dict[str, Metric]:
+        """What a dashboard wants to know since the last call. seconds: that episodes were driven meanwhile;
+        env/processes_replaced counts from the start of the run."""
+        metrics = {
+            "rollout/engine_busy_frac": Metric.mean(self._busy_s, seconds),
+            "rollout/engine_sequences": Metric.mean(self._sequences, self._engine_steps),
+            "rollout/tokens_per_second_per_gpu": Metric.mean(self._tokens, seconds),
+            "env/processes_replaced": Metric.sum(self._pool.processes_replaced),
+        }
+        if self._env_seconds:
+            metrics["env/step_seconds/mean"] = Metric.mean(sum(self._env_seconds), len(self._env_seconds))
+            metrics["env/step_seconds/max"] = Metric.max(max(self._env_seconds))
+        self._busy_s, self._engine_steps, self._sequences, self._tokens = 0.0, 0, 0, 0
+        self._env_seconds = []
+        return metrics
+
+    def _decode(self) -> list[Completion]:
+        started, running = time.perf_counter(), self._engine.unfinished
+        completions = self._engine.step()
+        self._busy_s += time.perf_counter() - started
+        self._engine_steps += 1
+        self._sequences += running
+        self._tokens += sum(len(completion.token_ids) for completion in completions)
+        return completions
 
     def _admit(self) -> None:
         while self._queue and len(self._live) < self._max_live:

@@ -17,7 +17,6 @@ from verl_lite.group_filters import GroupFilter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.episode_meters import EngineMeter, PoolMeter
 from workers.rollout.episodes import EpisodeSpec, Trajectory
 from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
@@ -32,6 +31,10 @@ class Runner(Protocol):
     def advance(self, wait_s: float = 0.0) -> None: ...
     def unfinished(self, batch: int) -> int: ...
     def take(self, batch: int) -> list[Trajectory]: ...
+    def take_metrics(self, seconds: float) -> dict[str, Metric]: ...
+
+    @property
+    def is_decoding(self) -> bool: ...
 
 
 @dataclass
@@ -52,14 +55,11 @@ class _Place:
 class GroupRun:
     """Groups on one rank.
 
-    runner: drives their episodes. rows: of kept trajectories, as a batch. engine, pool: the meters through which the
-    runner uses them.
+    runner: drives their episodes. rows: of kept trajectories, as a batch.
     """
 
-    def __init__(
-        self, runner: Runner, rows: Callable[[list[Trajectory]], DataProto], engine: EngineMeter, pool: PoolMeter
-    ) -> None:
-        self._runner, self._to_rows, self._engine, self._pool = runner, rows, engine, pool
+    def __init__(self, runner: Runner, rows: Callable[[list[Trajectory]], DataProto]) -> None:
+        self._runner, self._to_rows = runner, rows
         self._numbers = itertools.count(1)
         self._keys: dict[str, list[_Place]] = {}
         self._open: list[_Place] = []
@@ -101,7 +101,7 @@ class GroupRun:
         started = time.perf_counter()
         until = started + min(started - self._pumped_at, MOST_SLICE_S)
         self.advance()
-        while self._open and self._engine.unfinished and time.perf_counter() < until:
+        while self._open and self._runner.is_decoding and time.perf_counter() < until:
             self.advance()
         self._pumped_at = time.perf_counter()
         self._pumped_s += self._pumped_at - started
@@ -161,7 +161,7 @@ class GroupRun:
         }
         if pumped:
             metrics["rollout/seconds_beside_training"] = Metric.mean(pumped, 1)
-        return metrics | self._engine.take(active + pumped) | self._pool.take()
+        return metrics | self._runner.take_metrics(active + pumped)
 
 
 def counts_of(trajectories: Sequence[Trajectory]) -> EpisodeCounts:

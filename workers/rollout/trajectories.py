@@ -2,7 +2,7 @@
 
 A trajectory's row has the first prompt as its prompt, and as its response everything after it: sampled turns (mask 1),
 joins with the environment's words (mask 0). Each turn's reward stands on the turn's last sampled token. So the segments
-of the mask are the turns, and estimators that know of turns need nothing else. README.md beside this file draws it.
+of the mask are the turns, and estimators that know of turns need nothing else. trainer/AGENTIC.md draws it.
 """
 
 from __future__ import annotations

@@ -15,12 +15,11 @@ from tests.workers.rollout.scripted import play, rows, spec
 from tests.workers.rollout.test_trajectories import worded, world
 from trainer.advantage import compute_advantage, compute_token_reward
 from trainer.agentic.advantage import (
-    adjust_batch,
     compute_response_level_rewards,
     shape_scores,
     token_estimator,
 )
-from verl_lite.algos.agentic_rewards import ADJUST_MODES, adjusted_rows, get_score_normalize_fn
+from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
 from verl_lite.config import AgenticConfig, AlgorithmConfig, EnvManagerConfig, PPOConfig, RewardNormalizationConfig
 from verl_lite.protocol import DataProto, as_column
 
@@ -192,7 +191,7 @@ def test_the_stages_of_a_run_are_the_registered_estimator(estimator: str) -> Non
     torch.testing.assert_close(by_stages, at_once)
 
 
-def test_older_names_give_functions_of_a_group() -> None:
+def test_older_names_of_normalisations() -> None:
     scores = torch.tensor([0.0, 0.0, 0.0, 4.0])  # mean 1, std 2
     expected = {
         "identity": [0.0, 0.0, 0.0, 4.0],
@@ -201,14 +200,14 @@ def test_older_names_give_functions_of_a_group() -> None:
         "asym_clip": [-0.5, -0.5, -0.5, 1.5],
     }
     for method, numbers in expected.items():
-        found = get_score_normalize_fn(RewardNormalizationConfig(method=method))(scores)
+        found = agentic_reward_norm(scores, normalization(method))
         assert found.tolist() == pytest.approx(numbers, abs=1e-5)
-    clipped = get_score_normalize_fn(RewardNormalizationConfig(method="asym_clip"))
-    assert clipped(torch.tensor([0.0] * 99 + [100.0])).max() == 3.0
-    assert clipped(torch.tensor([0.0] + [100.0] * 99)).min() == -1.0
-    assert get_score_normalize_fn(RewardNormalizationConfig(method="mean_std"))(torch.tensor([2.0])).tolist() == [0.0]
+    clip = normalization("asym_clip")
+    assert agentic_reward_norm(torch.tensor([0.0] * 99 + [100.0]), clip).max() == 3.0
+    assert agentic_reward_norm(torch.tensor([0.0] + [100.0] * 99), clip).min() == -1.0
+    assert agentic_reward_norm(torch.tensor([2.0]), normalization("mean_std")).tolist() == [0.0]
     with pytest.raises(ValueError, match="method='median': expected one of identity, mean"):
-        get_score_normalize_fn(RewardNormalizationConfig(method="median"))
+        normalization("median")
 
 
 def test_agents_options_reach_objects_of_roll() -> None:
@@ -216,7 +215,7 @@ def test_agents_options_reach_objects_of_roll() -> None:
 
     class Flat:
         adv_estimator, reward_normalization = "step_reinforce", RewardNormalizationConfig(method="mean")
-        step_reward_gamma, batch_adjust_mode = 0.5, "auto"
+        step_reward_gamma = 0.5
 
     data = steps_of_episodes()
     found = compute_response_level_rewards(data, Flat())[0].batch["response_level_rewards"].tolist()
@@ -279,39 +278,3 @@ def test_step_rows_of_real_episodes_give_advantages(estimator: str) -> None:
     else:  # rewards of steps 1 2 0 0, mean 0.75
         spread = statistics.stdev([1.0, 2.0, 0.0, 0.0])
         assert ends == pytest.approx([(r - 0.75) / spread for r in (1.0, 2.0, 0.0, 0.0)], abs=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------- sizes of batches
-
-
-@pytest.mark.parametrize("mode", ADJUST_MODES)
-def test_a_batch_that_fits_stays_as_it_is(mode: str) -> None:
-    data = steps_of_episodes()
-    result, metrics = adjust_batch(data, mode)
-    assert result is data and set(metrics.values()) == {0.0}
-
-
-@pytest.mark.parametrize(
-    ("mode", "count", "expected"),
-    [
-        ("copy", 10, 12), ("copy", 2, 4), ("delete", 10, 8), ("delete", 3, 4), ("auto", 9, 8), ("auto", 10, 12),
-        ("auto", 1, 4), ("random_sample", 10, 4), ("random_sample", 3, 4),
-    ],
-)  # fmt: skip
-def test_batches_are_made_to_fit(mode: str, count: int, expected: int) -> None:
-    found = adjusted_rows(count, 4, mode, torch.Generator().manual_seed(0)).tolist()
-    assert len(found) == expected and set(found) <= set(range(count))
-    if expected > count:
-        assert found[:count] == list(range(count))
-    else:
-        assert found == sorted(set(found))
-
-
-def test_a_copied_row_counts_nowhere() -> None:
-    data = steps_of_episodes()
-    result, metrics = adjust_batch(data, "copy", multiple=len(data) + 2)
-    assert len(result) == len(data) + 2 and metrics["system/batch_add_count"] == 2.0
-    assert not result.batch["response_mask"][len(data) :].any()
-    torch.testing.assert_close(result.batch["response_mask"][: len(data)], data.batch["response_mask"])
-    with pytest.raises(ValueError, match="batch_adjust_mode='stretch'"):
-        adjust_batch(data, "stretch", multiple=4)

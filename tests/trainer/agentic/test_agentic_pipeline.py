@@ -154,15 +154,13 @@ VALIDATION = ["begin val/0", "finish val/0", "log_samples"]
 def test_a_step_runs_its_episodes_and_then_the_trainers_stages(tmp_path: Path) -> None:
     agent = Agent(on_policy=False)
     pipeline = make(tmp_path, agent, trainer__val_before_train=True, trainer__test_freq=3)
-    pipeline.run()
+    pipeline.fit()
     step = ["old_log_prob", "update", "update_weights"]
     steps = [call for s in range(3) for call in (f"begin train/{s}", f"finish train/{s}", *step)]
     assert agent.calls[:4] == ["update_weights", "begin val/0", "finish val/0", "log_samples"]
     assert agent.calls[4:19] == steps and agent.calls[-1] == "log_samples"
     assert agent.versions == [0, 1, 2, 3]
     assert [spec.start_step for spec in agent.begun if spec.purpose == "train"] == [0] * 4 + [1] * 4 + [2] * 4
-    assert pipeline.pipeline_config is pipeline.config and pipeline.actor_train is pipeline.actor_infer
-    assert pipeline.running == {} and pipeline.reference is None and pipeline.critic is None
 
 
 def test_ahead_of_the_training_by_one_step_the_next_episodes_run_while_this_ones_are_learnt_from(

@@ -1,4 +1,4 @@
-"""verl_lite/envs/README.md: its code runs, its YAML is accepted, its tables name what there is."""
+"""trainer/AGENTIC.md: its code runs, its YAML is accepted, its tables name what there is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_lite.config import AgenticConfig
 from verl_lite.envs import ENVS, env_templates, known_envs
 from verl_lite.envs.base import STEP_FIELDS, TRAJECTORY_FIELDS, EnvTemplate, find_env
 
-README = (Path(verl_lite.envs.__file__).parent / "README.md").read_text(encoding="utf-8")
+README = (Path(verl_lite.envs.__file__).parents[2] / "trainer" / "AGENTIC.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

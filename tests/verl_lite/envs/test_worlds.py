@@ -93,7 +93,7 @@ def test_an_episode_ends_after_its_own_max_steps() -> None:
         ({"size": 1}, "size=1"),
         ({"split": "val"}, "split='val': expected one of all, train, test"),
         ({"action_lookup": ["Left", "Right"]}, "expected names for the actions 0 to 3"),
-        ({"render_mode": "human"}, "render_mode='human'"),
+        ({"render_mode": "rgb_array"}, "env_config.render_mode: frozen_lake has no such option"),
     ],
 )
 def test_bad_options_of_the_lake(options: dict[str, Any], said: str) -> None:
@@ -178,26 +178,6 @@ def test_a_room_that_cannot_be_is_an_error() -> None:
     for options in ({"dim_room": [3, 6]}, {"num_boxes": 0}, {"dim_room": [4, 4], "num_boxes": 3}, {"wall_share": 1}):
         with pytest.raises(UserError):
             make_env("sokoban", options)
-
-
-# -------------------------------------------------------------------------------------------------------- pictures
-
-
-@pytest.mark.parametrize("env_type", ["frozen_lake", "sokoban"])
-def test_pictures_show_every_cell(env_type: str) -> None:
-    env = make_env(env_type, {"render_mode": "rgb_array"})
-    observation, _ = env.reset(5)
-    assert observation is not None
-    frame = env.render()  # type: ignore[attr-defined]
-    rows = observation.splitlines()
-    assert frame.dtype == np.uint8 and frame.shape == (32 * len(rows), 32 * len(rows[0]), 3)
-    tiles: dict[str, set[bytes]] = {}
-    for row, letters in enumerate(rows):
-        for column, letter in enumerate(letters):
-            tile = frame[32 * row : 32 * row + 32, 32 * column : 32 * column + 32]
-            tiles.setdefault(letter, set()).add(tile.tobytes())
-    assert all(len(looks) == 1 for looks in tiles.values())
-    assert len(set.union(*tiles.values())) == len(tiles)  # each letter has a look of its own
 
 
 # --------------------------------------------------------------------------------------------- calculator, guessing

@@ -49,6 +49,8 @@ Script = Callable[[int, list[str]], dict[str, Any]]
 class ScriptedPool:
     """latency: polls until an answer comes, drawn by `rng`."""
 
+    processes_replaced = 0
+
     def __init__(self, script: Script, *, latency: tuple[int, int] = (0, 0), rng_seed: int = 0) -> None:
         self.script, self.latency, self.rng = script, latency, random.Random(rng_seed)
         self.seeds: dict[Hashable, int] = {}

@@ -19,7 +19,6 @@ from verl_lite.group_filters import EqualScores, GroupFilter
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Request, SamplingParams
-from workers.rollout.episode_meters import EngineMeter, PoolMeter
 from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
 from workers.rollout.group_run import GroupRun
 from workers.rollout.groups import GroupPlan, GroupResults
@@ -51,10 +50,9 @@ class Pool(ScriptedPool):
 
 
 def group_run(pool: ScriptedPool, engine: ScriptedEngine | None = None, max_live: int = 100) -> GroupRun:
-    engine_meter, pool_meter = EngineMeter(engine or ScriptedEngine(digits)), PoolMeter(pool)  # type: ignore[arg-type]
     runner = EpisodeRunner(
-        engine_meter,  # type: ignore[arg-type]
-        pool_meter,
+        engine or ScriptedEngine(digits),  # type: ignore[arg-type]
+        pool,
         TOKENIZER,
         {"world": TEMPLATE},
         TokenLimits(64, 256, 320),
@@ -66,7 +64,7 @@ def group_run(pool: ScriptedPool, engine: ScriptedEngine | None = None, max_live
     def rows(kept: list[Any]) -> DataProto:
         return trajectory_rows(kept, pad_token_id=0, prompt_length=64, response_length=256)
 
-    return GroupRun(runner, rows, engine_meter, pool_meter)
+    return GroupRun(runner, rows)
 
 
 class Ranks:

@@ -173,7 +173,7 @@ def _methods(template: EnvTemplate) -> Problems:
         yield (
             f"agentic.custom_envs.{template.tag}.env_type={template.env_type}: {factory.__name__} has no method "
             f"{' and no method '.join(missing)}; reset(seed) and step(action) are expected, see "
-            "verl_lite/envs/README.md"
+            "trainer/AGENTIC.md"
         )
 
 

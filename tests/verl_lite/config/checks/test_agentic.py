@@ -128,7 +128,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({f"{POOL}.num_workers": 0, f"{POOL}.timeout_s": 5.0}, r"timeout_s=5\.0 needs a process.*num_workers=0"),
     ({f"{POOL}.timeout_s": 0.0}, r"timeout_s=0\.0: a number above 0"),
     ({f"{POOL}.max_error_rate": 1.5}, r"max_error_rate=1\.5: a share between 0 and 1"),
-    ({"agentic.batch_adjust_mode": "copi"}, r"batch_adjust_mode=copi is not known.*copy"),
     ({"agentic.reward_normalization.method": "means"}, r"method=means is not known.*mean"),
     ({"agentic.reward_normalization.norm_std_type": "running"}, r"norm_std_type=running is not known.*or null"),
     ({"agentic.step_reward_gamma": 0.9}, r"step_reward_gamma=0\.9 has no effect with algorithm\.adv_estimator=grpo"),
