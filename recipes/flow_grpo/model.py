@@ -7,19 +7,22 @@ velocity, `decode` makes frames of latents (which here are the pixels).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from recipes.flow_grpo.world import SIZE, WORDS
+from recipes.flow_grpo.world import SIZE, WORDS, captioned_images
 
 WIDTH, BLOCKS, FREQUENCIES = 160, 3, 16
 LEAST_SIGMA = 0.05
 """The network guesses the image x_0, and v = (x - x_0) / sigma, which is bounded by this."""
 WEIGHTS_FILE = "model.safetensors"
+
+IMAGES, IMAGES_SEED, MODEL_SEED = 20_000, 1, 1
+STEPS, BATCH, PEAK_LR = 1200, 160, 3e-3
 
 
 class Block(nn.Module):
@@ -82,3 +85,29 @@ class TinyFlow(nn.Module):
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Frames (n, 1, 3, SIZE, SIZE) in [0, 1]."""
         return ((latents + 1) / 2).clamp(0, 1).unsqueeze(1)
+
+
+def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyFlow:
+    """A model trained by flow matching: mean of (v(x_t, t) - (x_1 - x_0))^2 with t uniform (Liu et al. 2023)."""
+    images, captions = captioned_images(IMAGES, IMAGES_SEED)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(MODEL_SEED)
+        network = TinyFlow()
+        data, conditions = images * 2 - 1, network.encode(captions)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=PEAK_LR, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps, pct_start=0.05)
+        total = 0.0
+        for step in range(1, steps + 1):
+            rows = torch.randint(0, len(data), (BATCH,))
+            noise, sigma = torch.randn(BATCH, *network.latent_shape), torch.rand(BATCH)
+            mixed = torch.lerp(data[rows], noise, sigma.view(-1, 1, 1, 1))
+            loss = (network(mixed, sigma, conditions[rows]) - (noise - data[rows])).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.item()
+            if step % 250 == 0:
+                tell(f"flow matching, step {step}/{steps}  loss {total / 250:.3f}")
+                total = 0.0
+    return network

@@ -7,15 +7,15 @@ its denoising steps teaches it to follow the prompt. `prepare` makes model and p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from recipes.embedded import ONE_GROUP, make_once
+from recipes.embedded import ONE_GROUP, make_where_wanted
 from recipes.embedded import cache_folder as folder_of
-from recipes.flow_grpo.start import NAME, build, made_from
 
 if TYPE_CHECKING:
     from verl_lite.config.flow_grpo import FlowGRPOConfig
 
+NAME = "flow_grpo"
 STEPS = 150
 
 
@@ -48,11 +48,18 @@ def overrides() -> dict[str, object]:
 
 def prepare(config: FlowGRPOConfig) -> None:
     """Makes what the run needs and the cache does not hold; a model and prompts of the user's own are left alone."""
-    folder = cache_folder()
-    if any(Path(path).is_relative_to(folder) for path in (config.model.path or "", *config.data.train_files)):
-        make_once(folder, NAME, build)
+    make_where_wanted(cast("Any", config), cache_folder(), NAME, build)
+
+
+def build(folder: Path) -> None:
+    """Writes model/ and prompts.txt into `folder`."""
+    from recipes.flow_grpo.model import pretrained
+    from recipes.flow_grpo.world import PROMPTS
+
+    pretrained(lambda line: print(f"{NAME}: {line}", flush=True)).save_pretrained(str(folder / "model"))
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
 
 
 def cache_folder() -> Path:
     """The folder of this version of model and prompts."""
-    return folder_of(NAME, made_from())
+    return folder_of(NAME, [Path(__file__).with_name(name) for name in ("model.py", "world.py")])

@@ -6,7 +6,7 @@ No gradient is asked for, so a reward may count, threshold, call a detector or a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -24,28 +24,28 @@ class Reward(Protocol):
 
 def load_reward(options: FlowScoreConfig) -> Reward:
     """The reward that reward.name names. UserError if there is none, or it wants a reference clip."""
-    if options.name in VISUAL_REWARDS:
+    name = str(options.name)
+    if name in VISUAL_REWARDS:
         return _without_reference(options)
     try:
-        found: Any = find_entry({}, "reward", str(options.name))
+        found: Any = find_entry({}, "reward", name)
     except ValueError as error:
-        known = ", ".join(VISUAL_REWARDS)
-        raise UserError(f"reward.name={options.name!r}: {error} Or a visual reward: {known}") from None
+        raise UserError(f"reward.name={name!r}: {error} Or a visual reward: {', '.join(VISUAL_REWARDS)}") from None
     if not callable(found):
-        raise UserError(f"reward.name={options.name!r} is no function")
-    reward: Reward = found
-    return reward
+        raise UserError(f"reward.name={name!r} is no function")
+    return cast("Reward", found)
 
 
 def _without_reference(options: FlowScoreConfig) -> Reward:
     visual = build_visual_reward(FlowRewardConfig(name=str(options.name), kwargs=options.kwargs))
-    refusal = f"reward.name={options.name} compares with a reference clip, and prompts have none; see reward flow"
     try:
-        reference = visual.prepare(torch.zeros(2, 3, 16, 16))
+        needs_reference = visual.prepare(torch.zeros(2, 3, 16, 16)) is not None
     except ValueError:
-        raise UserError(refusal) from None
-    if reference is not None:
-        raise UserError(refusal)
+        needs_reference = True
+    if needs_reference:
+        raise UserError(
+            f"reward.name={options.name} compares with a reference clip, and prompts have none; see reward flow"
+        )
 
     @torch.no_grad()
     def score(frames: torch.Tensor, prompts: Sequence[str], **kwargs: Any) -> list[float | None]:

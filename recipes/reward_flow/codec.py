@@ -1,51 +1,47 @@
 """Between clips and latents of the embedded run: eigenfaces (Turk and Pentland 1991) in place of a video autoencoder.
 
-As Wan's autoencoder it makes one latent frame of the first frame and one of every four after it, and is loaded with
-`from_pretrained`. In a latent frame `APPEARANCE` numbers say how the frame (or the mean of four) differs from the mean
-picture, along the directions in which pictures vary most, in units of their standard deviation; `MOTION` numbers say
-likewise how the four differ from their mean. Decoding is linear, so any latents give something like a face.
+As Wan's autoencoder it makes one latent frame of the first frame and one of every four after it. In a latent frame
+`APPEARANCE` numbers say how the frame (or the mean of four) differs from the mean picture, along the directions in
+which pictures vary most, in units of their standard deviation; `MOTION` numbers say likewise how the four differ from
+their mean. Decoding is linear, so any latents give something like a face.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch import nn
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
 
 CHANNELS, GRID, BLOCK = 16, 2, 4
 APPEARANCE, MOTION = 48, 16
 
 
-class EigenfaceCodec(nn.Module):
+class EigenfaceCodec(ModelMixin, ConfigMixin):
     """Linear encoder and decoder for clips of one size, (3, height, width) in [-1, 1].
 
-    tensors: mean (d,), basis (d, APPEARANCE) with the standard deviations in its columns' lengths, motion_basis
-    (BLOCK * APPEARANCE, MOTION) likewise. height, width: of a frame.
+    mean (d,); basis (d, APPEARANCE) with the standard deviations in its columns' lengths; motion_basis
+    (BLOCK * APPEARANCE, MOTION) likewise.
     """
 
-    mean: torch.Tensor
-    basis: torch.Tensor
-    motion_basis: torch.Tensor
-
-    def __init__(self, tensors: dict[str, torch.Tensor], height: int, width: int) -> None:
+    @register_to_config
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        scale_factor_spatial: int,
+        z_dim: int = CHANNELS,
+        scale_factor_temporal: int = BLOCK,
+        latents_mean: tuple[float, ...] = (0.0,) * CHANNELS,
+        latents_std: tuple[float, ...] = (1.0,) * CHANNELS,
+    ) -> None:
         super().__init__()
-        for name in ("mean", "basis", "motion_basis"):
-            self.register_buffer(name, tensors[name])
         self.size = (height, width)
-        self.config = SimpleNamespace(
-            z_dim=CHANNELS,
-            scale_factor_spatial=height // GRID,
-            scale_factor_temporal=BLOCK,
-            latents_mean=[0.0] * CHANNELS,
-            latents_std=[1.0] * CHANNELS,
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.basis.dtype
+        pixels = 3 * height * width
+        shapes = {"mean": (pixels,), "basis": (pixels, APPEARANCE), "motion_basis": (BLOCK * APPEARANCE, MOTION)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
 
     @classmethod
     def fit(cls, clips: torch.Tensor, generator: torch.Generator) -> EigenfaceCodec:
@@ -56,8 +52,9 @@ class EigenfaceCodec(nn.Module):
         basis = principal((pixels[:, :: BLOCK // 2] - mean).flatten(0, 1), APPEARANCE, generator)
         blocks = (pixels[:, 1:] - mean) @ (basis / basis.square().sum(0))  # (n, BLOCK, APPEARANCE)
         moves = (blocks - blocks.mean(1, keepdim=True)).reshape(count, -1)
-        tensors = {"mean": mean, "basis": basis, "motion_basis": principal(moves, MOTION, generator)}
-        return cls(tensors, height, width)
+        codec = cls(height, width, height // GRID)
+        codec.load_state_dict({"mean": mean, "basis": basis, "motion_basis": principal(moves, MOTION, generator)})
+        return codec
 
     def encode_video(self, video: torch.Tensor) -> torch.Tensor:
         """Latents (B, CHANNELS, f, GRID, GRID) with f = 1 + (F - 1) / BLOCK of a video (B, 3, F, H, W) in [-1, 1]."""
@@ -80,26 +77,6 @@ class EigenfaceCodec(nn.Module):
         pixels = torch.cat([levels[:, :1], blocks], 1) @ self.basis.T + self.mean
         video = pixels.unflatten(-1, (3, *self.size)).transpose(1, 2)
         return SimpleNamespace(sample=video) if return_dict else (video,)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes config.json and weights."""
-        from safetensors.torch import save_file
-
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        height, width = self.size
-        settings = {"_class_name": type(self).__name__, "height": height, "width": width}
-        (Path(folder) / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(weights, Path(folder) / "weights.safetensors")
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, torch_dtype: torch.dtype | None = None) -> EigenfaceCodec:
-        """What `save_pretrained` wrote."""
-        from safetensors.torch import load_file
-
-        settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        codec = cls(load_file(Path(folder) / "weights.safetensors"), settings["height"], settings["width"])
-        return codec if torch_dtype is None else codec.to(torch_dtype)
 
 
 def principal(rows: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:

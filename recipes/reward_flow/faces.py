@@ -107,48 +107,15 @@ PATCH_LEFT, PATCH_RIGHT, PATCH_TOP, PATCH_BOTTOM = -12, 12, -7, 15
 """The part of a face that is compared with the mean face, in pixels from the middle of the head."""
 
 
-class _Fitted(nn.Module):
-    """A module whose numbers come from the folder that `save` wrote, or are given."""
+class TemplateDetector(nn.Module):
+    """Where the mean face fits best, by normalised correlation of luminance; no face where it is below `threshold`.
 
-    def __init__(self, path: str | Path | None, tensors: dict[str, torch.Tensor] | None) -> None:
+    path: file with `template` (h, w), of mean 0 and length 1, as `fit_faces` makes it.
+    """
+
+    def __init__(self, path: str | Path, threshold: float = 0.6) -> None:
         super().__init__()
-        for name, tensor in (
-            load_file(Path(str(path)) / "weights.safetensors") if tensors is None else tensors
-        ).items():
-            self.register_buffer(name, tensor)
-
-    def save(self, path: Path) -> None:
-        """Writes what the constructor reads."""
-        path.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path / "weights.safetensors"
-        )
-
-
-class TemplateDetector(_Fitted):
-    """Where the mean face fits best, by normalised correlation of luminance; no face where it is below `threshold`."""
-
-    template: torch.Tensor  # (h, w), mean 0 and length 1
-
-    def __init__(
-        self, path: str | Path | None = None, threshold: float = 0.6, tensors: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        super().__init__(path, tensors)
-        self.threshold = threshold
-
-    @classmethod
-    def fit(cls, frames: torch.Tensor, sway: torch.Tensor) -> TemplateDetector:
-        """frames: (n, 3, SIZE, SIZE) in [0, 1]. sway: (n, 2), where the heads are."""
-        keypoints = torch.tensor(KEYPOINTS) + sway[:, None] + SIZE / 2
-        middle = keypoints.mean(1) - torch.tensor(KEYPOINTS).mean(0)
-        grey = _luminance(frames)
-        x = torch.arange(PATCH_LEFT, PATCH_RIGHT).view(1, 1, -1) + middle[:, 0].view(-1, 1, 1)
-        y = torch.arange(PATCH_TOP, PATCH_BOTTOM).view(1, -1, 1) + middle[:, 1].view(-1, 1, 1)
-        grid = torch.stack([x.expand(-1, y.shape[1], -1), y.expand(-1, -1, x.shape[2])], -1)
-        patches = F.grid_sample(grey[:, None], (grid + 0.5) * 2 / SIZE - 1, align_corners=False)[:, 0]
-        patches = patches - patches.mean((1, 2), keepdim=True)
-        template = (patches / patches.norm(dim=(1, 2), keepdim=True)).mean(0)
-        return cls(tensors={"template": template / template.norm()})
+        self.template, self.threshold = nn.Buffer(load_file(path)["template"]), threshold
 
     @torch.no_grad()
     def forward(self, frames: torch.Tensor) -> Faces:
@@ -164,44 +131,71 @@ class TemplateDetector(_Fitted):
         return Faces(best >= self.threshold, middle[:, None] + middle.new_tensor(KEYPOINTS))
 
 
-class FisherEmbedder(_Fitted):
-    """Aligned crops to vectors in which people differ and one person's frames do not: a linear map of the crop."""
+class FisherEmbedder(nn.Module):
+    """Aligned crops to vectors in which people differ and one person's frames do not: a linear map of the crop.
+
+    path: file with `mean` (d,) and `directions` (d, D), as `fit_faces` makes it.
+    """
 
     crop_size = 32
-    mean: torch.Tensor  # (d,)
-    directions: torch.Tensor  # (d, D)
 
-    def __init__(self, path: str | Path | None = None, tensors: dict[str, torch.Tensor] | None = None) -> None:
-        super().__init__(path, tensors)
-
-    @classmethod
-    def fit(cls, crops: torch.Tensor, dimensions: int = 16, ridge: float = 0.02) -> FisherEmbedder:
-        """crops: (people, frames of each, 3, S, S) in [0, 1]. ridge: variance that is added to every pixel within a
-        person, so that no faint pixel decides."""
-        pixels = cls.seen(crops.flatten(0, 1)).view(*crops.shape[:2], -1).double()
-        person = pixels.mean(1)
-        mean = person.mean(0)
-        apart = (pixels - person[:, None]).flatten(0, 1)
-        within = apart.T @ apart / len(apart) + ridge * torch.eye(len(mean), dtype=torch.float64)
-        between = (person - mean).T @ (person - mean) / len(person)
-        whiten = torch.linalg.inv(torch.linalg.cholesky(within))
-        values, vectors = torch.linalg.eigh(whiten @ between @ whiten.T)
-        chosen = (whiten.T @ vectors[:, -dimensions:]) / values[-dimensions:].sqrt()  # people spread alike in each
-        return cls(tensors={"mean": mean.float(), "directions": chosen.float()})
-
-    @staticmethod
-    def seen(crops: torch.Tensor) -> torch.Tensor:
-        """(n, d): the crops (n, 3, S, S) at half their resolution."""
-        return F.avg_pool2d(crops, 2).flatten(1)
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        tensors = load_file(path)
+        self.mean, self.directions = nn.Buffer(tensors["mean"]), nn.Buffer(tensors["directions"])
 
     def forward(self, crops: torch.Tensor) -> torch.Tensor:
         """crops: (n, 3, crop_size, crop_size) in [0, 1]. Gives (n, D)."""
-        return (self.seen(crops) - self.mean) @ self.directions
+        return (_halved(crops) - self.mean) @ self.directions
 
 
-def cropped(detector: TemplateDetector, frames: torch.Tensor) -> torch.Tensor:
-    """(n, 3, S, S) of frames (n, 3, H, W) in [0, 1], as the embedder gets them."""
-    return align(frames, detector(frames).keypoints, FisherEmbedder.crop_size)
+def fit_faces(path: Path, clips: torch.Tensor, sway: torch.Tensor, known: int) -> None:
+    """Writes what detector and embedder read. clips: (n, F, 3, SIZE, SIZE) in [0, 1]. sway: (n, F, 2), where the heads
+    are. known: number of people whom the embedder learns from."""
+    template = mean_face(clips[:, 0], sway[:, 0])
+    save_file({"template": template}, path)
+    detector = TemplateDetector(path)
+    crops = torch.stack([align(clip, detector(clip).keypoints, FisherEmbedder.crop_size) for clip in clips[:known]])
+    mean, directions = fisher_directions(crops)
+    save_file({"template": template, "mean": mean, "directions": directions.contiguous()}, path)
+
+
+def mean_face(frames: torch.Tensor, sway: torch.Tensor) -> torch.Tensor:
+    """The template (h, w). frames: (n, 3, SIZE, SIZE) in [0, 1]. sway: (n, 2)."""
+    middle = sway + SIZE / 2
+    x = torch.arange(PATCH_LEFT, PATCH_RIGHT).view(1, 1, -1) + middle[:, 0].view(-1, 1, 1)
+    y = torch.arange(PATCH_TOP, PATCH_BOTTOM).view(1, -1, 1) + middle[:, 1].view(-1, 1, 1)
+    grid = torch.stack([x.expand(-1, y.shape[1], -1), y.expand(-1, -1, x.shape[2])], -1)
+    grey = _luminance(frames)[:, None]
+    patches = F.grid_sample(grey, (grid + 0.5) * 2 / SIZE - 1, align_corners=False)[:, 0]
+    patches = patches - patches.mean((1, 2), keepdim=True)
+    template = (patches / patches.norm(dim=(1, 2), keepdim=True)).mean(0)
+    return template / template.norm()
+
+
+def fisher_directions(
+    crops: torch.Tensor, dimensions: int = 16, ridge: float = 0.02
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """mean (d,) and directions (d, dimensions), in each of which people spread alike.
+
+    crops: (people, frames of each, 3, S, S) in [0, 1]. ridge: variance that is added to every pixel within a person,
+    so that no faint pixel decides.
+    """
+    pixels = _halved(crops.flatten(0, 1)).view(*crops.shape[:2], -1).double()
+    person = pixels.mean(1)
+    mean = person.mean(0)
+    apart = (pixels - person[:, None]).flatten(0, 1)
+    within = apart.T @ apart / len(apart) + ridge * torch.eye(len(mean), dtype=torch.float64)
+    between = (person - mean).T @ (person - mean) / len(person)
+    whiten = torch.linalg.inv(torch.linalg.cholesky(within))
+    values, vectors = torch.linalg.eigh(whiten @ between @ whiten.T)
+    chosen = (whiten.T @ vectors[:, -dimensions:]) / values[-dimensions:].sqrt()
+    return mean.float(), chosen.float()
+
+
+def _halved(crops: torch.Tensor) -> torch.Tensor:
+    """(n, d): the crops (n, 3, S, S) at half their resolution."""
+    return F.avg_pool2d(crops, 2).flatten(1)
 
 
 def _luminance(frames: torch.Tensor) -> torch.Tensor:

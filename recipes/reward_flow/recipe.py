@@ -1,28 +1,28 @@
 """The embedded default: what `python -m trainer.main_reward_flow` does when it is given neither model nor data.
 
 A small image-to-video pipeline that draws people, but seldom the one it is shown, learns to keep who they are, from a
-differentiable identity score. `overrides` gives the settings; `prepare` makes pipeline, clips and faces where the cache
-does not hold them yet.
+differentiable identity score. `prepare` makes pipeline, clips and faces where the cache does not hold them yet.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from recipes.embedded import ONE_GROUP, make_once
+from recipes.embedded import ONE_GROUP, make_where_wanted
 from recipes.embedded import cache_folder as folder_of
-from recipes.reward_flow.start import NAME, build, face_reward, made_from
 
 if TYPE_CHECKING:
     from verl_lite.config.diffusion import RewardFlowConfig
 
-STEPS = 60
+NAME = "reward_flow"
+SEED, STEPS = 1, 60
 
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
     folder = cache_folder()
+    faces = str(folder / "faces.safetensors")
     return {
         "model.path": str(folder / "model"),
         "model.lora_rank": 16,
@@ -36,7 +36,10 @@ def overrides() -> dict[str, object]:
         "data.height": 64,
         "data.width": 64,
         "reward.name": "cosine_identity",
-        "reward.kwargs": face_reward(folder / "faces"),
+        "reward.kwargs": {
+            "embedder": {"name": "recipes.reward_flow.faces:FisherEmbedder", "path": faces},
+            "detector": {"name": "recipes.reward_flow.faces:TemplateDetector", "path": faces},
+        },
         "actor.micro_batch_size_per_gpu": 16,
         "actor.optim.lr": 3e-3,
         "actor.optim.lr_warmup_steps": 5,
@@ -53,11 +56,17 @@ def overrides() -> dict[str, object]:
 
 def prepare(config: RewardFlowConfig) -> None:
     """Makes what the run needs and the cache does not hold; a model or clips of the user's own are left alone."""
-    folder = cache_folder()
-    if any(Path(path or "").is_relative_to(folder) for path in (config.model.path, *config.data.train_files)):
-        make_once(folder, NAME, build)
+    make_where_wanted(cast("Any", config), cache_folder(), NAME, build)
+
+
+def build(folder: Path) -> None:
+    """Writes data/, faces.safetensors and model/ into `folder`."""
+    from recipes.reward_flow.world import write_world
+
+    write_world(folder, SEED, tell=lambda line: print(f"{NAME}: {line}", flush=True))
 
 
 def cache_folder() -> Path:
     """The folder of this version of pipeline, clips and faces."""
-    return folder_of(NAME, made_from())
+    files = [Path(__file__).with_name(name) for name in ("world.py", "codec.py", "faces.py")]
+    return folder_of(NAME, files, str(SEED))

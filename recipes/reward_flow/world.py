@@ -3,7 +3,7 @@
 `write_world` makes, from one seed and with nothing but this project's code:
 
     data/metadata.csv   video, prompt; the videos are folders of frames
-    faces/              the detector and the identity embedder, for reward.kwargs
+    faces.safetensors   what the detector and the identity embedder read
     model/              a pipeline in diffusers format: two Wan transformers, text encoder, tokenizer, scheduler, codec
 
 The transformers learn by flow matching to draw people who move. In most of the clips that they learn from, the first
@@ -13,7 +13,6 @@ identity score begins near 0. To look at the first frame is what reward flow has
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,17 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 
 from recipes.reward_flow.codec import BLOCK, CHANNELS, GRID, EigenfaceCodec
-from recipes.reward_flow.faces import (
-    Cast,
-    FisherEmbedder,
-    TemplateDetector,
-    cropped,
-    draw,
-    in_motion,
-    people,
-)
+from recipes.reward_flow.faces import Cast, draw, fit_faces, in_motion, people
+from workers.diffusion.memory import Placement
+from workers.diffusion.pipeline import INDEX, PromptEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
@@ -43,6 +37,8 @@ PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 TOLD_STEPS = 100
 
 Tell = Callable[[str], None]
+Examples = Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""A batch to learn from: latents (b, C, f, h, w), what the transformer reads beside its noisy latents, prompts."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,10 @@ class WorldSize:
 
 
 def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Tell = print) -> None:
-    """Writes data/, faces/ and model/ into `folder`. Same seed, same bytes on one kind of processor. tell: hears what
-    is being made."""
+    """Writes data/, faces.safetensors and model/ into `folder`. Same seed, same bytes on one kind of processor.
+
+    tell: hears what is being made.
+    """
     size = size or WorldSize()
     with _one_thread(), torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(seed)
@@ -70,32 +68,37 @@ def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Te
         cast = in_motion(people(size.people, generator), generator)
         clips = draw(cast)
         write_clips(folder / "data", in_motion(people(size.clips, generator), generator))
-        write_faces(folder / "faces", clips, cast, size.known_people)
+        fit_faces(folder / "faces.safetensors", clips, cast.sway, size.known_people)
         codec = EigenfaceCodec.fit(clips * 2 - 1, generator)
-        prompts = [prompt_of(cast, row) for row in range(size.people)]
-        write_pipeline(folder / "model", codec, clips, prompts, size, seed, tell)
-
-
-# ------------------------------------------------------------------------------------------------------- clips
+        tokenizer, text_encoder = tiny_tokenizer(), tiny_text_encoder()
+        encode = PromptEncoder(tokenizer, text_encoder, Placement(torch.device("cpu"), offload=False))
+        prompts = encode([prompt_of(cast, row) for row in range(size.people)], torch.device("cpu"))
+        examples = examples_of(codec, clips, prompts, size)
+        model = folder / "model"
+        for place, (name, low, high, steps) in enumerate(
+            (
+                ("transformer", BOUNDARY - OVERLAP, 1.0, size.high_steps),
+                ("transformer_2", 0.0, BOUNDARY, size.low_steps),
+            )
+        ):
+            expert = tiny_transformer()
+            tell(f"training the video model, {name} ({place + 1} of 2), {steps} steps")
+            flow_match(expert, examples, low, high, steps, torch.Generator().manual_seed(seed + place), tell)
+            expert.save_pretrained(model / name)
+        write_pipeline(model, vae=codec, tokenizer=tokenizer, text_encoder=text_encoder)
 
 
 def write_clips(folder: Path, cast: Cast) -> None:
     """metadata.csv and a folder of frames for each person."""
-    from PIL import Image
-
-    folder.mkdir(parents=True)
-    rows = []
+    rows = ["video,prompt"]
     for row, clip in enumerate(draw(cast)):
         name = f"person_{row:02d}"
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
         pixels = (clip * 255).round().byte().permute(0, 2, 3, 1).numpy()  # (F, H, W, 3)
         for index, frame in enumerate(pixels):
             Image.fromarray(frame).save(folder / name / f"{index:03d}.png")
-        rows.append({"video": name, "prompt": prompt_of(cast, row)})
-    with (folder / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=["video", "prompt"])
-        writer.writeheader()
-        writer.writerows(rows)
+        rows.append(f"{name},{prompt_of(cast, row)}")
+    (folder / "metadata.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 def prompt_of(cast: Cast, row: int) -> str:
@@ -105,52 +108,15 @@ def prompt_of(cast: Cast, row: int) -> str:
     return f"a person moves {way}{speech}"
 
 
-# ------------------------------------------------------------------------------------------------------- faces
-
-
-def write_faces(folder: Path, clips: torch.Tensor, cast: Cast, count: int) -> None:
-    """detector/ and embedder/. clips: (n, F, 3, SIZE, SIZE) in [0, 1]. count: of people that the embedder learns."""
-    detector = TemplateDetector.fit(clips[:, 0], cast.sway[:, 0])
-    embedder = FisherEmbedder.fit(torch.stack([cropped(detector, clip) for clip in clips[:count]]))
-    detector.save(folder / "detector")
-    embedder.save(folder / "embedder")
-
-
 # ---------------------------------------------------------------------------------------------------- pipeline
 
 
-def write_pipeline(
-    folder: Path,
-    codec: EigenfaceCodec,
-    clips: torch.Tensor,
-    prompts: list[str],
-    size: WorldSize,
-    seed: int,
-    tell: Tell = print,
-) -> None:
-    """The pipeline in diffusers format, its experts trained on `clips` (n, F, 3, SIZE, SIZE) in [0, 1]."""
+def write_pipeline(folder: Path, **parts: Any) -> None:
+    """The parts of the pipeline beside its experts, and the index of all, as diffusers writes them."""
     from diffusers import FlowMatchEulerDiscreteScheduler
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-
-    tokenizer, text_encoder = tiny_tokenizer(), tiny_text_encoder()
-    lessons = Lessons.of(codec, clips, _embedded(prompts, tokenizer, text_encoder), size)
-    experts = {
-        "transformer": (BOUNDARY - OVERLAP, 1.0, size.high_steps),
-        "transformer_2": (0.0, BOUNDARY, size.low_steps),
-    }
-    for place, (name, (low, high, steps)) in enumerate(experts.items()):
-        expert = tiny_transformer()
-        tell(f"training the video model, {name} ({place + 1} of {len(experts)}), {steps} steps")
-        flow_match(expert, lessons, low, high, steps, torch.Generator().manual_seed(seed + place), tell)
-        expert.save_pretrained(folder / name)
-    codec.save_pretrained(folder / "vae")
-    tokenizer.save_pretrained(folder / "tokenizer")
-    text_encoder.save_pretrained(folder / "text_encoder")
-    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=5.0)
-    scheduler.save_pretrained(folder / "scheduler")
-    index = {
+    parts["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    index: dict[str, Any] = {
         "_class_name": "WanImageToVideoPipeline",
         "boundary_ratio": BOUNDARY,
         "expand_timesteps": False,
@@ -161,7 +127,9 @@ def write_pipeline(
         "transformer_2": ["diffusers", "WanTransformer3DModel"],
         "vae": [EigenfaceCodec.__module__, EigenfaceCodec.__name__],
     }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def tiny_transformer() -> Any:
@@ -197,13 +165,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(single=f"$A {END}", special_tokens=[(END, vocabulary[END])])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        model_max_length=LONGEST_PROMPT,
-    )
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=LONGEST_PROMPT, **special)
 
 
 def tiny_text_encoder() -> UMT5EncoderModel:
@@ -219,40 +182,27 @@ def tiny_text_encoder() -> UMT5EncoderModel:
 # ------------------------------------------------------------------------------------------------ flow matching
 
 
-@dataclass(frozen=True)
-class Lessons:
-    """What the experts learn from. latents, first_frames: (n, C, f, h, w) of whole clips, and of clips that are grey
-    after the first frame. given: (1, BLOCK, f, h, w), 1 where a frame is given. prompts: (n, L, D)."""
+def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tensor, size: WorldSize) -> Examples:
+    """What the experts learn from. clips: (n, F, 3, SIZE, SIZE) in [0, 1]. prompts: (n, L, D)."""
+    video = (clips * 2 - 1).transpose(1, 2)
+    first = torch.zeros_like(video)  # clips that are grey after the first frame
+    first[:, :, 0] = video[:, :, 0]
+    latents, first_frames = codec.encode_video(video), codec.encode_video(first)
+    is_given = torch.zeros(size.batch, BLOCK, *latents.shape[2:])
+    is_given[:, :, 0] = 1
 
-    latents: torch.Tensor
-    first_frames: torch.Tensor
-    given: torch.Tensor
-    prompts: torch.Tensor
-    batch: int
-    same_person: float
+    def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, others = torch.randint(len(latents), (2, size.batch), generator=generator)
+        is_same = torch.rand(size.batch, generator=generator) < size.same_person
+        beside = torch.cat([is_given, first_frames[torch.where(is_same, rows, others)]], 1)
+        return latents[rows], beside, prompts[rows]
 
-    @classmethod
-    def of(cls, codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tensor, size: WorldSize) -> Lessons:
-        video = (clips * 2 - 1).transpose(1, 2)
-        first = torch.zeros_like(video)
-        first[:, :, 0] = video[:, :, 0]
-        latents, given = codec.encode_video(video), codec.encode_video(first)
-        mask = torch.zeros(1, BLOCK, *latents.shape[2:])
-        mask[:, :, 0] = 1
-        return cls(latents, given, mask, prompts, size.batch, size.same_person)
-
-    def draw(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Latents to be drawn, what the transformer reads beside its noisy latents, and the prompts."""
-        shown = torch.randint(len(self.latents), (2, self.batch), generator=generator)
-        is_same = torch.rand(self.batch, generator=generator) < self.same_person
-        given = self.first_frames[torch.where(is_same, shown[0], shown[1])]
-        beside = torch.cat([self.given.expand(self.batch, -1, -1, -1, -1), given], 1)
-        return self.latents[shown[0]], beside, self.prompts[shown[0]]
+    return batch
 
 
 def flow_match(
     expert: Any,
-    lessons: Lessons,
+    examples: Examples,
     low: float,
     high: float,
     steps: int,
@@ -269,7 +219,7 @@ def flow_match(
             tell(f"step {step}/{steps}")
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 20) * max(0.02, 1 - step / steps)
-        latents, beside, prompts = lessons.draw(generator)
+        latents, beside, prompts = examples(generator)
         sigma = low + (high - low) * torch.rand(len(latents), generator=generator)
         noise = torch.randn(latents.shape, generator=generator)
         noisy = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
@@ -279,15 +229,6 @@ def flow_match(
         optimizer.step()
         optimizer.zero_grad()
     expert.eval()
-
-
-def _embedded(prompts: list[str], tokenizer: Any, text_encoder: Any) -> torch.Tensor:
-    """(n, L, D), as the worker gives prompts to the experts."""
-    from workers.diffusion.memory import Placement
-    from workers.diffusion.pipeline import PromptEncoder
-
-    device = torch.device("cpu")
-    return PromptEncoder(tokenizer, text_encoder, Placement(device, offload=False))(prompts, device)
 
 
 @contextmanager

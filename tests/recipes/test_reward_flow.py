@@ -29,19 +29,6 @@ def test_the_settings_are_known_and_fit(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(loaded.config.reward.kwargs) == {"embedder", "detector"}
 
 
-def test_only_what_the_cache_is_asked_for_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(recipe, "make_once", lambda folder, name, build: made.append(folder))
-    config = RewardFlowConfig()
-    config.model.path, config.data.train_files = "/my/model", ["/my/clips/metadata.csv"]
-    recipe.prepare(config)
-    assert made == []
-    config.data.train_files = [str(tmp_path / "data" / "metadata.csv")]
-    recipe.prepare(config)
-    assert made == [tmp_path]
-
-
 def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.diffusion.build import RewardFlowJob
     from trainer.run import run

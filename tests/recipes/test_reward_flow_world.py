@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from recipes.reward_flow import recipe
 from recipes.reward_flow.codec import APPEARANCE, MOTION, EigenfaceCodec, principal
 from recipes.reward_flow.faces import (
     FRAMES,
@@ -18,12 +20,11 @@ from recipes.reward_flow.faces import (
     Cast,
     FisherEmbedder,
     TemplateDetector,
-    cropped,
     draw,
+    fit_faces,
     in_motion,
     people,
 )
-from recipes.reward_flow.start import face_reward
 from recipes.reward_flow.world import WorldSize, write_world
 from verl_lite.config.diffusion import FlowRewardConfig
 from verl_lite.visual_rewards import CosineIdentityReward, build_visual_reward
@@ -44,14 +45,20 @@ def clips(cast: Cast) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def detector(clips: torch.Tensor, cast: Cast) -> TemplateDetector:
-    return TemplateDetector.fit(clips[:, 0], cast.sway[:, 0])
+def fitted(clips: torch.Tensor, cast: Cast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("faces") / "faces.safetensors"
+    fit_faces(path, clips, cast.sway, known=48)
+    return path
 
 
 @pytest.fixture(scope="module")
-def reward(clips: torch.Tensor, detector: TemplateDetector) -> CosineIdentityReward:
-    embedder = FisherEmbedder.fit(torch.stack([cropped(detector, clip) for clip in clips[:48]]))
-    return CosineIdentityReward(embedder, detector)
+def detector(fitted: Path) -> TemplateDetector:
+    return TemplateDetector(fitted)
+
+
+@pytest.fixture(scope="module")
+def reward(fitted: Path, detector: TemplateDetector) -> CosineIdentityReward:
+    return CosineIdentityReward(FisherEmbedder(fitted), detector)
 
 
 # ------------------------------------------------------------------------------------------------------- faces
@@ -138,7 +145,9 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_the_world_is_the_same_each_time_and_loads_as_a_pipeline(tmp_path: Path) -> None:
+def test_the_world_is_the_same_each_time_and_loads_as_a_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("diffusers")
     from verl_lite.config.diffusion import DiffusionModelConfig
     from workers.diffusion.pipeline import load_pipeline
@@ -156,9 +165,10 @@ def test_the_world_is_the_same_each_time_and_loads_as_a_pipeline(tmp_path: Path)
     assert [row["video"] for row in rows] == ["person_00", "person_01"]
     assert len(list((first / "data" / "person_00").glob("*.png"))) == FRAMES
     parts = load_pipeline(DiffusionModelConfig(path=str(first / "model")), torch.float32)
-    assert parts.boundary_ratio == 0.9 and parts.transformer_2 is not None and not parts.expand_timesteps
+    assert parts.boundary_ratio == 0.9 and parts.high_noise is not None and not parts.expand_timesteps
     assert parts.codec.latent_shape(FRAMES, SIZE, SIZE) == (16, 2, 2, 2)
     ids = parts.tokenizer(rows[0]["prompt"]).input_ids
     assert parts.tokenizer.unk_token_id not in ids and len(ids) <= parts.tokenizer.model_max_length
-    kwargs = face_reward(first / "faces")
+    monkeypatch.setattr(recipe, "cache_folder", lambda: first)
+    kwargs: Any = recipe.overrides()["reward.kwargs"]
     assert isinstance(build_visual_reward(FlowRewardConfig(kwargs=kwargs)), CosineIdentityReward)

@@ -1,6 +1,6 @@
 """The worker of reward flow: samples clips with the policy and trains its adapter through the score of their frames.
 
-Takes and gives `DataProto`; the network is in `reward_policy.py`, its loss in `verl_lite.reward_flow`.
+Takes and gives `DataProto`; the network is in `reward_policy.py`, its loss in `verl_lite.flow_match`.
 """
 
 from __future__ import annotations
