@@ -40,6 +40,7 @@ setup(
         "gymnasium>=1.0",
         "rich>=13",
         "matplotlib>=3.8",
+        "plotly>=6",
         "optuna>=4",
         "tensorboard>=2.16",
         "psutil>=5.9",

@@ -47,41 +47,55 @@ def final_report(
 
 @dataclass(frozen=True)
 class ValidationMean:
-    """One number of the table. name: the measure and over how many samples, `acc mean@4`. half_width: of its 95%
-    interval, where there is one. metric: as it is logged."""
+    """One number of a validation. metric: as it is logged; interval: the metric of half of its 95% interval, whose
+    value is half_width, None where there is none."""
 
     source: str
     greedy: bool
-    name: str
+    variable: str
+    samples: int
     value: float
+    metric: str
     half_width: float | None = None
-    metric: str = ""
+
+    @property
+    def name(self) -> str:
+        """The measure and over how many samples, `acc mean@4`."""
+        return f"{self.variable} mean@{self.samples}"
+
+    @property
+    def interval(self) -> str:
+        return _interval_of(self.metric)
 
 
 def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """The core measure of each data source, sampled (val-core/{source}/{measure}/mean@N) and greedy
     (val-aux/{source}/greedy/...), where `acc` is the core measure if there is one, else `reward`."""
-    found = []
-    for key, value in metrics.items():
-        match = _MEAN.fullmatch(key)
-        if match is None or (match["rank"] == "aux" and not match["greedy"]) or match["source"] == MEAN_OF_SOURCES:
-            continue
-        found.append((match, value))
-    with_acc = {match["source"] for match, _ in found if match["variable"] == "acc"}
+    found = [mean for mean in all_validation_means(metrics) if mean.greedy or mean.metric.startswith("val-core/")]
+    with_acc = {mean.source for mean in found if mean.variable == "acc"}
+    return [mean for mean in found if mean.variable == ("acc" if mean.source in with_acc else "reward")]
+
+
+def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
+    """The means of every measure of each data source, sampled and greedy."""
+    matches = [(match, value) for key, value in metrics.items() if (match := _MEAN.fullmatch(key)) is not None]
     return [
         ValidationMean(
             match["source"],
             bool(match["greedy"]),
-            f"{match['variable']} mean@{match['n']}",
+            match["variable"],
+            int(match["n"]),
             value,
-            metrics.get(
-                f"val-aux/{match['source']}/{match['greedy'] or ''}{match['variable']}/mean@{match['n']}{INTERVAL}"
-            ),
             match.string,
+            metrics.get(_interval_of(match.string)),
         )
-        for match, value in found
-        if match["variable"] == ("acc" if match["source"] in with_acc else "reward")
+        for match, value in matches
+        if match["source"] != MEAN_OF_SOURCES
     ]
+
+
+def _interval_of(metric: str) -> str:
+    return metric.replace("val-core/", "val-aux/", 1) + INTERVAL
 
 
 def validation_line(metrics: Mapping[str, float]) -> str:
@@ -151,7 +165,7 @@ def samples_table(samples: Sequence[Sample]) -> Table:
     for sample in samples:
         score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
         table.add_row(
-            *(printable(text) for text in (sample.data_source, sample.input, sample.output, sample.gts)), score
+            *(one_line(text) for text in (sample.data_source, sample.input, sample.output, sample.gts)), score
         )
     return table
 
@@ -167,6 +181,11 @@ def printable(text: str, limit: int | None = _TEXT_SHOWN) -> Text:
         letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
     return Text(shown if limit is None or len(shown) <= limit else f"{shown[:limit]} ... ({len(shown)} characters)")
+
+
+def one_line(text: str, limit: int = _TEXT_SHOWN) -> Text:
+    """The same in a table, whose row it does not make higher than its length does: line ends are shown as a sign."""
+    return printable(re.sub(r"\s*\n\s*", " \N{DOWNWARDS ARROW WITH CORNER LEFTWARDS} ", text.strip()), limit)
 
 
 def _places(

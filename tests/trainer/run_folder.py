@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -43,4 +44,24 @@ def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float =
                 answers += [replace(SAMPLE, uid=f"q{step}", score=None, timed_out=True)]
                 files.write_training(answers, step)
             files.write_validation([replace(SAMPLE, uid="v0", score=1.0, output="always")], step)
+    return folder
+
+
+def make_study(folder: Path, error: str = "out of memory") -> Path:
+    """A sweep of four trials: the second is best, the third far below, the last failed."""
+    columns = ("trial", "state", "value", "half_width", "lr", "kind", "steps", "seconds", "error", "runs", "command")
+    rows = []
+    for number, (state, value, lr) in enumerate(
+        (("complete", 0.4, 1e-3), ("complete", 0.9, 2e-3), ("pruned", -9.0, 5e-3), ("failed", "", 1e-2))
+    ):
+        runs = f"{number:04}/run" if number < 3 else ""
+        if runs:
+            make_run(folder / runs, lr=lr)
+        kind = "a" if number < 3 else "b"
+        failure = error if state == "failed" else ""
+        rows.append((number, state, value, 0.1, lr, kind, 4, 6.5, failure, runs, "cmd 1\ncmd 2"))
+    with (folder / "trials.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([columns, *rows])
+    asked = {"metric": "val-core/sums/acc/mean@1", "mode": "max", "command": "trainer.main_ppo"}
+    (folder / "study.json").write_text(json.dumps(asked))
     return folder

@@ -11,15 +11,14 @@ import math
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.evaluate.metrics import INTERVAL
-from trainer.final_report import validation_means
+from trainer.final_report import ValidationMean, all_validation_means
 from trainer.metric_docs import find
-from trainer.reports.health import Points, judge
-from trainer.reports.run_data import Run, run_titles
+from trainer.reports.health import BAD, Finding, Points, judge
+from trainer.reports.run_data import Failure, Run, read_failure, run_titles
 from trainer.reports.run_samples import Answer, Group, groups
 
 MAX_POINTS = 1500
@@ -49,8 +48,14 @@ class _Samples:
         self.rows.append(_row(run, place, answer))
 
 
-def page_data(runs: Sequence[Run], sample_bytes: int = SAMPLE_BYTES) -> Json:
-    """Everything on the page. sample_bytes: about how much all texts of samples may take."""
+def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int = SAMPLE_BYTES) -> Json:
+    """Everything on the page.
+
+    Args:
+        runs: to show, or to compare.
+        study: `trainer.reports.study.read_study`, whose best runs these are; None for runs alone.
+        sample_bytes: about how much all texts of samples may take.
+    """
     samples, titles = _Samples(), run_titles(list(runs))
     shown = []
     for number, (run, title) in enumerate(zip(runs, titles, strict=True)):
@@ -60,6 +65,7 @@ def page_data(runs: Sequence[Run], sample_bytes: int = SAMPLE_BYTES) -> Json:
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": shown,
+        "study": study,
         "docs": {name: doc for name in names if (doc := _doc(name)) is not None},
         "validation": _validation_lines(runs),
         "prompts": samples.prompts,
@@ -85,19 +91,24 @@ def _run(run: Run, title: str, sample_notes: list[str]) -> Json:
         "steps": steps,
         "series": {name: _values(points, steps) for name, points in series.items()},
         "findings": [
-            {
-                "grade": finding.grade,
-                "metric": finding.metric,
-                "text": finding.text,
-                "steps": _thinned(list(finding.steps), math.ceil(len(finding.steps) / 50)),
-                "cause": finding.cause,
-                "advice": finding.advice,
-            }
-            for finding in judge(series, options)
+            *([] if (failure := read_failure(run)) is None else [failure_finding(failure)]),
+            *(_finding(finding) for finding in judge(series, options)),
         ],
         "config": {key: [value.value, value.source] for key, value in run.config.items()},
         "pictures": list(_pictures(run.folder)),
     }
+
+
+def _finding(finding: Finding) -> Json:
+    steps = _thinned(list(finding.steps), math.ceil(len(finding.steps) / 50))
+    return {**asdict(finding), "steps": steps}
+
+
+def failure_finding(failure: Failure) -> Json:
+    """The error that ended the run, as the page shows it."""
+    text = f"the run ended with an error in step {failure.step}: {failure.message}"
+    advice = f"run that step again under a debugger: {failure.replay}"
+    return {"grade": BAD, "metric": "", "text": text, "steps": [], "cause": "", "advice": advice, "log": failure.log}
 
 
 # -------------------------------------------------------------------------------------------------------- numbers
@@ -122,20 +133,31 @@ def _thinned(steps: list[int], every: int) -> list[int]:
 
 
 def _validation_lines(runs: Sequence[Run]) -> list[Json]:
-    """The validation's core measures: their metric, source, and the metric of their interval."""
-    lines: dict[str, Json] = {}
-    for run in runs:
-        for metrics in run.steps.values():
-            for mean in validation_means(metrics):
-                if mean.metric not in lines:
-                    lines[mean.metric] = {
-                        "name": mean.metric,
-                        "source": mean.source,
-                        "greedy": mean.greedy,
-                        "measure": mean.name,
-                        "interval": mean.metric.replace("val-core/", "val-aux/", 1) + INTERVAL,
-                    }
-    return list(lines.values())
+    """A line for each validated source, sampled and greedy: for each run (by its place) the metric, its measure and the
+    metric of its interval. Runs that have a measure in common are compared by it; else each has its core measure."""
+    found: dict[tuple[str, bool], list[dict[str, ValidationMean]]] = {}
+    for place, run in enumerate(runs):
+        last = {name: value for metrics in run.steps.values() for name, value in metrics.items()}
+        for mean in all_validation_means(last):
+            own = found.setdefault((mean.source, mean.greedy), [{} for _ in runs])[place]
+            own.setdefault(mean.variable, mean)
+    lines = []
+    for (source, greedy), of_runs in found.items():
+        shown = {place: own for place, own in enumerate(of_runs) if own}
+        common = [name for name in next(iter(shown.values())) if all(name in own for own in shown.values())]
+        common.sort(key=lambda name: name != "acc")
+        core = {place: own.get("acc") or next(iter(own.values())) for place, own in shown.items()}
+        chosen = {place: own[common[0]] for place, own in shown.items()} if common else core
+        lines.append(
+            {
+                "source": source,
+                "greedy": greedy,
+                "names": {place: mean.metric for place, mean in chosen.items()},
+                "measures": {place: mean.name for place, mean in chosen.items()},
+                "intervals": {place: mean.interval for place, mean in chosen.items()},
+            }
+        )
+    return lines
 
 
 def _doc(name: str) -> Json | None:

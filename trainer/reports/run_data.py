@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ Steps = Mapping[int, Mapping[str, float]]
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<rest>.*))?")
 _SOURCE = " # "
 _RUNS_NAMED = 5
+_LOG_SHOWN = 3000
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,32 @@ def read_run(folder: Path) -> Run:
     )
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The error that ended a run. message: its last line. log: as it was printed. replay: the command that runs the
+    failed step again."""
+
+    step: int
+    message: str
+    log: str
+    replay: str
+
+
+def read_failure(run: Run) -> Failure | None:
+    """What the crash dump says; None where there is none, or the run has gone on since."""
+    files = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
+    if not files or run.is_running or files[-1].stat().st_mtime < run.modified - 1.0:
+        return None
+    text = files[-1].read_text(encoding="utf-8", errors="replace").strip()
+    lines = [line for line in text.splitlines() if line.strip() and not line[0].isspace()]
+    message = next(
+        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt|:)", line)), text[-200:]
+    )
+    folder = files[-1].parent
+    replay = shlex.join(["python", "-m", "trainer.replay", str(folder)])
+    return Failure(int(folder.name.removeprefix("step_")), message, text[-_LOG_SHOWN:], replay)
+
+
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
     """The options of a saved configuration (`config.save_config`) by dotted key, and its notes; nothing
     of both where the file is missing."""
@@ -174,7 +202,4 @@ def _not_a_run(folder: Path) -> str:
         named = "\n".join(f"  {path}" for path in found[:_RUNS_NAMED])
         more = f"\n  and {len(found) - _RUNS_NAMED} more" if len(found) > _RUNS_NAMED else ""
         return f"{folder}: no {METRICS} in it; these folders below it hold one:\n{named}{more}"
-    return (
-        f"{folder}: no {METRICS} in it. It is no run folder, or the run has not finished a step, or trainer.logger "
-        "leaves out jsonl"
-    )
+    return f"{folder}: no {METRICS} in it. It is no run folder, or the run has not finished a step"

@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.console import format_seconds
-from trainer.final_report import printable, validation_means, validation_table
+from trainer.final_report import one_line, printable, validation_means, validation_table
 from trainer.reports.health import BAD, LOOK, OK, Finding, Points, judge, number
-from trainer.reports.run_data import METRICS, Run, read_run
+from trainer.reports.run_data import METRICS, Run, read_failure, read_run
 from trainer.reports.run_samples import Answer
 from trainer.reports.sample_choice import Changed, Choice, changed, chosen
 
@@ -52,6 +52,11 @@ def overview(run: Run, width: int, samples: int) -> RenderableType:
     """The whole run. width: of the terminal. samples: how many best, worst and changed answers; 0 = none."""
     options = {key: value.value for key, value in run.config.items()}
     parts: list[RenderableType] = [headline(run)]
+    if (failure := read_failure(run)) is not None:
+        told = Text.assemble(
+            (f"ended with an error in step {failure.step}: ", "bold red"), printable(failure.message, _TEXT)
+        )
+        parts.append(told.append(f"\nrun that step again under a debugger: {failure.replay}", "not bold default"))
     parts += [part for part in (_validation(run), curves(run, width), stages(run)) if part is not None]
     parts += [findings_shown(judge(run.all_series(), options))]
     if samples:
@@ -183,8 +188,8 @@ def _some_samples(run: Run, count: int) -> list[RenderableType]:
 def _brief(answer: Answer) -> tuple[RenderableType, ...]:
     return (
         f"{answer.step} {answer.kind}",
-        printable(answer.last_message, _TEXT_OF_MANY),
-        printable(answer.output, _TEXT_OF_MANY),
+        one_line(answer.last_message, _TEXT_OF_MANY),
+        one_line(answer.output, _TEXT_OF_MANY),
         _score(answer),
     )
 

@@ -1,18 +1,26 @@
 // Drives the pages PAGES (name: address), each in a frame, as a reader would; what it saw goes as JSON into #seen.
 
-const LATER = 30; // milliseconds until a page has answered
+const LATER = 60; // milliseconds until a page has answered
 
 async function answered() {
   await new Promise((done) => setTimeout(done, LATER));
 }
 
+async function until(isSo) {
+  for (let tries = 0; !isSo() && tries < 100; tries++) await answered();
+}
+
 async function opened(name, width) {
   const frame = document.createElement("iframe");
-  Object.assign(frame, { width, height: 900, src: PAGES[name] });
+  Object.assign(frame, { width, height: 9000, src: PAGES[name] });
+  frame.style.cssText = "position: absolute; top: 0; left: 0"; // charts are drawn where they are seen
+  document.querySelector("iframe")?.remove();
   await new Promise((done) => {
     frame.onload = done;
     document.body.append(frame);
   });
+  await until(() => frame.contentWindow.Plotly);
+  await answered();
   const page = frame.contentDocument;
   const all = (selector) => [...page.querySelectorAll(selector)];
   const texts = (selector) => all(selector).map((one) => one.textContent);
@@ -77,17 +85,19 @@ async function ofRuns() {
   const frame = await opened("run", 1280);
   const { page, all, texts, press, goTo, enter, window } = frame;
   const seen = { tabs: texts("nav button"), tooWide: {}, charts: {} };
-  for (const chart of all(".chart"))
-    seen.charts[chart.querySelector("h3").textContent] = chart.querySelectorAll("svg polyline, svg rect[fill]").length;
+  const drawn = "g.scatterlayer path.js-line, g.barlayer path";
+  for (const chart of all(".chart")) seen.charts[chart.querySelector("h3").textContent] = chart.querySelectorAll(drawn).length;
   await enter('input[type="range"]', "0.5");
-  seen.linesWhenSmooth = all(".chart polyline").length;
+  seen.linesWhenSmooth = all(".chart path.js-line").length;
   const lastSteps = () => texts(".legend > span:first-child");
   const key = (name) => all(".chart")[0].dispatchEvent(new window.KeyboardEvent("keydown", { key: name }));
   ["ArrowLeft", "ArrowLeft"].forEach(key);
   seen.legends = lastSteps();
+  seen.cursors = all(".cursor").filter((one) => one.checkVisibility()).length;
   await enter('input[aria-label="first step"]', "3", "change");
-  seen.pointsFrom3 = all(".chart polyline").map((line) => line.getAttribute("points").split(" ").length);
+  seen.pointsFrom3 = all(".plot").map((plot) => Math.max(...plot.data.map(({ x }) => x.length)));
   key("Escape");
+  await answered();
   seen.firstStepAfterEscape = page.querySelector('input[aria-label="first step"]').value;
   seen.colours = await colours(frame);
   for (const tab of ["overview", "metrics", "config", "samples"]) {
@@ -111,10 +121,11 @@ async function ofRuns() {
   await enter('input[type="search"]', "document.title");
   all("tr.pick")[0].click();
   seen.hostile = { rows: all("tr.pick").length, texts: texts("pre"), marks: texts("pre mark"), title: page.title };
-  seen.foreign = all("img, main script, iframe").length;
+  seen.foreign = all("main img, main script, iframe").length;
   await goTo("metrics");
   await enter('input[type="search"]', "critic/score/mean");
-  seen.metric = [texts("tr.pick button"), all(".unfolded polyline").length];
+  await until(() => all(".unfolded path.js-line").length);
+  seen.metric = [texts("tr.pick button"), all(".unfolded path.js-line").length];
   await goTo("config");
   seen.ownOptions = all("tbody tr").length;
   await enter("select", "all", "change");
@@ -122,14 +133,36 @@ async function ofRuns() {
   return seen;
 }
 
+async function ofSweep() {
+  const frame = await opened("sweep", 1280);
+  const { page, all, texts, press, goTo } = frame;
+  const seen = { tabs: texts("nav button"), tooWide: tooWide(frame), failure: texts("td.wrap"), title: page.title };
+  seen.charts = texts(".chart h3");
+  const trials = () => all("tr[data-trial]").map((row) => row.dataset.trial);
+  seen.trials = [trials()];
+  for (let click = 0; click < 2; click++) {
+    await press(".trials th button", "value");
+    seen.trials.push(trials());
+  }
+  all("tr[data-trial]")[0].click();
+  await answered();
+  seen.marked = all("tr.marked").map((row) => row.dataset.trial);
+  seen.faint = all(".plot").map((plot) => plot.data.map((trace) => trace.opacity ?? trace.marker.opacity));
+  seen.colours = await colours(frame);
+  seen.foreign = all("main img, main script, iframe").length;
+  await goTo("overview");
+  seen.runs = texts(".compared th");
+  return seen;
+}
+
 async function ofPhone() {
   const seen = {};
   for (const name of Object.keys(PAGES)) {
     const frame = await opened(name, 390);
-    for (const tab of ["overview", "metrics", "config", "samples"]) {
+    for (const tab of [...(name === "sweep" ? ["study"] : []), "overview", "metrics", "config", "samples"]) {
       await frame.goTo(tab);
       frame.all("tr.pick, summary").slice(0, 3).forEach((one) => one.click());
-      const lists = frame.all(".scroll:has(.cards, .metrics)").map((one) => one.scrollWidth - one.clientWidth);
+      const lists = frame.all(".scroll").map((one) => one.scrollWidth - one.clientWidth);
       seen[`${name} ${tab}`] = Math.max(tooWide(frame), ...lists);
     }
   }
@@ -137,10 +170,10 @@ async function ofPhone() {
 }
 
 async function main() {
-  const compared = await opened("two", 1280);
-  const seen = { run: await ofRuns(), phone: await ofPhone() };
-  const charts = compared.all(".chart polyline").length;
-  seen.two = { charts, heads: compared.texts(".scroll th"), tooWide: tooWide(compared) };
+  const two = await opened("two", 1280);
+  const charts = two.all(".chart path.js-line").length;
+  const compared = { charts, heads: two.texts(".scroll th"), tooWide: tooWide(two) };
+  const seen = { two: compared, run: await ofRuns(), sweep: await ofSweep(), phone: await ofPhone() };
   document.getElementById("seen").textContent = JSON.stringify(seen);
 }
 

@@ -61,14 +61,20 @@ function points(run, name) {
 
 // A line for each run that logged the metric. In color differ the lines of one run; of several, the runs.
 function linesOf(name, label, number, band) {
-  const lines = runs.map((run, at) => ({
-    label: [single ? "" : run.title, label].filter(Boolean).join(" "),
+  return runs.flatMap((_, at) => lineOf(at, name, label, number, band));
+}
+
+function lineOf(at, name, label, number, band) {
+  const own = points(at, name);
+  const bands = new Map(band ? points(at, band) : []);
+  const line = {
+    label: [single ? "" : runs[at].title, label].filter(Boolean).join(" "),
     color: single ? COLORS[number % COLORS.length] : runColor(at),
-    dash: single || !number ? null : number === 1 ? "6 3" : "2 3",
-    points: points(at, name),
-    band: band && points(at, band).length ? new Map(points(at, band)) : null,
-  }));
-  return lines.filter((line) => line.points.length);
+    dash: single || !number ? null : number === 1 ? "dash" : "dot",
+    points: own,
+    band: bands.size ? bands : null,
+  };
+  return own.length ? [line] : [];
 }
 
 function isLogged(name) {
@@ -82,21 +88,26 @@ function panel([title, unit, names]) {
   return lines.length && !isFlat ? new LineChart(title, unit, lines) : null;
 }
 
-// Of one run a chart for each measure, with a line for each source; of several runs a chart for each of both.
+// Of one run a chart for each measure, with a line for each source; of several runs a chart for each source, where the
+// measures of runs that have none in common stand side by side.
 function validationPanels() {
   const sources = [...new Set(data.validation.map((line) => line.source))];
   const chart = (title, lines) => {
-    const drawn = lines.flatMap((line, number) => {
+    const drawn = lines.flatMap((line) => {
       const greedy = line.greedy ? "greedy" : "";
-      const label = single ? line.source + (greedy && ` (${greedy})`) : greedy;
-      const found = linesOf(line.name, label, single ? sources.indexOf(line.source) : number, line.interval);
-      return found.map((own) => ({ ...own, dash: line.greedy ? "5 3" : null }));
+      const isMixed = new Set(Object.values(line.measures)).size > 1;
+      const found = runs.flatMap((_, at) => {
+        const label = single ? line.source + (greedy && ` (${greedy})`) : isMixed ? line.measures[at] : greedy;
+        return lineOf(at, line.names[at], label, single ? sources.indexOf(line.source) : 0, line.intervals[at]);
+      });
+      return found.map((own) => ({ ...own, dash: line.greedy ? "dash" : null }));
     });
     const unit = drawn.some((line) => line.band) ? "band: 95% interval" : "";
     return new LineChart(`Validation, ${title}`, unit, drawn, single && drawn.length > 2);
   };
-  const titleOf = ({ source, greedy, measure }) =>
-    single ? measure : `${source}${greedy ? " (greedy)" : ""}, ${measure}`;
+  const measure = ({ measures }) => [...new Set(Object.values(measures))].join(", ");
+  const titleOf = (line) =>
+    single ? measure(line) : `${line.source}${line.greedy ? " (greedy)" : ""}, ${measure(line)}`;
   const titles = [...new Set(data.validation.map(titleOf))];
   return titles.map((title) => chart(title, data.validation.filter((line) => titleOf(line) === title)));
 }

@@ -55,13 +55,6 @@ function sortable(headings, sort) {
   return by;
 }
 
-for (const table of document.querySelectorAll("table.sortable")) {
-  const order = ({ dataset, textContent }) => dataset.order ?? textContent;
-  sortable([...table.tHead.rows[0].cells], (column, descending) => {
-    const body = table.tBodies[0];
-    body.append(...sorted([...body.rows], (row) => order(row.cells[column]), descending));
-  });
-}
 
 document.getElementById("theme").addEventListener("click", () => {
   const { style } = document.documentElement;

@@ -31,6 +31,7 @@ function finding(one) {
   return el(
     `div.finding.${one.grade}`,
     el("div", el(`span.grade.${one.grade}`, one.grade), one.text + (isFine ? "" : ".")),
+    one.log ? el("pre", one.log) : null,
     one.cause ? el("div", `Likely: ${one.cause}.`) : null,
     one.advice ? el("div", `To do: ${one.advice}`) : null,
     one.steps.length > 3 && one.steps.length < 12 ? el("div.soft.small", `Steps: ${one.steps.join(", ")}`) : null,
@@ -51,7 +52,7 @@ function findings(run) {
 
 function metricTable() {
   const chosen = [
-    ...data.validation.map((line) => line.name),
+    ...data.validation.flatMap((line) => [...new Set(Object.values(line.names))]),
     ...[...PANELS.flatMap(([, , names]) => Object.keys(names)), "timing_s/step"].filter(isLogged),
   ];
   const cell = (name, at) => {
@@ -60,9 +61,9 @@ function metricTable() {
   };
   const title = (run, at) => el("th.right", el("span.swatch", { style: { borderTopColor: runColor(at) } }), run.title);
   const head = [el("th", "metric, first → last value"), runs.map(title)];
-  const cells = (name) => runs.map((_, at) => el("td.right", cell(name, at)));
+  const cells = (name) => runs.map((run, at) => el("td.right", { "data-run": run.title }, cell(name, at)));
   const rows = chosen.map((name) => el("tr", el("td.mono.wrap", name), cells(name)));
-  return tableOf("", el("tr", head), el("tbody", rows));
+  return tableOf("compared", el("tr", head), el("tbody", rows));
 }
 
 function tableOf(kind, headings, body) {
@@ -152,7 +153,6 @@ function metricRow(name) {
     if (row.nextSibling?.classList.contains("unfolded")) return row.nextSibling.remove();
     const chart = new LineChart(name, doc.unit, lines, true);
     row.after(el("tr.unfolded", el("td", { colspan: 4 }, chart.node)));
-    chart.draw();
   };
   const row = el(
     "tr.pick",
@@ -195,7 +195,12 @@ function configuration() {
   const fits = { all: () => true, own: isOwn, differs };
   const labels = { all: "all options", own: "not the default", ...(single ? {} : { differs: "differs between runs" }) };
   const cell = (run, key) =>
-    el("td", el("code", value(run, key) ?? "-"), el("div.soft.small.wrap", run.config[key]?.[1] ?? "not there"));
+    el(
+      "td",
+      { "data-run": single ? null : run.title },
+      el("code", value(run, key) ?? "-"),
+      el("div.soft.small.wrap", run.config[key]?.[1] ?? "not there"),
+    );
   const rowOf = (key) =>
     el(!single && differs(key) ? "tr.differs" : "tr", el("td.mono.wrap", key), runs.map((run) => cell(run, key)));
   const update = () => {
@@ -213,44 +218,5 @@ function configuration() {
   const body = el("tbody");
   update();
   const head = [el("th", "option"), runs.map((run) => el("th", single ? "value and where it comes from" : run.title))];
-  return el("section", el("div.tools", search, choice, count), tableOf("", el("tr", head), body));
+  return el("section", el("div.tools", search, choice, count), tableOf("compared", el("tr", head), body));
 }
-
-// ---------------------------------------------------------------------------------------------------------- tabs
-
-const TABS = {
-  overview: ["Overview", overview],
-  metrics: ["All metrics", metrics],
-  samples: ["Samples", samplesTab],
-  config: ["Configuration", configuration],
-};
-const built = {};
-const tabs = Object.entries(TABS).map(([name, [title]]) =>
-  el("button", { type: "button", role: "tab", "data-tab": name, click: () => (location.hash = name) }, title),
-);
-
-function openTab() {
-  const wanted = location.hash.slice(1);
-  const name = TABS[wanted] ? wanted : "overview";
-  built[name] ??= TABS[name][1]();
-  document.querySelector("main").replaceChildren(built[name]);
-  for (const tab of tabs) {
-    const isOpen = tab.dataset.tab === name;
-    setAll(tab, { "aria-selected": String(isOpen), tabindex: isOpen ? 0 : -1 });
-  }
-  redraw();
-}
-
-function moveAmongTabs(event) {
-  const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (!move) return;
-  const next = tabs[(tabs.indexOf(document.activeElement) + move + tabs.length) % tabs.length];
-  next.focus();
-  next.click();
-}
-
-const label = { role: "tablist", "aria-label": "Parts of the report", keydown: moveAmongTabs };
-document.querySelector("header").append(el("nav", label, tabs));
-addEventListener("hashchange", openTab);
-addEventListener("resize", redraw);
-openTab();
