@@ -18,17 +18,20 @@ Floats = NDArray[np.float64]
 LEVEL = 0.95
 
 
-def pass_at_k(right: NDArray[np.int64], count: int, k: int) -> Floats:
-    """Probability that at least one of k answers, drawn without replacement from `count`, is right: 1 - C(n-c, k) /
-    C(n, k) of Chen et al. 2021 (Evaluating Large Language Models Trained on Code), equation 1.
+def pass_at_k(right: int, count: int, k: int) -> float:
+    """Probability that at least one of k answers, drawn without replacement from `count`, is right.
 
-    right: (G,) right answers c of each prompt. k: 1 to count. Exact in whole numbers before the one division.
+    1 - C(n-c, k) / C(n, k), exact in whole numbers before the one division.
+
+    Args:
+        right: right answers c of a prompt.
+        k: 1 to count.
+    Source: Chen et al. 2021 (Evaluating Large Language Models Trained on Code), equation 1.
     """
     if not 1 <= k <= count:
         raise ValueError(f"pass@{k} of {count} answers: k has to be 1 to {count}")
     whole = math.comb(count, k)
-    table = np.array([(whole - math.comb(count - c, k)) / whole for c in range(count + 1)])
-    return table[right]
+    return (whole - math.comb(count - right, k)) / whole
 
 
 def half_width(per_prompt: Floats, is_share: bool) -> float | None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainer.evaluate.intervals import Floats, half_width, pass_at_k
 from trainer.evaluate.sample import PREDICTION, Sample
@@ -103,66 +102,73 @@ def process_validation_metrics(
     pass@k/ci95.
     N counts all answers of a prompt, also those that have no value.
     """
-    groups = _rows_by_prompt(data_sources, sample_uids)
-    largest: dict[str, int] = {}
-    for source, size in groups:
-        largest[source] = max(size, largest.get(source, 0))
-    numbers = {name: _as_numbers(values) for name, values in infos_dict.items() if name != PREDICTION}
+    sources: dict[str, dict[str, list[int]]] = {}
+    for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
+        sources.setdefault(source, {}).setdefault(uid, []).append(row)
+    votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for variable, values in numbers.items():
+    for variable, given in infos_dict.items():
+        values = None if variable == PREDICTION else _as_numbers(given)
         if values is None:
             continue
-        binary = {source for source in largest if _is_binary(values, data_sources, source)}
-        found = _values_of_prompts(groups, values, infos_dict.get(PREDICTION), binary, seed)
-        for (source, metric), parts in found.items():
-            per_prompt = np.sort(np.concatenate(parts))  # sums of floats depend on their order, which must not
-            of_variable = results.setdefault(source, {}).setdefault(variable, {})
-            of_variable[metric] = float(per_prompt.mean())
-            name, most = metric.removesuffix("/mean"), largest[source]
-            if name.startswith("pass@") or name in (f"mean@{most}", f"best@{most}", f"maj@{most}"):
-                half = half_width(per_prompt, source in binary)
-                of_variable |= {} if half is None else {f"{name}{INTERVAL}": half}
+        for source, prompts in sources.items():
+            kept = {uid: [row for row in rows if not np.isnan(values[row])] for uid, rows in prompts.items()}
+            is_binary = all(values[row] in (0.0, 1.0) for rows in kept.values() for row in rows)
+            found: dict[str, list[float]] = defaultdict(list)
+            for uid, rows in kept.items():
+                ballots = None if votes is None else [votes[row] for row in rows]
+                of_prompt = _of_prompt(values[rows], len(prompts[uid]), is_binary, ballots, seed) if rows else {}
+                for metric, value in of_prompt.items():
+                    found[metric].append(value)
+            if found:
+                largest = max(map(len, prompts.values()))
+                results.setdefault(source, {})[variable] = _over_prompts(found, largest, is_binary)
     return results
 
 
-def _values_of_prompts(
-    groups: Mapping[tuple[str, int], NDArray[np.int64]],
-    values: Floats,
-    votes: Sequence[Any] | None,
-    binary: Collection[str],
-    seed: int,
-) -> dict[tuple[str, str], list[Floats]]:
-    """For (source, metric) of one variable the values of the prompts, in parts: prompts that have equally many values
-    are computed together. values, votes: (B,); binary: sources in which the variable is 0 or 1."""
-    collected: dict[tuple[str, str], list[Floats]] = defaultdict(list)
-    for (source, size), members in groups.items():
-        present = ~np.isnan(values[members])
-        for count in np.unique(present.sum(1)):
-            if count == 0:
-                continue
-            prompts = present.sum(1) == count
-            sample = values[members[prompts]][present[prompts]].reshape(-1, count)
-            found = _of_samples(sample, size)
-            if size > 1 and source in binary:
-                found |= _of_outcomes(sample, size)
-            if size > 1 and votes is not None:
-                ballots = [votes[row] for row in members[prompts][present[prompts]]]
-                found |= _of_votes(sample, ballots, size, seed)
-            for metric, per_prompt in found.items():
-                collected[source, metric].append(per_prompt)
-    return collected
+def _of_prompt(
+    values: Floats, size: int, is_binary: bool, ballots: Sequence[Any] | None, seed: int
+) -> dict[str, float]:
+    """Metrics of one prompt. values, ballots: (count,) of its answers that have a value, of `size` answers."""
+    ordered = np.sort(values)
+    metrics = {f"mean@{size}": float(ordered.mean())}
+    if size == 1:
+        return metrics
+    metrics[f"std@{size}"] = float(ordered.std())
+    for n in (sizes := [2**power for power in range(1, size.bit_length()) if 2**power < size] + [size]):
+        metrics[f"best@{n}/mean"], metrics[f"best@{n}/std"] = map(float, best_of(ordered, n))
+        lowest, deviation = map(float, best_of(-ordered, n))
+        metrics |= {f"worst@{n}/mean": -lowest, f"worst@{n}/std": deviation}
+        if ballots is not None:
+            metrics[f"maj@{n}/mean"], metrics[f"maj@{n}/std"] = majority_of(values, ballots, n, seed)
+    if is_binary:
+        count, right = len(values), int(values.sum())
+        metrics |= {f"pass@{k}": pass_at_k(right, count, k) for k in [1, *sizes] if k <= count}
+    return metrics
+
+
+def _over_prompts(found: Mapping[str, Sequence[float]], largest: int, is_binary: bool) -> dict[str, float]:
+    """Means over prompts, with half widths of intervals where there are some. largest: number of answers."""
+    means: dict[str, float] = {}
+    for metric, values in found.items():
+        per_prompt = np.sort(values)  # sums of floats depend on their order, which must not
+        means[metric] = float(per_prompt.mean())
+        name = metric.removesuffix("/mean")
+        if name.startswith("pass@") or name in (f"mean@{largest}", f"best@{largest}", f"maj@{largest}"):
+            half = half_width(per_prompt, is_binary)
+            means |= {} if half is None else {f"{name}{INTERVAL}": half}
+    return means
 
 
 def best_of(sample: Floats, n: int) -> tuple[Floats, Floats]:
-    """Mean and standard deviation of the largest of n values drawn with replacement, for each row of sample (G, N).
+    """Mean and standard deviation of the largest of n values drawn with replacement, for each row of sample (..., N).
 
     With values ascending, the largest draw is the i-th with probability (i/N)^n - ((i-1)/N)^n.
     """
-    count = sample.shape[1]
-    edges = (np.arange(count + 1) / count) ** n
-    ordered, probability = np.sort(sample, axis=1), np.diff(edges)
+    count = sample.shape[-1]
+    ordered, probability = np.sort(sample), np.diff((np.arange(count + 1) / count) ** n)
     mean = ordered @ probability
-    return mean, np.sqrt(((ordered - mean[:, None]) ** 2) @ probability)
+    return mean, np.sqrt(((ordered - mean[..., None]) ** 2) @ probability)
 
 
 def majority_of(values: Floats, ballots: Sequence[Any], n: int, seed: int = SEED) -> tuple[float, float]:
@@ -192,64 +198,11 @@ def _shares_of_victory(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
     return wins / wins.sum(axis=1, keepdims=True)
 
 
-def _rows_by_prompt(data_sources: Sequence[str], uids: Sequence[str]) -> dict[tuple[str, int], NDArray[np.int64]]:
-    """Rows of each prompt, (G, N) for each data source and number of answers N."""
-    rows: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for row, key in enumerate(zip(data_sources, uids, strict=True)):
-        rows[key].append(row)
-    by_size: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
-    for (source, _), members in rows.items():
-        by_size[source, len(members)].append(members)
-    return {key: np.array(members) for key, members in by_size.items()}
-
-
 def _as_numbers(values: Sequence[Any]) -> Floats | None:
     """(B,) with NaN for None, or None if something in it is not a number."""
     if not all(value is None or isinstance(value, bool | int | float | np.number | np.bool_) for value in values):
         return None
     return np.array([np.nan if value is None else float(value) for value in values])
-
-
-def _is_binary(values: Floats, data_sources: Sequence[str], source: str) -> bool:
-    """Whether every value that there is in a source is 0 or 1. values, data_sources: (B,)."""
-    present = values[~np.isnan(values) & (np.array(data_sources, dtype=object) == source)]
-    return bool(np.isin(present, (0.0, 1.0)).all())
-
-
-def _subset_sizes(size: int) -> list[int]:
-    """2, 4, 8 ... below `size`, and `size`."""
-    return [2**power for power in range(1, size.bit_length()) if 2**power < size] + [size]
-
-
-def _of_samples(sample: Floats, size: int) -> dict[str, Floats]:
-    """Metrics (G,) of the values (G, count) of prompts with `size` answers."""
-    ordered = np.sort(sample, axis=1)
-    metrics = {f"mean@{size}": ordered.mean(axis=1)}
-    if size == 1:
-        return metrics
-    metrics[f"std@{size}"] = ordered.std(axis=1)
-    for n in _subset_sizes(size):
-        metrics[f"best@{n}/mean"], metrics[f"best@{n}/std"] = best_of(ordered, n)
-        lowest, metrics[f"worst@{n}/std"] = best_of(-ordered, n)
-        metrics[f"worst@{n}/mean"] = -lowest
-    return metrics
-
-
-def _of_outcomes(sample: Floats, size: int) -> dict[str, Floats]:
-    """pass@k (G,) of the outcomes (G, count), 0 or 1, of prompts with `size` answers."""
-    count, right = sample.shape[1], sample.sum(axis=1).astype(np.int64)
-    return {f"pass@{k}": pass_at_k(right, count, k) for k in [1, *_subset_sizes(size)] if k <= count}
-
-
-def _of_votes(sample: Floats, ballots: list[Any], size: int, seed: int) -> dict[str, Floats]:
-    """maj metrics (G,) of values (G, count); ballots: G * count, in the same order."""
-    count = sample.shape[1]
-    metrics = {}
-    for n in _subset_sizes(size):
-        pairs = [majority_of(row, ballots[i * count : (i + 1) * count], n, seed) for i, row in enumerate(sample)]
-        metrics[f"maj@{n}/mean"] = np.array([mean for mean, _ in pairs])
-        metrics[f"maj@{n}/std"] = np.array([std for _, std in pairs])
-    return metrics
 
 
 def _samples_of(metric: str) -> int:
