@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.schema import check_prompt
-from trainer.data.sft import Chat, Example, collate, question_of, rows_of
+from trainer.data.sft import Chat, Example, collate, encode_text, question_of, render, rows_of, turn_of
 from verl_lite.config import PreferenceDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -103,21 +103,15 @@ def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str,
 
     Raises UserError if the chat template writes the rest differently once the answer follows.
     """
-    question = tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert isinstance(question, str) and isinstance(whole, str)
+    question, whole = render(chat[:-1], tokenizer, is_question=True), render(chat, tokenizer, is_question=False)
     if not whole.startswith(question):
         raise UserError(
             f"{where}: under the chat template the question with its answer does not begin with the question as it is "
             "asked, so that the model would score other tokens than a policy reads; use another template"
         )
-    prompt, response = (
-        list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (question, whole[len(question) :])
-    )
-    if score_at == "end_of_turn":
-        ends = [place for place, token in enumerate(response) if token == tokenizer.eos_token_id]
-        response = response[: ends[-1] + 1] if ends else [*response, tokenizer.eos_token_id]
-    return Example(prompt, response, [1] * len(response))
+    response = encode_text(whole[len(question) :], tokenizer)
+    response = turn_of(response, tokenizer) if score_at == "end_of_turn" else response
+    return Example(encode_text(question, tokenizer), response, [1] * len(response))
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:

@@ -39,16 +39,26 @@ class Example:
 def load_examples(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, *, option: str
 ) -> list[Example]:
-    """All sequences of the files. option: the configuration key the files came from, for messages.
+    """All sequences of the files.
 
-    Raises UserError for a file, column or row that cannot be used, and for a sequence longer than data.max_length
-    unless data.truncation says what to do with it.
+    Args:
+        option: the configuration key the files came from, for messages.
+    Raises:
+        UserError: for a file, column or row that cannot be used, and for a sequence longer than data.max_length unless
+            data.truncation says what to do with it.
     """
-    examples = [
-        example
-        for row, where in rows_of(files, tokenizer, option)
-        for example in _fit(encode_chat(read_chat(row, config, where), tokenizer, where), config, where)
-    ]
+    examples = []
+    for row, where in rows_of(files, tokenizer, option):
+        example = encode_chat(read_chat(row, config, where), tokenizer, where)
+        excess = len(example) - config.max_length
+        if excess > 0 and config.truncation == "error":
+            raise UserError(
+                f"{where} has {len(example)} tokens, more than data.max_length={config.max_length}. Raise it, or set "
+                "data.truncation=right (cut the end off) or drop (leave such rows out)"
+            )
+        kept = len(example.response) - max(excess, 0)
+        if excess <= 0 or (config.truncation == "right" and kept > 0):
+            examples.append(Example(example.prompt, example.response[:kept], example.mask[:kept]))
     if not examples:
         raise UserError(f"{option}={list(files)}: no rows are left; expected at least one")
     return examples
@@ -61,9 +71,8 @@ def rows_of(
     chats, and for a file that cannot be read."""
     if tokenizer.chat_template is None:
         raise UserError(
-            "The tokenizer of model.path has no chat template, so that chats cannot become its input; add "
-            "chat_template to its tokenizer_config.json (or, where there is the option, give another tokenizer with "
-            "model.tokenizer_path)"
+            "The tokenizer of model.path has no chat template, so chats cannot become its input; add chat_template "
+            "to its tokenizer_config.json (or, where there is the option, give another one with model.tokenizer_path)"
         )
     for path in files:
         for index, row in enumerate(read_rows(path, option)):
@@ -108,54 +117,41 @@ def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> E
     tokens: list[int] = []
     mask: list[int] = []
     done = ""
-
-    def add(text: str, learnt: bool) -> None:
-        new = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        keep = len(new)
-        if learnt:
-            ends = [place for place, token in enumerate(new) if token == tokenizer.eos_token_id]
-            new = new if ends else [*new, tokenizer.eos_token_id]
-            keep = ends[-1] + 1 if ends else len(new)
-        tokens.extend(new)
-        mask.extend([int(learnt)] * keep + [0] * (len(new) - keep))
-
-    def render(messages: Chat, add_generation_prompt: bool) -> str:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        assert isinstance(text, str)
-        if not text.startswith(done):
-            raise UserError(
-                f"{where}: the chat template writes earlier turns differently once later ones follow, so that several "
-                "turns cannot be learnt from one row; split the row into one row for each assistant message"
-            )
-        return text
-
     for place, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        question = render(chat[:place], add_generation_prompt=True)
-        add(question[len(done) :], learnt=False)
-        done = question
-        answered = render(chat[: place + 1], add_generation_prompt=False)
-        add(answered[len(done) :], learnt=True)
-        done = answered
+        for turns, learnt in ((chat[:place], False), (chat[: place + 1], True)):
+            text = render(turns, tokenizer, is_question=not learnt)
+            if not text.startswith(done):
+                raise UserError(
+                    f"{where}: the chat template writes earlier turns differently once later ones follow, so that "
+                    "several turns cannot be learnt from one row; split the row into one row for each assistant message"
+                )
+            new = encode_text(text[len(done) :], tokenizer)
+            kept = turn_of(new, tokenizer) if learnt else new
+            tokens += kept + new[len(kept) :]
+            mask += [int(learnt)] * len(kept) + [0] * (len(new) - len(kept))
+            done = text
     first = mask.index(1)
     return Example(tokens[:first], tokens[first:], mask[first:])
 
 
-def _fit(example: Example, config: SFTDataConfig, where: str) -> list[Example]:
-    """The example within data.max_length; none if it is dropped or nothing learnt would be left."""
-    excess = len(example) - config.max_length
-    if excess <= 0:
-        return [example]
-    if config.truncation == "error":
-        raise UserError(
-            f"{where} has {len(example)} tokens, more than data.max_length={config.max_length}. Raise it, or set "
-            "data.truncation=right (cut the end off) or drop (leave such rows out)"
-        )
-    kept = len(example.response) - excess
-    if config.truncation == "drop" or kept < 1:
-        return []
-    return [Example(example.prompt, example.response[:kept], example.mask[:kept])]
+def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, is_question: bool) -> str:
+    """The chat as the template writes it, with the beginning of an answer behind a question."""
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=is_question)
+    assert isinstance(text, str)
+    return text
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Its tokens, without those that a tokenizer adds by itself."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def turn_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """An answer up to and with its last end-of-turn token, which is added where the template writes none."""
+    ends = [place for place, token in enumerate(tokens) if token == tokenizer.eos_token_id]
+    return tokens[: ends[-1] + 1] if ends else [*tokens, tokenizer.eos_token_id]
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
