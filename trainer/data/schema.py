@@ -32,8 +32,9 @@ PROMPT_NAMES = ("prompt", "question", "problem", "query", "instruction", "input"
 ANSWER_NAMES = ("ground_truth", "answer", "solution", "completion", "response", "output", "target", "label")
 """Columns that other schemas have their answer in."""
 
+_MAPPED = ("ground_truth", "data_source", "extra_info", "tools", "n")
 _MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
-_SURROGATE = "which has half of a surrogate pair (\\ud800 to \\udfff): no character, so no tokenizer reads it"
+_SURROGATE = "which has half of a surrogate pair (\\ud800 to \\udfff): no tokenizer reads it"
 _MULTIMODAL = "pictures, video and sound are not supported yet: use a dataset of text"
 _ROWS_AT_ONCE = 1000  # of a table, as Python objects
 
@@ -51,10 +52,14 @@ class PromptRow(TypedDict):
 
 
 class RowSchema:
-    """How rows are read under a configuration. split: "train" or "val", for messages. needs_ground_truth: whether a
-    reward function compares answers with reward_model["ground_truth"], which each row then has to have.
+    """How rows are read under a configuration.
 
-    Raises UserError for tools that cannot be read.
+    Args:
+        split: "train" or "val", for messages.
+        needs_ground_truth: whether a reward function compares answers with reward_model["ground_truth"], which each
+            row then has to have.
+    Raises:
+        UserError: for tools that cannot be read.
     """
 
     def __init__(self, config: DataConfig, split: str, needs_ground_truth: bool = True) -> None:
@@ -63,10 +68,8 @@ class RowSchema:
         self._maps_prompt = config.columns.get("prompt") is not None
         self._regex = None if config.ground_truth_regex is None else re.compile(config.ground_truth_regex)
         self._tools = None if config.tools_path is None else read_tools(config.tools_path)
-        prompts = _listed(config.columns["prompt"]) if self._maps_prompt else [config.prompt_key]
-        self._theirs: dict[str, list[str]] = {"prompt": prompts}
-        for name in ("ground_truth", "data_source", "extra_info", "tools", "n"):
-            self._theirs[name] = _listed(config.columns.get(name, name))
+        self._theirs = {name: _listed(config.columns.get(name, name)) for name in _MAPPED}
+        self._theirs["prompt"] = _listed(config.columns["prompt"]) if self._maps_prompt else [config.prompt_key]
 
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
         """Some rows, checked. Raises UserError for the first that cannot be used."""
@@ -84,24 +87,25 @@ class RowSchema:
                 if not self._gives(name, table):
                     raise UserError(self._missing(name, table))
         every = sorted({column for table in tables for column in table.columns})
-        for ours in self._config.columns if self._is_train else ():
+        for ours, theirs in self._config.columns.items() if self._is_train else ():
             for name in self._theirs[ours]:
                 if not _first_found([name], every):
                     raise UserError(
-                        f"data.columns.{ours}={self._config.columns[ours]}: there is no column {name!r} in "
-                        f"{self._option}; columns found: {', '.join(every)}"
+                        f"data.columns.{ours}={theirs}: there is no column {name!r} in {self._option}; columns found: "
+                        f"{', '.join(every)}"
                     )
 
     def check_effects(self) -> None:
         """Raises UserError for a setting that changed none of the training rows that were read."""
-        given = {
-            "prompt_template": (self._config.prompt_template, "no prompt is plain text"),
-            "system_prompt": (self._config.system_prompt, "every prompt begins with a system message of its own"),
-            "data_source": (self._config.data_source, "every row says its own data_source"),
-            "ground_truth_regex": (self._config.ground_truth_regex, "no row has a ground truth"),
-            "tools_path": (self._config.tools_path, "every row has tools of its own"),
+        unused = {
+            "prompt_template": "no prompt is plain text",
+            "system_prompt": "every prompt begins with a system message of its own",
+            "data_source": "every row says its own data_source",
+            "ground_truth_regex": "no row has a ground truth",
+            "tools_path": "every row has tools of its own",
         }
-        for name, (value, why) in given.items():
+        for name, why in unused.items():
+            value = getattr(self._config, name)
             if self._is_train and value is not None and name not in self._used:
                 raise UserError(f"data.{name}={value!r:.100} has no effect: {why}. Leave it out")
 
@@ -114,40 +118,34 @@ class RowSchema:
         if name == "ground_truth" and (not self._needs_ground_truth or "reward_model" in table.columns):
             return True
         if name == "ground_truth" and self._maps_prompt:  # a chat may end in the answer
-            first = table.rows([0], self._columns_read(table))[0]
-            if isinstance(self._value("prompt", first), list):
+            if isinstance(self._value("prompt", table.rows([0], self._columns_read(table))[0]), list):
                 return True
         return _first_found(self._theirs[name], table.columns) is not None
 
     def _missing(self, name: str, table: RowTable) -> str:
         column = "reward_model" if name == "ground_truth" else self._theirs[name][0]
-        message = f"{self._option}: {table.path} has no column {column!r}; columns found: {', '.join(table.columns)}."
-        hint = self._setting(table)
-        if hint:
-            message += f" For rows of this schema give {hint}."
-        elif name == "prompt":
-            message += (
-                " Set data.prompt_key if the chat messages are in another column, or data.columns if more differs."
-            )
-        elif name == "data_source":
-            message += " Set data.data_source=NAME to give all rows one; it picks the reward."
-        return f"{message} A correct row:\n{json.dumps(EXAMPLE_ROW, indent=2)}"
+        hint = {
+            "prompt": "Set data.prompt_key if the chat messages are in another column, or data.columns",
+            "data_source": "Set data.data_source=NAME to give all rows one; it picks the reward",
+            "ground_truth": "Rewards compare answers with it",
+        }[name]
+        if setting := self._setting(table):
+            hint = f"For rows of this schema give {setting}"
+        return (
+            f"{self._option}: {table.path} has no column {column!r}; columns found: {', '.join(table.columns)}. "
+            f"{hint}. A correct row:\n{json.dumps(EXAMPLE_ROW, indent=2)}"
+        )
 
-    def _setting(self, table: RowTable) -> str:
-        """The settings for a schema that is known by its columns' names; empty if it is not."""
+    def _setting(self, table: RowTable) -> str | None:
+        """The settings for a schema that is known by its columns' names."""
         columns = dict(self._config.columns)
         if not self._gives("prompt", table) or (not self._maps_prompt and "reward_model" not in table.columns):
-            prompt = _first_found(PROMPT_NAMES, table.columns)
-            if prompt is None:
-                return ""
-            columns["prompt"] = prompt
+            columns["prompt"] = _first_found(PROMPT_NAMES, table.columns)
         if not self._gives("ground_truth", table) and columns.get("prompt") != "messages":
-            answer = _first_found(ANSWER_NAMES, table.columns)
-            if answer is None:
-                return ""
-            columns["ground_truth"] = answer
-        if columns == self._config.columns:
-            return ""
+            columns["ground_truth"] = _first_found(ANSWER_NAMES, table.columns)
+        is_known = all(columns.get(name, "") is not None for name in ("prompt", "ground_truth"))
+        if not is_known or columns == self._config.columns:
+            return None
         pairs = ", ".join(f"{name}: {_as_written(theirs)}" for name, theirs in columns.items())
         source = "" if self._gives("data_source", table) else " data.data_source=NAME (which picks the reward)"
         return f"data.columns='{{{pairs}}}'{source}"
@@ -167,7 +165,11 @@ class RowSchema:
         if source is None:
             source = self._config.data_source or table.data_source
             self._used.add("data_source")
-        _check_source(source, f"{where}, column {self._name('data_source', raw)!r}")
+        place = self._place("data_source", raw, where)
+        if not isinstance(source, str) or not source:
+            raise UserError(f"{place}: found {source!r:.200}, expected a name, as {EXAMPLE_ROW['data_source']!r}")
+        if not is_unicode(source):
+            raise UserError(f"{place}: found {source!r:.200}, {_SURROGATE}")
         prompt, answer = self._prompt(raw, where)
         return {
             "data_source": source,
@@ -182,13 +184,16 @@ class RowSchema:
         """The column that holds one of ours in this row."""
         return _first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]
 
+    def _place(self, ours: str, raw: dict[str, Any], where: str) -> str:
+        return f"{where}, column {self._name(ours, raw)!r}"
+
     def _value(self, ours: str, raw: dict[str, Any]) -> Any:
         """The first of their values for one of our columns that is not null; a dotted name goes into dicts."""
         return next((value for name in self._theirs[ours] if (value := _at(raw, name)) is not None), None)
 
     def _prompt(self, raw: dict[str, Any], where: str) -> tuple[Chat, str | None]:
         """The messages, and what the assistant says last in a chat of another schema."""
-        value, place = self._value("prompt", raw), f"{where}, column {self._name('prompt', raw)!r}"
+        value, place = self._value("prompt", raw), self._place("prompt", raw, where)
         template, system = self._config.prompt_template, self._config.system_prompt
         if isinstance(value, str) and (self._maps_prompt or template is not None):
             self._used.add("prompt_template")
@@ -205,46 +210,38 @@ class RowSchema:
         return value, answer
 
     def _reward_model(self, raw: dict[str, Any], answer: str | None, where: str) -> dict[str, Any]:
-        found = raw.get("reward_model")
+        found, expected = raw.get("reward_model"), EXAMPLE_ROW["reward_model"]
         if found is not None and not isinstance(found, dict):
-            raise UserError(
-                f"{where}, column 'reward_model': found {found!r:.200}, expected a dict, as "
-                f"{EXAMPLE_ROW['reward_model']}"
-            )
-        truth, place = (found or {}).get("ground_truth"), "reward_model"
-        has_truth = "ground_truth" in (found or {})
-        if "ground_truth" in self._config.columns or not has_truth:
+            raise UserError(f"{where}, column 'reward_model': found {found!r:.200}, expected a dict, as {expected}")
+        found, column = found or {}, "reward_model"
+        is_mapped, has_truth = "ground_truth" in self._config.columns, "ground_truth" in found
+        truth = found.get("ground_truth")
+        if is_mapped or not has_truth:
             mapped = self._value("ground_truth", raw)
             if mapped is not None:
-                truth, place, has_truth = _plain_answer(mapped), self._name("ground_truth", raw), True
+                truth, column, has_truth = _plain_answer(mapped), self._name("ground_truth", raw), True
             elif answer is not None and not has_truth:
-                truth, place, has_truth = answer, self._name("prompt", raw), True
+                truth, column, has_truth = answer, self._name("prompt", raw), True
         if self._needs_ground_truth and not has_truth:
-            column = self._name("ground_truth", raw) if "ground_truth" in self._config.columns else "reward_model"
-            expected = "the right answer" if column != "reward_model" else "a dict with 'ground_truth'"
+            column = self._name("ground_truth", raw) if is_mapped else "reward_model"
+            what = "the right answer" if is_mapped else "a dict with 'ground_truth'"
             raise UserError(
-                f"{where}, column {column!r}: found {raw.get(column)!r:.200}, expected {expected}, as "
-                f"{EXAMPLE_ROW['reward_model']}"
+                f"{where}, column {column!r}: found {raw.get(column)!r:.200}, expected {what}, as {expected}"
             )
-        if not has_truth:
-            return found or {}
-        if self._regex is not None:
+        if has_truth and self._regex is not None:
             self._used.add("ground_truth_regex")
-            truth = self._matched(truth, f"{where}, column {place!r}")
-        return {**(found or {}), "ground_truth": truth}
+            truth = self._matched(truth, self._regex, f"{where}, column {column!r}")
+        return {**found, "ground_truth": truth} if has_truth else found
 
-    def _matched(self, truth: Any, place: str) -> str:
+    def _matched(self, truth: Any, regex: re.Pattern[str], place: str) -> str:
         """The first group that took part in the last match of data.ground_truth_regex."""
-        assert self._regex is not None
-        pattern = self._regex.pattern
+        setting = f"data.ground_truth_regex={regex.pattern}"
         if not isinstance(truth, str):
-            raise UserError(
-                f"{place}: found {truth!r:.200}, expected text to find data.ground_truth_regex={pattern} in"
-            )
-        matches = list(self._regex.finditer(truth))
+            raise UserError(f"{place}: found {truth!r:.200}, expected text to find {setting} in")
+        matches = list(regex.finditer(truth))
         groups = [group for group in (matches[-1].groups() if matches else ()) if group is not None]
         if not groups:
-            raise UserError(f"{place}: data.ground_truth_regex={pattern} is not found in {truth[-200:]!r}")
+            raise UserError(f"{place}: {setting} is not found in {truth[-200:]!r}")
         return groups[0]
 
     def _extra_info(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -253,17 +250,16 @@ class RowSchema:
         value = self._value("extra_info", raw)
         if value is not None and not isinstance(value, dict):
             raise UserError(
-                f"{where}, column {self._name('extra_info', raw)!r}: found {value!r:.200}, expected a dict (or several "
-                "columns that make one: data.columns.extra_info=[...])"
+                f"{self._place('extra_info', raw, where)}: found {value!r:.200}, expected a dict (or several columns "
+                "that make one: data.columns.extra_info=[...])"
             )
         return value or {}
 
     def _row_tools(self, raw: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-        value = self._value("tools", raw)
+        value, place = self._value("tools", raw), self._place("tools", raw, where)
         if not value:
             self._used.add("tools_path")
             return self._tools
-        place = f"{where}, column {self._name('tools', raw)!r}"
         if isinstance(value, str):
             value = parse_json(value, place, "a list of tool schemas")
         check_tools(value, f"{place} (data.columns.tools=null leaves it out)")
@@ -271,12 +267,10 @@ class RowSchema:
 
     def _answers(self, raw: dict[str, Any], where: str) -> int | None:
         value = self._value("n", raw)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise UserError(
-                f"{where}, column {self._name('n', raw)!r}: found {value!r:.100}, expected a whole number of at "
-                "least 1, the answers to this prompt; where it means something else, data.columns.n=null leaves it out"
+                f"{self._place('n', raw, where)}: found {value!r:.100}, expected a number of answers, at least 1; "
+                "where it means something else, data.columns.n=null leaves it out"
             )
         return value
 
@@ -290,19 +284,17 @@ def check_prompt(prompt: Any, where: str) -> None:
             "a user's message of it"
         )
     if not isinstance(prompt, list) or not prompt:
-        raise UserError(
-            f"{where}: found {prompt!r:.200}, expected a list of chat messages like {EXAMPLE_ROW['prompt']}"
-        )
+        example = EXAMPLE_ROW["prompt"]
+        raise UserError(f"{where}: found {prompt!r:.200}, expected a list of chat messages like {example}")
     for message in prompt:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
             raise UserError(f"{where}: found {message!r:.200}, expected a message like {EXAMPLE_ROW['prompt'][0]}")
         if isinstance(message["content"], list):
             raise UserError(f"{where}: a message's content is a list of parts ({_MULTIMODAL})")
         for name in ("role", "content"):
-            if not isinstance(message[name], str):
-                raise UserError(f"{where}: a message's {name} is {message[name]!r:.200}, expected text")
-            if not is_unicode(message[name]):
-                raise UserError(f"{where}: a message's {name} is {message[name]!r:.200}, {_SURROGATE}")
+            if not isinstance(message[name], str) or not is_unicode(message[name]):
+                expected = _SURROGATE if isinstance(message[name], str) else "expected text"
+                raise UserError(f"{where}: a message's {name} is {message[name]!r:.200}, {expected}")
 
 
 def check_tools(tools: Any, where: str) -> None:
@@ -314,20 +306,14 @@ def check_tools(tools: Any, where: str) -> None:
 
 def read_tools(path: str) -> list[dict[str, Any]]:
     """The tool schemas of data.tools_path. Raises UserError for a file that is not a json list of them."""
-    where, file = f"data.tools_path={path!r}", Path(path).expanduser()
+    where = f"data.tools_path={path!r}"
     try:
-        tools = parse_json(file.read_text(encoding="utf-8"), where, "a list of tool schemas")
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: cannot be read ({error}); expected a json file") from error
+    tools = parse_json(text, where, "a list of tool schemas")
     check_tools(tools, where)
     return tools
-
-
-def _check_source(source: Any, place: str) -> None:
-    if not isinstance(source, str) or not source:
-        raise UserError(f"{place}: found {source!r:.200}, expected a name, as {EXAMPLE_ROW['data_source']!r}")
-    if not is_unicode(source):
-        raise UserError(f"{place}: found {source!r:.200}, {_SURROGATE}")
 
 
 def _plain_answer(value: Any) -> Any:
