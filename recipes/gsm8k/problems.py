@@ -20,7 +20,7 @@ from pathlib import Path
 
 from recipes.made_data import Question, unique, write_files
 from verl_lite.errors import UserError
-from verl_lite.rewards.gsm8k import extract_answer
+from verl_lite.rewards.rules import extract_number
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
@@ -103,7 +103,7 @@ def as_question(question: str, answer: str, where: str) -> Question:
     Raises:
         UserError: if there is no such line.
     """
-    truth = extract_answer(answer)
+    truth = extract_number(answer)
     if truth is None:
         raise UserError(f"{where}: the answer {answer[-80:]!r} has no number behind ####, which is the ground truth")
     return Question(DATA_SOURCE, "math", question + INSTRUCTION, truth, {"question": question, "answer": answer})

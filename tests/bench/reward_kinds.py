@@ -44,6 +44,7 @@ def rule_cases() -> list[RuleCase]:
     return [
         _case("exact_match", lambda number: str(number), str, bare=True),
         _case("gsm8k", lambda number: f"#### {number}", str),
+        _case("gsm8k_lenient", lambda number: f"####{number}.", str),
         _case("math_dapo", lambda number: f"Answer: ${number}$", str),
         _case(
             "math_verify",

@@ -21,7 +21,7 @@ import psutil
 
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem
-from verl_lite.rewards.load import Scorer
+from verl_lite.rewards.scoring import Scorer
 
 SERVER = """
 from tests.reward_server import Answer, RewardServer

@@ -20,7 +20,7 @@ from tests.bench.reward_kinds import rule_cases
 from tests.bench.reward_waits import code_cases, cost, gym_case, judge_case
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, load_scorer
-from verl_lite.rewards.scorers import PlainScorer
+from verl_lite.rewards.scoring import SampleScorer
 from workers.rewards.pool import RewardPool
 
 REWARDS = 1000
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 def _measure_pool(config: RewardConfig, rounds: int) -> None:
     scorer = load_scorer(config)
-    assert isinstance(scorer, PlainScorer)
+    assert isinstance(scorer, SampleScorer)
     pools = [RewardPool(config, processes) for processes in (1, 2)]
     ways: dict[str, Callable[[list[RewardItem]], object]] = {"called in this process": scorer.score_all}
     for processes, pool in enumerate(pools, start=1):

@@ -18,7 +18,7 @@ from recipes.gsm8k import prepare, problems, recipe
 from trainer.recipe import recipe_overrides
 from verl_lite.config import load_config
 from verl_lite.config.checks import validate
-from verl_lite.rewards.dispatch import default_compute_score
+from verl_lite.rewards import default_compute_score
 
 ROOT = Path(__file__).resolve().parents[2]
 

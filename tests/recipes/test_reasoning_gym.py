@@ -24,7 +24,7 @@ from verl_lite.config import DataConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
-from verl_lite.rewards.dispatch import default_compute_score
+from verl_lite.rewards import default_compute_score
 
 ROOT = Path(__file__).resolve().parents[2]
 

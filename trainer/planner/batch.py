@@ -20,7 +20,7 @@ from trainer.requirements import (
     needs_reward_function,
 )
 from verl_lite.config import PPOConfig
-from verl_lite.rewards.parts import reward_parts
+from verl_lite.rewards.scoring import reward_parts
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 

@@ -5,21 +5,8 @@ one; `load_scorer` gives the reward of a run as the configuration names it. Noth
 that reward processes start in a fraction of a second. How to write a reward: README.md beside this file.
 """
 
-from verl_lite.rewards import (  # noqa: F401  they register themselves
-    code,
-    exact_answer,
-    exact_match,
-    format,
-    gsm8k,
-    json_schema,
-    judge,
-    math,
-    math_dapo,
-    multiple_choice,
-    reasoning_gym,
-    regex,
-)
-from verl_lite.rewards.dispatch import (
+from verl_lite.rewards import code, json_schema, judge, rules  # noqa: F401  they register themselves
+from verl_lite.rewards.registry import (
     REWARDS,
     RewardFunction,
     default_compute_score,
@@ -28,20 +15,29 @@ from verl_lite.rewards.dispatch import (
     register_reward,
     reward_modules,
 )
-from verl_lite.rewards.load import Scorer, asks_by_source, load_scorer
-from verl_lite.rewards.result import RewardItem, RewardResult, read_score
 from verl_lite.rewards.rubric import Rubric
-from verl_lite.rewards.scorers import AsyncScorer, BatchScorer, PlainScorer, Style
+from verl_lite.rewards.scoring import (
+    AwaitingScorer,
+    ListScorer,
+    RewardItem,
+    RewardResult,
+    SampleScorer,
+    Scorer,
+    Style,
+    asks_by_source,
+    load_scorer,
+    read_score,
+)
 
 __all__ = [
     "REWARDS",
-    "AsyncScorer",
-    "BatchScorer",
-    "PlainScorer",
+    "AwaitingScorer",
+    "ListScorer",
     "RewardFunction",
     "RewardItem",
     "RewardResult",
     "Rubric",
+    "SampleScorer",
     "Scorer",
     "Style",
     "asks_by_source",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_lite.rewards.dispatch import register_reward
+from verl_lite.rewards.registry import register_reward
 
 DEEPEST = 100
 LARGEST = 1e300

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verl_lite.errors import UserError
-from verl_lite.rewards.dispatch import awaits
-from verl_lite.rewards.result import read_score
+from verl_lite.rewards.registry import awaits
+from verl_lite.rewards.scoring import read_score
 
 _OF_A_GROUP = ("prompts", "completions", "answers", "states", "infos", "tasks")
 _NAMES = "prompt completion answer info task state parser solution_str ground_truth extra_info data_source".split()

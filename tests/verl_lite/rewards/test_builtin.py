@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from verl_lite.rewards import default_compute_score, reasoning_gym
-from verl_lite.rewards.gsm8k import extract_answer
+from verl_lite.rewards import default_compute_score, rules
+from verl_lite.rewards.rules import extract_number
 
 
 def score(data_source: str, answer: str, truth: object, extra_info: dict | None = None) -> object:
@@ -29,8 +29,10 @@ def test_exact_match(source: str, answer: str, truth: object, expected: float) -
     ("answer", "truth", "expected"),
     [
         ("He has 70+2 = 72. #### 72", "72", 1.0),
-        ("#### 72.", "72", 1.0),
-        ("#### $1,234", "1234", 1.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### 72.", "72", 0.0),  # verl's strict rule
+        ("####72", "72", 0.0),
+        ("#### $72", "72", 0.0),
         ("#### -5", "-5", 1.0),
         ("first #### 5 then #### 6", "6", 1.0),
         ("first #### 6 then #### 5", "6", 0.0),
@@ -43,9 +45,12 @@ def test_gsm8k(answer: str, truth: str, expected: float) -> None:
     assert score("openai/gsm8k", answer, truth) == expected
 
 
-def test_gsm8k_answer_is_cleaned() -> None:
-    assert extract_answer("so #### $12,345.50.") == "12345.50"
-    assert extract_answer("so 12") is None
+def test_the_lenient_rule_has_its_own_name() -> None:
+    for answer in ("#### 72", "#### 72.", "####72", "#### $72", "#### 7,2"):
+        assert score("rule/gsm8k_lenient", answer, "72") == 1.0
+    assert score("rule/gsm8k_lenient", "72", "72") == 0.0
+    assert extract_number("so #### $12,345.50.") == "12345.50"
+    assert extract_number("so 12") is None
 
 
 @pytest.mark.parametrize(
@@ -89,9 +94,9 @@ def test_part_marks_count_as_nothing_where_only_full_marks_do() -> None:
 
 def test_reasoning_gym_errors_name_what_is_missing() -> None:
     with pytest.raises(ValueError, match=r"extra_info\['entry'\]"):
-        reasoning_gym.compute_score("reasoning_gym/chain_sum", "1", "1", {})
+        rules.reasoning_gym("reasoning_gym/chain_sum", "1", "1", {})
     with pytest.raises(ValueError, match="nonsense"):
-        reasoning_gym.compute_score("reasoning_gym/nonsense", "1", "1", {"entry": "{}"})
+        rules.reasoning_gym("reasoning_gym/nonsense", "1", "1", {"entry": "{}"})
 
 
 def test_rewards_never_import_torch() -> None:

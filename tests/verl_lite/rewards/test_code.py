@@ -14,11 +14,11 @@ import pytest
 
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, default_compute_score
-from verl_lite.rewards.code import extract_code
-from verl_lite.rewards.code_tests import (
+from verl_lite.rewards.code import (
     CallTests,
     ScriptTests,
     SnippetTests,
+    extract_code,
     is_right_output,
     is_right_value,
     read_tests,

@@ -14,14 +14,15 @@ from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import (
     REWARDS,
-    PlainScorer,
     RewardItem,
+    SampleScorer,
     default_compute_score,
     find_reward,
     load_scorer,
     read_score,
     register_reward,
 )
+from verl_lite.rewards.scoring import Caller
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_custom_function_may_be_async_or_in_a_module(tmp_path: Path) -> None:
     path = write(tmp_path, "async def f(**call):\n    return 0.25\n")
     item = RewardItem(1, "mine", "1", "1")
     assert load_scorer(custom(path, "f")).score_all([item])[0].score == 0.25
-    assert load_scorer(custom("pkg://verl_lite.rewards.exact_match")).score_all([item])[0].score == 1.0
+    assert load_scorer(custom("pkg://verl_lite.rewards.rules", "exact_match")).score_all([item])[0].score == 1.0
 
 
 def test_custom_load_errors_name_the_key_and_what_was_found(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_numbers_are_scores(returned: Any) -> None:
 def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
     with pytest.raises(ValueError):
         read_score(returned)
-    result = PlainScorer(lambda **call: returned).score(RewardItem("k", "s", "a", "t"))
+    result = SampleScorer((Caller(lambda **call: returned),)).score(RewardItem("k", "s", "a", "t"))
     assert result.failed and math.isnan(result.score) and "The reward function returned" in (result.error or "")
 
 
@@ -143,5 +144,5 @@ def test_an_exception_is_the_samples_outcome_with_its_traceback() -> None:
     def broken(**call: Any) -> float:
         return 1 / len(call["solution_str"])
 
-    result = PlainScorer(broken).score(RewardItem("k", "s", "", "t"))
+    result = SampleScorer((Caller(broken),)).score(RewardItem("k", "s", "", "t"))
     assert result.failed and "ZeroDivisionError" in (result.error or "") and "in broken" in (result.error or "")

@@ -15,15 +15,15 @@ import verl_lite.rewards
 from verl_lite.config import CustomRewardConfig, PPOConfig, RemoteRewardConfig, RewardConfig, load_config, schema_of
 from verl_lite.rewards import (
     REWARDS,
-    AsyncScorer,
-    BatchScorer,
-    PlainScorer,
+    AwaitingScorer,
+    ListScorer,
     RewardItem,
+    SampleScorer,
     default_compute_score,
     find_reward,
     load_scorer,
 )
-from verl_lite.rewards.parts import part_problems
+from verl_lite.rewards.scoring import part_problems
 from workers.rewards.pool import RewardPool
 
 GUIDE = (Path(verl_lite.rewards.__file__).parent / "README.md").read_text()
@@ -39,11 +39,11 @@ def test_every_code_block_is_one_of_the_examples_below() -> None:
 @pytest.mark.parametrize(
     ("file", "style", "kind", "expected"),
     [
-        ("length.py", "sample", PlainScorer, [1.0, 0.0, 0.0]),
-        ("judge.py", "sample", AsyncScorer, [1.0, 0.0, 1.0]),
-        ("rubric.py", "sample", PlainScorer, [1.1, 0.0 + 0.1, 1.0]),
-        ("lists.py", "batch", BatchScorer, [1.0, 0.0, 0.0]),
-        ("trl_style.py", "trl", BatchScorer, [1.0, 0.0, 0.0]),
+        ("length.py", "sample", SampleScorer, [1.0, 0.0, 0.0]),
+        ("judge.py", "sample", AwaitingScorer, [1.0, 0.0, 1.0]),
+        ("rubric.py", "sample", SampleScorer, [1.1, 0.0 + 0.1, 1.0]),
+        ("lists.py", "batch", ListScorer, [1.0, 0.0, 0.0]),
+        ("trl_style.py", "trl", ListScorer, [1.0, 0.0, 0.0]),
     ],
 )
 def test_the_functions_score(tmp_path: Path, file: str, style: str, kind: type, expected: list[float]) -> None:

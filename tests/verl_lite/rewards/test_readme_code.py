@@ -14,7 +14,7 @@ import pytest
 import verl_lite.rewards
 from verl_lite.config import load_config
 from verl_lite.rewards import code, judge, load_scorer
-from verl_lite.rewards.parts import part_problems
+from verl_lite.rewards.scoring import part_problems
 from verl_lite.sandbox import Limits
 
 GUIDE = (Path(verl_lite.rewards.__file__).parent / "README.md").read_text()

@@ -10,7 +10,8 @@ import pytest
 
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.rewards import AsyncScorer, PlainScorer, RewardItem, Rubric, load_scorer
+from verl_lite.rewards import AwaitingScorer, RewardItem, Rubric, SampleScorer, load_scorer
+from verl_lite.rewards.scoring import Caller
 
 ITEM = RewardItem(0, "task", "  yes ", "yes", {"index": 3}, [{"role": "user", "content": "Well?"}])
 MINE = """
@@ -45,7 +46,7 @@ def scorer(tmp_path: Path, name: str) -> Any:
 
 def test_it_is_a_reward_function_of_the_users_file(tmp_path: Path) -> None:
     loaded = scorer(tmp_path, "compute_score")
-    assert isinstance(loaded, PlainScorer)
+    assert isinstance(loaded, SampleScorer)
     [result] = loaded.score_all([ITEM])
     assert result.score == pytest.approx(1.0 + 0.2 / 6)
     assert result.extra == {"acc": 1.0, "right": 1.0, "brief": pytest.approx(1 / 6)}
@@ -53,7 +54,7 @@ def test_it_is_a_reward_function_of_the_users_file(tmp_path: Path) -> None:
 
 def test_with_an_async_function_it_is_async(tmp_path: Path) -> None:
     loaded = scorer(tmp_path, "with_judge")
-    assert isinstance(loaded, AsyncScorer)
+    assert isinstance(loaded, AwaitingScorer)
     assert loaded.score_all([ITEM])[0].score == 2.0
 
 
@@ -131,7 +132,7 @@ def test_a_function_that_raises_or_returns_nonsense_fails_the_sample() -> None:
         return {"score": 1.0}
 
     for function, reason in ((raises, "no such thing"), (nothing, "'nothing' of the rubric"), (several, "a dict")):
-        [result] = PlainScorer(Rubric([good, function], [1.0, 0.0]), with_prompt=True).score_all([ITEM])
+        [result] = SampleScorer((Caller(Rubric([good, function], [1.0, 0.0])),)).score_all([ITEM])
         assert result.failed and reason in (result.error or "")
 
 

@@ -13,16 +13,17 @@ import pytest
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import (
     REWARDS,
-    AsyncScorer,
-    BatchScorer,
-    PlainScorer,
+    AwaitingScorer,
+    ListScorer,
     RewardItem,
     RewardResult,
+    SampleScorer,
     Scorer,
+    find_reward,
     load_scorer,
     register_reward,
 )
-from verl_lite.rewards.dispatch import find_reward
+from verl_lite.rewards.scoring import Caller
 
 QUESTION = [{"role": "user", "content": "1+1?"}]
 
@@ -57,7 +58,7 @@ def test_verls_lists_come_in_order_and_results_go_to_their_samples(tmp_path: Pat
         "    return [{'score': len(a) + bonus, 'truth': t, 'index': e['index'], 's': s} for s, a, t, e in rows]\n"
     )
     loaded = scorer(tmp_path, code, "batch", bonus=10)
-    assert isinstance(loaded, BatchScorer)
+    assert isinstance(loaded, ListScorer)
     results = loaded.score(items("a", "bb", "ccc"))
     assert scores(results) == [11, 12, 13]
     assert [result.extra for result in results] == [{"truth": f"t{i}", "index": float(i), "s": "src"} for i in range(3)]
@@ -99,13 +100,13 @@ def test_a_wrong_number_of_results_is_told_with_both_numbers(tmp_path: Path, ret
         f"def compute_score(solution_strs, **rest):\n    values = [1.0 for _ in solution_strs]\n    return {returned}\n"
     )
     loaded = scorer(tmp_path, code, "batch")
-    assert isinstance(loaded, BatchScorer)
+    assert isinstance(loaded, ListScorer)
     with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected a list of so many"):
         loaded.score(items("a", "b", "c"))
 
 
 def test_arrays_are_lists(tmp_path: Path) -> None:
-    loaded = BatchScorer(lambda items: np.array([0.5, 1.0]), lambda items: {"items": items})
+    loaded = ListScorer((Caller(lambda items: np.array([0.5, 1.0]), as_lists=lambda items: {"items": items}),))
     assert scores(loaded.score(items("a", "b"))) == [0.5, 1.0]
 
 
@@ -130,13 +131,13 @@ def test_an_async_function_of_lists_is_awaited(tmp_path: Path) -> None:
 )
 def test_async_functions_and_objects_are_recognised(tmp_path: Path, code: str) -> None:
     loaded = scorer(tmp_path, code)
-    assert isinstance(loaded, AsyncScorer)
+    assert isinstance(loaded, AwaitingScorer)
     assert asyncio.run(loaded.score(items("four")[0])).score == 4
 
 
 def test_reward_kwargs_reach_an_async_function(tmp_path: Path) -> None:
     loaded = scorer(tmp_path, "async def compute_score(solution_str, bonus, **rest):\n    return bonus", bonus=3)
-    assert isinstance(loaded, AsyncScorer) and asyncio.run(loaded.score(items("a")[0])).score == 3
+    assert isinstance(loaded, AwaitingScorer) and asyncio.run(loaded.score(items("a")[0])).score == 3
 
 
 def test_a_registered_async_function_makes_the_run_async_and_its_neighbours_stay_right(clean_registry: None) -> None:
@@ -146,7 +147,7 @@ def test_a_registered_async_function_makes_the_run_async_and_its_neighbours_stay
         return 0.5
 
     loaded = load_scorer(RewardConfig())
-    assert isinstance(loaded, AsyncScorer)
+    assert isinstance(loaded, AwaitingScorer)
     mixed = [RewardItem(0, "slow/judge", "x", "x"), RewardItem(1, "exact_match", "x", "x")]
     assert scores(loaded.score_all(mixed)) == [0.5, 1.0]
 
@@ -159,7 +160,7 @@ def test_the_prompt_goes_to_functions_that_name_it(tmp_path: Path, clean_registr
     else:
         register_reward("judged/*")(lambda solution_str, prompt, **rest: len(prompt[0]["content"]))
         loaded, source = load_scorer(RewardConfig()), "judged/x"
-    assert isinstance(loaded, PlainScorer)
+    assert isinstance(loaded, SampleScorer)
     assert loaded.score(RewardItem(0, source, "a", "t", {}, QUESTION)).score == 4
     with_rest = scorer(tmp_path, "def compute_score(solution_str, **rest):\n    return float('prompt' in rest)")
     assert with_rest.score_all(items("a"))[0].score == 0, "verl's arguments and no others, unless it is named"
@@ -167,11 +168,11 @@ def test_the_prompt_goes_to_functions_that_name_it(tmp_path: Path, clean_registr
 
 def test_what_a_result_holds_is_bounded() -> None:
     huge = "x" * 10_000_000
-    result = PlainScorer(lambda **call: {"score": 1, "pred": huge}).score(items("a")[0])
+    result = SampleScorer((Caller(lambda **call: {"score": 1, "pred": huge}),)).score(items("a")[0])
     assert len(result.extra["pred"]) == 10_000  # type: ignore[arg-type]
 
     def shout(**call: Any) -> float:
         raise ValueError(huge)
 
-    error = PlainScorer(shout).score(items("a")[0]).error or ""
+    error = SampleScorer((Caller(shout),)).score(items("a")[0]).error or ""
     assert len(error) < 21_000 and "Traceback" in error and "characters left out" in error

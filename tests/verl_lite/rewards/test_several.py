@@ -11,10 +11,16 @@ import pytest
 
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.rewards import REWARDS, RewardItem, RewardResult, asks_by_source, load_scorer, register_reward
-from verl_lite.rewards.dispatch import find_reward
-from verl_lite.rewards.scorers import PlainScorer
-from verl_lite.rewards.weighted import WeighedPart, WeightedAsync, WeightedLists, WeightedPlain, weighted_sum
+from verl_lite.rewards import (
+    REWARDS,
+    RewardItem,
+    RewardResult,
+    asks_by_source,
+    find_reward,
+    load_scorer,
+    register_reward,
+)
+from verl_lite.rewards.scoring import AwaitingScorer, Caller, ListScorer, SampleScorer, weighted_sum
 from workers.rewards.pool import RewardError, RewardPool
 
 QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
@@ -77,7 +83,7 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(m
             "short": {"path": mine, "name": "short", "weight": -0.1, "kwargs": {"limit": 100}},
         }
     )
-    assert isinstance(scorer, WeightedPlain)
+    assert isinstance(scorer, SampleScorer)
     both, format_only, neither = scorer.score_all(items(RIGHT, RIGHT.replace("72", "71"), "71"))
     assert both.score == pytest.approx(2 * 1 + 0.5 * 1 - 0.1 * 1)
     assert format_only.score == pytest.approx(2 * 0 + 0.5 * 1 - 0.1 * 1)
@@ -97,10 +103,8 @@ def results(*extras: dict[str, float | str]) -> list[RewardResult]:
 
 
 def test_the_outcome_gives_acc_and_pred_and_names_never_clash() -> None:
-    nobody = PlainScorer(lambda **call: 0)
-
-    def parts(outcome: int) -> tuple[WeighedPart, ...]:
-        return tuple(WeighedPart(name, 10.0**place, nobody, place == outcome) for place, name in enumerate("abc"))
+    def parts(outcome: int) -> tuple[Caller, ...]:
+        return tuple(Caller(len, name, 10.0**place, place == outcome) for place, name in enumerate("abc"))
 
     returned = results({"acc": 0.25, "pred": "x", "b": 7.0}, {"acc": 0.75, "pred": "y"}, {"other": 3.0})
     first = weighted_sum(parts(0), returned)
@@ -135,7 +139,7 @@ def test_a_part_that_fails_fails_the_sample_and_is_named(mine: str) -> None:
 
 def test_parts_that_await_do_so_together_and_many_samples_at_once(mine: str) -> None:
     scorer = load({"judge": {"path": mine, "name": "judge"}, "again": {"path": mine, "name": "judge"}, "format": {}})
-    assert isinstance(scorer, WeightedAsync)
+    assert isinstance(scorer, AwaitingScorer)
     assert scorer.score_all(items("#### 72"))[0].score == 0.5 + 0.5 + 1.0
 
     async def all_of_them() -> list[RewardResult]:
@@ -154,7 +158,7 @@ def test_parts_in_lists_and_one_by_one_beside_each_other(mine: str) -> None:
             "asks": {"path": mine, "weight": 0.0},
         }
     )
-    assert isinstance(scorer, WeightedLists)
+    assert isinstance(scorer, ListScorer)
     first, second = scorer.score_all(items("#### 72", "72"))
     assert (first.score, second.score) == (1 + 0 + 0.5, 0 + 1 + 0.5)
     assert first.extra["lists"] == 2.0 and first.extra["asks"] == len("What is 70 + 2?")
@@ -206,8 +210,8 @@ def test_an_async_reward_that_is_only_there_to_be_named_makes_no_other_run_async
     async def judge(**call: Any) -> float:
         return 0.5
 
-    assert isinstance(load_scorer(RewardConfig()), PlainScorer)
-    assert isinstance(load({"judge": {"reward": "slow_judge"}}), WeightedAsync)
+    assert isinstance(load_scorer(RewardConfig()), SampleScorer)
+    assert isinstance(load({"judge": {"reward": "slow_judge"}}), AwaitingScorer)
     [result] = load_scorer(RewardConfig()).score_all(items("x", source="rule/slow_judge"))  # type: ignore[union-attr]
     assert result.score == 0.5, "as a data source it works, one sample at a time"
 

@@ -269,7 +269,7 @@ def test_a_key_never_reaches_files_or_errors(monkeypatch: pytest.MonkeyPatch) ->
             [result] = score(pool, "x")
         finally:
             pool.close()
-    assert server.headers[0]["Authorization"] == "Bearer very-secret"
+    assert server.headers[0]["authorization"] == "Bearer very-secret"
     assert result.failed and "very-secret" not in (result.error or "") and os.environ["JUDGE_KEY"]
 
 

@@ -13,7 +13,7 @@ from verl_lite.config.checks.values import Problems, given, listed, python_file,
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.reward import RewardConfig
 from verl_lite.rewards import code, judge
-from verl_lite.rewards.parts import part_problems, reward_parts
+from verl_lite.rewards.scoring import part_problems, reward_parts
 
 FUNCTION_KEYS = (
     "reward.custom_reward_function.path",

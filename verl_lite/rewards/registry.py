@@ -37,7 +37,6 @@ def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction
         for pattern in patterns:
             REWARDS.register(pattern)(function)
         find_reward.cache_clear()
-        _source_names_prompt.cache_clear()
         return function
 
     return decorate
@@ -53,7 +52,7 @@ def find_reward(data_source: str) -> RewardFunction:
         f"No reward function for data_source={data_source!r}.{did_you_mean(data_source, REWARDS)} "
         f"Known: {', '.join(sorted(REWARDS))}. "
         "Set reward.custom_reward_function.path=FILE.py (and .name=FUNCTION) to use your own, decorate one with "
-        '@register_reward("' + data_source + '") from verl_lite.rewards, or correct the data_source column of the data.'
+        f'@register_reward("{data_source}") from verl_lite.rewards, or correct the data_source column of the data.'
     )
 
 
@@ -63,16 +62,8 @@ def find_named_reward(name: str) -> RewardFunction:
     function = REWARDS.get(NAMED + name) or _matching(name)
     if function is not None:
         return function
-    known = sorted(full.removeprefix(NAMED) for full in REWARDS)
-    listing = ", ".join(dict.fromkeys(known))
-    raise UserError(f"no reward has this name.{did_you_mean(name, known)} Known: {listing}")
-
-
-def _matching(data_source: str) -> RewardFunction | None:
-    if data_source in REWARDS:
-        return REWARDS[data_source]
-    matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
-    return REWARDS[max(matching, key=len)] if matching else None
+    known = sorted({full.removeprefix(NAMED) for full in REWARDS})
+    raise UserError(f"no reward has this name.{did_you_mean(name, known)} Known: {', '.join(known)}")
 
 
 def default_compute_score(
@@ -85,13 +76,18 @@ def default_compute_score(
 ) -> Any:
     """Scores one answer with the function registered for its data_source.
 
-    solution_str: the decoded answer, without the prompt. ground_truth: `reward_model["ground_truth"]` of the row.
-    prompt: the chat messages, for functions that name this argument. Returns what the function returns: a number, a
-    bool, a dict with "score", or an awaitable of these. Raises UserError for an unknown source.
+    Args:
+        solution_str: the decoded answer, without the prompt.
+        ground_truth: `reward_model["ground_truth"]` of the row.
+        prompt: the chat messages, for functions that name this argument.
+
+    Returns: what the function returns: a number, a bool, a dict with "score", or an awaitable of these.
+    Raises: UserError for an unknown source.
     """
-    if _source_names_prompt(data_source):
+    function = find_reward(data_source)
+    if names_prompt(function):
         reward_kwargs = {"prompt": prompt, **reward_kwargs}
-    return find_reward(data_source)(
+    return function(
         data_source=data_source,
         solution_str=solution_str,
         ground_truth=ground_truth,
@@ -100,6 +96,7 @@ def default_compute_score(
     )
 
 
+@functools.cache
 def names_prompt(function: RewardFunction) -> bool:
     """Whether a reward function has an argument `prompt`; `**kwargs` names none."""
     try:
@@ -113,11 +110,13 @@ def awaits(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-@functools.cache
-def _source_names_prompt(data_source: str) -> bool:
-    return names_prompt(find_reward(data_source))
-
-
 def reward_modules() -> list[str]:
     """Modules outside this project that registered rewards here; a reward process imports them to know them too."""
     return foreign_modules(REWARDS.values())
+
+
+def _matching(data_source: str) -> RewardFunction | None:
+    if data_source in REWARDS:
+        return REWARDS[data_source]
+    matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
+    return REWARDS[max(matching, key=len)] if matching else None

@@ -1,0 +1,449 @@
+r"""Rewards by rule: what an answer has to be, end with, look like or match. Those with packages of their own
+(math-verify, reasoning-gym) import them at first use. Each search takes one pass over the text, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import string
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from verl_lite.rewards.registry import register_reward
+
+# ------------------------------------------------------------------------------------------- where the final answer is
+
+_BOX = "\\boxed{"
+_BRACE = re.compile(r"[{}]")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last complete `\boxed{...}` of a text, braces matched; None if there is none."""
+    found = None
+    open_at: list[int] = []  # for each brace that is open, where its content begins, -1 if it has no \boxed
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            open_at.append(brace.end() if text.endswith(_BOX, 0, brace.end()) else -1)
+        elif open_at:
+            start = open_at.pop()
+            if start >= 0 and (found is None or start > found[0]):
+                found = (start, brace.start())
+    return None if found is None else text[found[0] : found[1]]
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """What stands in the last <tag>...</tag> of a text; None if there is none."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    found, place = None, 0
+    while (start := text.find(opening, place)) >= 0:
+        end = text.find(closing, start)
+        if end < 0:
+            break
+        found, place = text[start + len(opening) : end], end + len(closing)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- exact match
+
+
+@register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*", "rule/exact_match")
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 if the stripped answer is the stripped ground truth, else 0.0. A ground truth that is a number is compared as
+    text."""
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+# --------------------------------------------------------------------------------------------------------------- gsm8k
+
+SEARCHED_CHARACTERS = 300
+"""The answer is looked for in so many last characters: a long text cannot list candidates, and the search is fast."""
+
+_GSM8K_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_GSM8K_LENIENT = re.compile(r"#### *(-?\$?-?[0-9.,]+)")
+
+
+@register_reward("openai/gsm8k", "rule/gsm8k")
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    """1.0 if the number after the last `#### `, without commas, is the ground truth, written alike; else 0.0.
+
+    Source: verl's strict rule: `####5`, `#### 5.` and `#### $5` are wrong for it. `gsm8k_lenient` takes them.
+    """
+    found = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
+    return float(bool(found) and found[-1].replace(",", "").replace("$", "") == str(ground_truth))
+
+
+@register_reward("rule/gsm8k_lenient")
+def gsm8k_lenient(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 if `extract_number` finds the ground truth in the answer, else 0.0."""
+    answer = extract_number(solution_str)
+    return float(answer is not None and answer == _clean_number(str(ground_truth)))
+
+
+def extract_number(solution_str: str) -> str | None:
+    """The number after the last `####`, without commas, dollar signs and final full stop; None if there is none."""
+    found = _GSM8K_LENIENT.findall(solution_str[-SEARCHED_CHARACTERS:])
+    return _clean_number(found[-1]) if found else None
+
+
+def _clean_number(number: str) -> str:
+    return number.strip().replace(",", "").replace("$", "").rstrip(".")
+
+
+# ---------------------------------------------------------------------------------------------------------- math_dapo
+
+SEARCHED_FOR_BOX = 100
+NO_ANSWER = "[INVALID]"
+
+_ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_WORDS = (
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
+    "pounds meters meals edges students childrentickets multiples"
+).split()
+_LATEX = (
+    "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}",
+    "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_REWRITTEN = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),  # of text with $mathematics$ in it, the mathematics
+        (r"\\text\{(.*?)\}", r"\1"),
+        (r"\\textbf\{(.*?)\}", r"\1"),
+        (r"\\overline\{(.*?)\}", r"\1"),
+        (r"\\boxed\{(.*)\}", r"\1"),
+        (r"frac([^{])(.)", r"frac{\1}{\2}"),
+        (r"sqrt([^{])", r"sqrt{\1}"),
+    )
+)
+
+
+@register_reward("math_dapo", "math", "math_dapo_reasoning", "aime*", "rule/math_dapo")
+def math_dapo(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    strict_box_verify: bool = False,
+) -> dict[str, float | str]:
+    r"""score: 1.0 if the answer is the ground truth, else -1.0; acc: the same as 1.0 and 0.0; pred: the answer as it
+    was read, "[INVALID]" if there is none.
+
+    The last `Answer:` among the last 300 characters counts, up to the end of its line; without one the last
+    \boxed{...} among them. Compared as text: a right value that is written otherwise (0.5 for \frac{1}{2}) is wrong
+    here; reward `math_verify` compares as mathematics.
+    strict_box_verify: take \boxed{...} among the last 100 characters in place of `Answer:`, and compare it as it is.
+
+    Source: verl's math_dapo; normalised as for Minerva (Lewkowycz et al. 2022, appendix D).
+    """
+    if strict_box_verify:
+        boxed = last_boxed(solution_str[-SEARCHED_FOR_BOX:])
+        pred, right = NO_ANSWER if boxed is None else boxed, boxed == str(ground_truth)
+    else:
+        end, truth = solution_str[-SEARCHED_CHARACTERS:], normalize_answer(str(ground_truth))
+        found = _ANSWER_LINE.findall(end) or [last_boxed(end) or NO_ANSWER]
+        pred = normalize_answer(found[-1])
+        right = pred == truth
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
+
+
+def normalize_answer(answer: str) -> str:
+    """An answer to competition mathematics in the form in which two of them are compared: what stands before the last
+    `=` goes, so do units, filler words, spaces and LaTeX that says nothing."""
+    answer = answer.rsplit("=", 1)[-1]
+    for before, after in (*_REPLACED, *((word, "") for word in (*_WORDS, *_LATEX))):
+        answer = answer.replace(before, after)
+    for pattern, replacement in _REWRITTEN:
+        answer = pattern.sub(replacement, answer)
+    answer = answer.replace("$", "")
+    return answer.replace(",", "").strip() if answer.replace(",", "").isdigit() else answer.strip()
+
+
+# -------------------------------------------------------------------------------------------------------- math_verify
+
+
+@register_reward(
+    "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+    "math*",
+    "numina_*",
+    "rule/math_verify",
+)
+def math_verify(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, float | str]:
+    r"""score 1.0 if the answer equals the ground truth mathematically, by math-verify, else 0.0; pred: the answer as it
+    was read: the last `\boxed{...}` where there is one, else the final answer that math-verify finds.
+
+    verl scores `numina_*` by prime_math and MATH by comparing strings; here all of them are compared as mathematics.
+    Raises ValueError if the ground truth is not an expression: no answer could be right.
+    """
+    parse, verify = _math_verify()
+    gold, boxed = _parse_ground_truth(str(ground_truth)), last_boxed(solution_str)
+    # math-verify's own time limits use signals, which do not work outside a main thread; the pool ends what hangs
+    answer = parse(solution_str if boxed is None else f"{_BOX}{boxed}}}", parsing_timeout=None)
+    right = bool(answer) and verify(gold, answer, timeout_seconds=None)
+    return {"score": float(right), "pred": str(answer[-1]) if answer else ""}
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_ground_truth(ground_truth: str) -> list[Any]:
+    parse, _ = _math_verify()
+    text = ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth}}}"
+    gold: list[Any] = parse(text, parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"ground_truth={ground_truth!r} cannot be read as a mathematical expression by math-verify")
+    return gold
+
+
+@functools.cache
+def _math_verify() -> tuple[Any, Any]:
+    """math-verify's parse and verify; sympy is slow to import."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its time limit is off
+    return parse, verify
+
+
+# ------------------------------------------------------------------------------------------------------- short answers
+
+MOST_TAGS = 10
+"""An answer with more opening or closing tags than this is worth a quarter: it tries answers out."""
+
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SEARCH_R1 = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".split()
+
+
+@register_reward(*(f"searchR1_{name}" for name in _SEARCH_R1), "rule/exact_answer")
+def exact_answer(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, float | str]:
+    """score: 1.0 if the last <answer> is one of the right ones, 0.25 if it is among more than 10 tags, else 0.0; acc:
+    whether it is one of them; pred: the answer. Compared without case, punctuation, articles and repeated white space.
+
+    ground_truth: a text, a list of texts, or a dict with these under "target". Raises ValueError for anything else.
+    """
+    found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    targets = [found] if isinstance(found, str) else list(found) if isinstance(found, Iterable) else []
+    if not targets or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f'ground_truth={ground_truth!r}: a text, a list of texts or {{"target": ...}} is expected')
+    answer = last_tagged(solution_str, "answer")
+    if answer is None:
+        return {"score": 0.0, "acc": 0.0, "pred": ""}
+    pred = _short_form(answer)
+    right = pred in map(_short_form, targets)
+    is_guessing = max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MOST_TAGS
+    return {"score": float(right) * (0.25 if is_guessing else 1.0), "acc": float(right), "pred": pred}
+
+
+def _short_form(text: str) -> str:
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+# ----------------------------------------------------------------------------------------------------- multiple choice
+
+LETTERS = "ABCDEFGHIJ"
+
+_MARKUP = " \t*_`$"
+_CHOICE = re.compile(
+    r"(?i:answer\b[ \t*_`]*(?:is\b|:)?[ \t*_`]*:?[ \t*_`$]*(?:(?:option|choice|letter)\b[ \t*_`]*)?)([^\n]*)"
+)
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+
+
+@register_reward("rule/multiple_choice")
+def multiple_choice(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    letters: str = LETTERS,
+) -> dict[str, float | str]:
+    """score and acc: 1.0 if the answer settles on the right letter, else 0.0; pred: the letter, "" if there is none.
+
+    ground_truth: the letter (`B`, `(b)`), or the place of the right choice counted from 0 (1, "1"). letters: those of
+    the choices; with extra_info["choices"], a list of the choices, as many of them as there are choices.
+    Raises ValueError for a ground truth that is none of the letters.
+    """
+    choices = (extra_info or {}).get("choices")
+    if isinstance(choices, Sequence) and not isinstance(choices, str):
+        letters = letters[: len(choices)]
+    truth = str(ground_truth).strip().strip("().").upper()
+    if truth.isascii() and truth.isdigit() and not isinstance(ground_truth, bool) and int(truth) < len(letters):
+        truth = letters[int(truth)]
+    if len(truth) != 1 or truth not in letters:
+        raise ValueError(
+            f"ground_truth={ground_truth!r}: one of the letters {', '.join(letters)} is expected, or a place from 0 to "
+            f"{len(letters) - 1}"
+        )
+    found = find_letter(solution_str, letters)
+    return {"score": float(found == truth), "acc": float(found == truth), "pred": found or ""}
+
+
+def find_letter(text: str, letters: str = LETTERS) -> str | None:
+    r"""The letter that a text settles on; None if it settles on none. Inside <answer>...</answer> nothing else is read.
+
+    The first of these places that names a letter counts, and of several of its kind the last: `\boxed{B}`; what follows
+    "answer" (`Answer: B`, `The correct answer is (B).`); the last line if it is the letter (`**B.**`, `B) Paris`); a
+    letter in parentheses in the last line, if only one is there. Two letters joined (`A or B`) are no answer.
+    """
+    tagged = last_tagged(text, "answer")
+    text = text if tagged is None else tagged
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return _letter_at(_TEXT.sub(r"\1", boxed), letters)
+    for rest in reversed(_CHOICE.findall(text)):
+        letter = _letter_at(rest, letters)
+        if letter is not None or _joined(letters).search(rest):
+            return letter
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines or len(set(re.findall(rf"\b([{letters}])\)", lines[-1]))) > 1:  # a list of the choices
+        return None
+    in_parentheses = re.search(rf"\(([{letters}])\)", lines[-1])
+    return _letter_at(lines[-1], letters) or (in_parentheses and in_parentheses[1])
+
+
+def _letter_at(text: str, letters: str) -> str | None:
+    """The letter that a text is or begins with: `b`, `(B)`, `**B.**`, `B) Paris`; None for `A dog`, `A or B`."""
+    text = text.strip(_MARKUP + "\n")
+    if _joined(letters).search(text):
+        return None
+    found = _beginning(letters).match(text)
+    if found is not None:
+        return found[1] or found[2]
+    bare = text.strip("().:" + _MARKUP).upper()
+    return bare if len(bare) == 1 and bare in letters else None
+
+
+@functools.cache
+def _beginning(letters: str) -> re.Pattern[str]:
+    """A letter in parentheses, or one with the end or a mark after it."""
+    return re.compile(rf"\(([{letters}])\)|([{letters}])(?=[*_`$]*(?:$|[.):,;\]}}\n]))")
+
+
+@functools.cache
+def _joined(letters: str) -> re.Pattern[str]:
+    """A letter at the beginning, and another that is said in one breath with it: `A or B`, `(A), (B)`, `A/B`."""
+    return re.compile(rf"^\(?([{letters}])\)?[*_`.]*\s*(?:,|/|&|\bor\b|\band\b)\s*[*_`]*\(?(?!\1)[{letters}]\b")
+
+
+# ------------------------------------------------------------------------------------------------------ form and regex
+
+
+@register_reward("rule/format")
+def format(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    tags: Sequence[str] = ("think", "answer"),
+    pattern: str | None = None,
+    opened: bool = False,
+    text_outside: bool = False,
+    empty: bool = False,
+) -> float:
+    """1.0 if the answer has the form, else 0.0: each section in its tags exactly once, in order, none in another.
+
+    The ground truth is not read. tags: names of the sections, in order. opened: the prompt ends with the first opening
+    tag, so the answer begins inside it. text_outside: anything may stand around the sections. empty: sections may be
+    empty. pattern: in place of tags, a regular expression for the whole answer without white space at its ends (dot
+    matches line ends too). Raises ValueError for tags that are not names, and re.error for a wrong pattern.
+    """
+    if pattern is not None:
+        return float(re.fullmatch(pattern, solution_str.strip(), re.DOTALL) is not None)
+    if not tags or not all(re.fullmatch(r"\w[\w-]*", tag) for tag in tags) or len(set(tags)) < len(tags):
+        raise ValueError(f"tags={list(tags)}: different names are expected, such as [think, answer]")
+    text = f"<{tags[0]}>{solution_str}" if opened else solution_str
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    places = [text.find(mark) for mark in marks]
+    if any(text.count(mark) != 1 for mark in marks) or places != sorted(places):
+        return 0.0
+    ends = [0, *(place + len(mark) for place, mark in zip(places, marks, strict=True))]
+    pieces = [text[start:end].strip() for start, end in zip(ends, [*places, len(text)], strict=True)]
+    outside, inside = pieces[::2], pieces[1::2]
+    return float((text_outside or not any(outside)) and (empty or all(inside)))
+
+
+@register_reward("rule/regex")
+def regex(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    pattern: str | None = None,
+    mode: str = "search",
+    group: int | str | None = None,
+    first: bool = False,
+) -> dict[str, float | str]:
+    """score: 1.0 or 0.0. pred: what matched, or the group; "" if nothing did.
+
+    pattern: the expression, with flags at its beginning, such as (?is); without it the row's ground truth is the
+    expression. mode: search finds the last match in the answer (with `first` the first), match one at its beginning,
+    fullmatch the whole of it, each in the answer without white space at its ends.
+    group: number or name of a group. With it the score says whether the group's text is the ground truth, both without
+    white space at their ends, and acc says the same; without it, whether the expression matches.
+    Raises ValueError for an unknown mode or a group without a pattern, IndexError for a group that the pattern does not
+    have, re.error for a wrong pattern.
+    """
+    modes = ("search", "match", "fullmatch")
+    if mode not in modes:
+        raise ValueError(f"mode={mode!r}: one of {', '.join(modes)} is expected")
+    if pattern is None and group is not None:
+        raise ValueError(f"group={group!r} needs a pattern: without one the ground truth is the pattern")
+    compiled, text = re.compile(str(ground_truth) if pattern is None else pattern), solution_str.strip()
+    found: re.Match[str] | None = getattr(compiled, mode)(text)
+    if mode == "search" and not first:
+        *_, found = (None, *compiled.finditer(text))
+    if group is None:
+        return {"score": float(found is not None), "pred": "" if found is None else found[0]}
+    if group not in compiled.groupindex and not (isinstance(group, int) and 0 <= group <= compiled.groups):
+        raise IndexError(f"group={group!r}: the pattern has {compiled.groups} groups {sorted(compiled.groupindex)}")
+    pred = ((found[group] or "") if found is not None else "").strip()
+    right = found is not None and pred == str(ground_truth).strip()
+    return {"score": float(right), "acc": float(right), "pred": pred}
+
+
+# ------------------------------------------------------------------------------------------------------- reasoning-gym
+
+
+@register_reward("reasoning_gym/*")
+def reasoning_gym(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """The number of reasoning-gym's own scorer, 0 to 1. Some tasks give part marks; with extra_info["full_marks_only"]
+    they count as 0.
+
+    A row of the dataset `chain_sum` has data_source "reasoning_gym/chain_sum" and in extra_info["entry"] the JSON text
+    of the entry that the generator made. Raises ValueError for an unknown task or no entry.
+    """
+    entry = (extra_info or {}).get("entry")
+    if not isinstance(entry, str):
+        raise ValueError(
+            f"data_source={data_source!r} needs extra_info['entry'], the JSON text of reasoning-gym's entry; "
+            f"found extra_info={extra_info!r}"
+        )
+    scorer = _gym_scorer(data_source.partition("/")[2])
+    score = float(scorer(answer=solution_str.strip(), entry=json.loads(entry)))
+    return score if score >= 1 or not (extra_info or {}).get("full_marks_only") else 0.0
+
+
+@functools.cache
+def _gym_scorer(task: str) -> Callable[..., float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
+        from reasoning_gym import get_score_answer_fn
+    scorer: Callable[..., float] = get_score_answer_fn(task)
+    return scorer
