@@ -18,7 +18,7 @@ from trainer.agentic.build import episode_parts, try_environments
 from trainer.console import Console
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import DynamicSampling, PromptStream
+from trainer.dynamic_sampling import DynamicSampling, PromptLoader
 from trainer.environment import worker_environment
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
@@ -349,5 +349,5 @@ def training_steps(config: PPOConfig, train: PromptDataset) -> dict[str, Any]:
     """The arguments of the trainer that say which prompts a step asks, and with algorithm.filter_groups how many."""
     if not config.algorithm.filter_groups.enable:
         return {"steps": TrainingSteps(config, train)}
-    stream = PromptStream(config, train)
+    stream = PromptLoader(config, train)
     return {"steps": stream, "dynamic_sampling": DynamicSampling(config, stream)}

@@ -30,11 +30,11 @@ SPARE_DEVIATIONS = 2.0
 """How many standard deviations of luck a further generation batch allows for; see `refill_size`."""
 
 
-class NothingToLearn(UserError):
+class FilterBudgetExceeded(UserError):
     """The budget of a step is used up, or all prompts were asked, and too few groups were kept."""
 
 
-class PromptStream(TrainingSteps):
+class PromptLoader(TrainingSteps):
     """Training steps of which each may ask for more prompts than it began with.
 
     A step begins with data.train_batch_size prompts, also where an epoch ends within them. Prompts that were drawn and
@@ -133,7 +133,7 @@ class PromptStream(TrainingSteps):
 
 
 @dataclass
-class Tally:
+class FilterStats:
     """What became of the groups that one step asked for. by_source: counts of each kind, by data_source."""
 
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -197,53 +197,53 @@ class DynamicSampling:
     generation batch that are too many are dropped, because in the next step their answers would be of old weights.
     """
 
-    def __init__(self, config: PPOConfig, steps: PromptStream) -> None:
+    def __init__(self, config: PPOConfig, steps: PromptLoader) -> None:
         self.config, self.steps = config, steps
 
     def collect(
         self, prompts: DataProto, answer: Callable[[DataProto], DataProto]
     ) -> tuple[DataProto, dict[str, Metric]]:
-        """A batch of data.train_batch_size groups, and groups/* metrics; see `Tally.metrics`.
+        """A batch of data.train_batch_size groups, and groups/* metrics; see `FilterStats.metrics`.
 
         prompts: what the step begins with. answer: samples and scores a generation batch of prompts.
-        Raises NothingToLearn after algorithm.filter_groups.max_num_gen_batches of them.
+        Raises FilterBudgetExceeded after algorithm.filter_groups.max_num_gen_batches of them.
         """
         options, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        tally, parts, missing = Tally(), [], wanted
+        stats, parts, missing = FilterStats(), [], wanted
         while True:
             batch = answer(prompts)
             groups = groups_of(batch, options.metric)
-            tally.add(batch, groups)
-            kept = self._keep(batch, groups, missing, tally)
+            stats.add(batch, groups)
+            kept = self._keep(batch, groups, missing, stats)
             parts += [kept] if len(kept) else []
-            missing = wanted - tally.number("kept")
+            missing = wanted - stats.number("kept")
             if missing <= 0:
-                return joined(parts, self.config), tally.metrics()
-            if tally.batches == options.max_num_gen_batches:
-                raise NothingToLearn(self._why(tally, "its budget of generation batches is used up", wanted))
-            size = refill_size(missing, tally.number("kept"), tally.asked, wanted)
+                return joined(parts, self.config), stats.metrics()
+            if stats.batches == options.max_num_gen_batches:
+                raise FilterBudgetExceeded(self._why(stats, "its budget of generation batches is used up", wanted))
+            size = refill_size(missing, stats.number("kept"), stats.asked, wanted)
             more = self.steps.more(size)
             if more is None:
-                raise NothingToLearn(self._why(tally, "all training prompts were asked", wanted))
+                raise FilterBudgetExceeded(self._why(stats, "all training prompts were asked", wanted))
             prompts = more
 
-    def _keep(self, batch: DataProto, groups: Groups, missing: int, tally: Tally) -> DataProto:
+    def _keep(self, batch: DataProto, groups: Groups, missing: int, stats: FilterStats) -> DataProto:
         """The rows of the first `missing` groups whose outcomes differ."""
         kept = groups.kinds.kept
         chosen = (kept & (kept.cumsum(0) <= missing))[groups.of_row]
         rows = batch.select_idxs(chosen)
-        tally.surplus_samples += int((kept[groups.of_row] & ~chosen).sum())
-        tally.kept_tokens += answer_tokens(rows)
+        stats.surplus_samples += int((kept[groups.of_row] & ~chosen).sum())
+        stats.kept_tokens += answer_tokens(rows)
         return rows
 
-    def _why(self, tally: Tally, end: str, wanted: int) -> str:
+    def _why(self, stats: FilterStats, end: str, wanted: int) -> str:
         options, step = self.config.algorithm.filter_groups, self.steps.global_step
-        right, wrong = tally.number("all_right"), tally.number("all_wrong")
+        right, wrong = stats.number("all_right"), stats.number("all_wrong")
         harder = "harder" if right > wrong else "easier"
         return (
-            f"Step {step}: {end}, and {tally.number('kept')} of the {wanted} groups that data.train_batch_size asks "
-            f"for have answers of different outcome, after {tally.batches} generation batches "
-            f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:\n{tally}\n"
+            f"Step {step}: {end}, and {stats.number('kept')} of the {wanted} groups that data.train_batch_size asks "
+            f"for have answers of different outcome, after {stats.batches} generation batches "
+            f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:\n{stats}\n"
             f"The outcome is algorithm.filter_groups.metric={options.metric or 'null (acc, else the score)'}. Give "
             f"{harder} data, or more of it; more answers to a prompt (rollout.n={self.config.rollout.n}), which differ "
             "more often; a metric of more values; a smaller data.train_batch_size; or a larger "

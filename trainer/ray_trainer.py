@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.advantage import compute_advantage, compute_token_reward
-from trainer.agentic.advantage import shape_scores, token_estimator
+from trainer.advantage import Numbers, compute_advantage, compute_token_reward, reward_postprocess
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import ANSWERS, DynamicSampling, NothingToLearn
+from trainer.dynamic_sampling import ANSWERS, DynamicSampling, FilterBudgetExceeded
 from trainer.evaluate import chunks
 from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
@@ -134,13 +133,13 @@ class RayPPOTrainer:
                         batch |= self.critic.compute_values(batch)
                 with self.timed("adv"):
                     batch = self.estimate_advantages(batch)
-                    lesson = self.choose_rows(batch)
+                    train_batch = self.resample(batch)
                 if self.critic:
                     with self.timed("update_critic"):
-                        self.metrics |= self.critic.update(lesson, self.steps.global_step)
+                        self.metrics |= self.critic.update(train_batch, self.steps.global_step)
                 if self.steps.past_critic_warmup:
                     with self.timed("update_actor"):
-                        self.metrics |= self.actor.update(lesson, self.steps.global_step)
+                        self.metrics |= self.actor.update(train_batch, self.steps.global_step)
                     with self.timed("update_weights"):
                         self.metrics |= self.model_update()
             if self.validates and self.steps.due(self.config.trainer.test_freq):
@@ -157,25 +156,25 @@ class RayPPOTrainer:
     def collect(self, prompts: DataProto) -> DataProto:
         """Adds what the policy samples for the step; with dynamic sampling scored groups, until enough are kept."""
         if self.dynamic_sampling is None:
-            return self.answer(prompts)
+            return self.generate(prompts)
         try:
-            batch, metrics = self.dynamic_sampling.collect(prompts, self.answer_and_judge)
-        except NothingToLearn:
+            batch, metrics = self.dynamic_sampling.collect(prompts, self.generate_and_score)
+        except FilterBudgetExceeded:
             self.save_before(self.dynamic_sampling.steps.before)
             raise
         self.metrics |= metrics
         return batch
 
-    def answer_and_judge(self, prompts: DataProto) -> DataProto:
+    def generate_and_score(self, prompts: DataProto) -> DataProto:
         """One generation batch with its rewards; its metrics are added to those of the batches before it."""
         before, self.metrics = self.metrics, {}
-        batch = self.answer(prompts)
+        batch = self.generate(prompts)
         with self.timed("reward", within="gen"):
-            batch = self.judge(batch)
+            batch = self.compute_reward(batch)
         self.metrics = combine([before, self.metrics])
         return batch
 
-    def answer(self, prompts: DataProto) -> DataProto:
+    def generate(self, prompts: DataProto) -> DataProto:
         """Adds what the policy samples for these prompts."""
         batch = self.sample(prompts)
         self.metrics |= batch.meta_info.pop("metrics")
@@ -188,9 +187,9 @@ class RayPPOTrainer:
         where its score is the baseline (ReMax)."""
         greedy, sampling = needs_greedy_baseline(self.config), training_sampling(self.config)
         n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
-        return self.generate(prompts, sampling, n, "train", self.steps.global_step, greedy_too=greedy)
+        return self.rollout(prompts, sampling, n, "train", self.steps.global_step, greedy_too=greedy)
 
-    def generate(
+    def rollout(
         self,
         prompts: DataProto,
         sampling: SamplingParams,
@@ -222,9 +221,9 @@ class RayPPOTrainer:
     def score(self, batch: DataProto) -> DataProto:
         """Adds the rewards, most of which were computed while others still generated; with dynamic sampling they are
         there."""
-        return self.judge(batch) if self.dynamic_sampling is None else batch
+        return self.compute_reward(batch) if self.dynamic_sampling is None else batch
 
-    def judge(self, batch: DataProto) -> DataProto:
+    def compute_reward(self, batch: DataProto) -> DataProto:
         """Waits for the rewards of the batch, and takes off the penalty of long answers."""
         scores = self.rewards.score(batch)
         self.metrics |= scores.meta_info.pop("metrics")
@@ -245,14 +244,14 @@ class RayPPOTrainer:
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds token_level_rewards (the scores as the options shape them), advantages and returns."""
         algorithm = self.config.algorithm
-        batch, score_metrics = shape_scores(batch, self.config, self.running_moments)
+        batch, score_metrics = self.normalize_rewards(batch)
         batch, reward_metrics = compute_token_reward(batch, algorithm, self.kl_ctrl)
         batch = self.correct_rollout(batch)
         batch = compute_advantage(
             batch,
             algorithm.gamma,
             algorithm.lam,
-            token_estimator(self.config),
+            self.token_estimator,
             advantage_clip=algorithm.advantage_clip,
             whiten_advantages=algorithm.whiten_advantages,
             whiten_rewards=algorithm.whiten_rewards,
@@ -261,6 +260,15 @@ class RayPPOTrainer:
         metrics = score_metrics | reward_metrics | batch.meta_info.pop("metrics", {})
         self.metrics |= {name: Metric.last(value) for name, value in metrics.items()}
         return batch
+
+    def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, Numbers]:
+        """Adds response_level_rewards: the score of each answer, normalised and clipped."""
+        return reward_postprocess(batch, self.config.algorithm, self.running_moments)
+
+    @property
+    def token_estimator(self) -> str:
+        """The estimator, once rewards stand on tokens."""
+        return self.config.algorithm.adv_estimator
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
         """Adds rollout_is_weights and takes what is rejected out of response_mask, as algorithm.rollout_correction
@@ -279,7 +287,7 @@ class RayPPOTrainer:
             batch.batch["rollout_is_weights"] = weights
         return batch
 
-    def choose_rows(self, batch: DataProto) -> DataProto:
+    def resample(self, batch: DataProto) -> DataProto:
         """The rows that actor and critic learn from: all, or with algorithm.use_pf_ppo as many, drawn by score."""
         if not self.config.algorithm.use_pf_ppo:
             return batch
@@ -334,7 +342,7 @@ class RayPPOTrainer:
 
     def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
         """Answers each prompt of the validation sampling.n times."""
-        answers = self.generate(prompts, sampling.params, sampling.n, sampling.purpose, step=0)
+        answers = self.rollout(prompts, sampling.params, sampling.n, sampling.purpose, step=0)
         return answers.select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:

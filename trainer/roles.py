@@ -10,14 +10,30 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from trainer import micro_batching
-from trainer.loss_columns import loss_columns
-from trainer.micro_batching import MicroBatching
-from trainer.requirements import is_on_policy, needs_old_log_prob, needs_rollout_is_weights, needs_sum_pi_squared
+import numpy as np
+import torch
+
+from trainer.requirements import (
+    MicroBatching,
+    cut_of_critic_update,
+    cut_of_log_probs,
+    cut_of_reward_model,
+    cut_of_update,
+    cut_of_values,
+    is_on_policy,
+    needs_old_log_prob,
+    needs_rollout_is_weights,
+    needs_scores,
+    needs_selected,
+    needs_sum_pi_squared,
+)
 from trainer.rewards.model_inputs import RewardInputs
 from trainer.saving import Checkpointable, SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
+from verl_lite.core_algos import outcome_scores
+from verl_lite.errors import UserError
 from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric, combine, join
 from verl_lite.protocol import DataProto
@@ -118,7 +134,7 @@ class ActorRole(ModelRole, SavedByWorkers):
         return self.infer(
             self.group.compute_log_prob,
             batch,
-            micro_batching.of_log_probs(self.config, rollout),
+            cut_of_log_probs(self.config, rollout),
             temperature=rollout.temperature,
             calculate_entropy=True,
             calculate_sum_pi_squared=needs_sum_pi_squared(self.config),
@@ -129,7 +145,7 @@ class ActorRole(ModelRole, SavedByWorkers):
         config = self.config
         plan = self.plan(
             batch,
-            micro_batching.of_update(config),
+            cut_of_update(config),
             mini_batch_size=config.actor.ppo_mini_batch_size,
             epochs=config.actor.ppo_epochs,
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
@@ -152,6 +168,36 @@ class ActorRole(ModelRole, SavedByWorkers):
     def update_weights(self, version: int) -> Metrics:
         """Makes the rollout engines use the trained weights; samples drawn from now on carry `version`."""
         return combine(self.group.update_weights(version))
+
+
+def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, torch.Tensor]:
+    """selected (B, R) bool and scores (B,), where the policy loss names them.
+
+    Reads response_mask; for selected also old_log_probs and advantages; for scores token_level_scores. A random choice
+    follows from trainer.seed and the step.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    if needs_selected(config):
+        tensors["selected"] = _selected(batch, config, step)
+    if needs_scores(config):
+        tensors["scores"] = outcome_scores(batch.batch["token_level_scores"], batch.batch["response_mask"])
+    return tensors
+
+
+def _selected(batch: DataProto, config: PPOConfig, step: int) -> torch.Tensor:
+    """Tokens chosen over the whole batch, by the policy of before the update; the same ones in each epoch."""
+    loss_mode = config.actor.policy_loss.loss_mode
+    if loss_mode not in TOKEN_SELECTIONS:
+        raise UserError(
+            f"actor.policy_loss.loss_mode={loss_mode} takes `selected`, and nothing says how its tokens are chosen: "
+            "add a function to verl_lite.algos.covariance_losses.TOKEN_SELECTIONS under its name"
+        )
+    seed = int(np.random.SeedSequence([config.trainer.seed, step]).generate_state(1)[0])
+    return TOKEN_SELECTIONS[loss_mode](
+        *(batch.batch[name] for name in ("old_log_probs", "advantages", "response_mask")),
+        config.actor,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 class AgentRole(ActorRole):
@@ -195,7 +241,7 @@ class CriticRole(ModelRole, SavedByWorkers):
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """values of the batch under the critic's weights of now."""
-        return self.infer(self.group.compute_values, batch, micro_batching.of_values(self.config))
+        return self.infer(self.group.compute_values, batch, cut_of_values(self.config))
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Fits the values to the returns, with mini-batches and epochs of its own where `critic` sets them."""
@@ -203,7 +249,7 @@ class CriticRole(ModelRole, SavedByWorkers):
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
         plan = self.plan(
             batch,
-            micro_batching.of_critic_update(self.config),
+            cut_of_critic_update(self.config),
             mini_batch_size=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
@@ -217,7 +263,7 @@ class ReferenceRole(ModelRole):
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob of the batch."""
-        cut = micro_batching.of_log_probs(self.config, self.config.ref)
+        cut = cut_of_log_probs(self.config, self.config.ref)
         return self.infer(self.group.compute_ref_log_prob, batch, cut, temperature=self.config.rollout.temperature)
 
 
@@ -236,7 +282,7 @@ class RewardModelRole(ModelRole):
         """A score for each row, 0 for an empty answer; failed where the model cannot read the row, or gives no finite
         number."""
         rows, errors = self.inputs(batch)
-        cut = micro_batching.of_reward_model(self.config)
+        cut = cut_of_reward_model(self.config)
         scores = self.infer(self.group.compute_rm_score, rows, cut).batch["rm_scores"].tolist()
         return [_reward_result(score, error) for score, error in zip(scores, errors, strict=True)]
 

@@ -16,7 +16,7 @@ from recipes.flow_grpo.rewards import Reward
 from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
 from trainer.diffusion.loop import DiffusionTrainer, EpochSteps
 from trainer.evaluate.metrics import name_metrics, process_validation_metrics
-from trainer.loss_columns import loss_columns
+from trainer.roles import loss_columns
 from trainer.saving import SavedByWorkers, Saver
 from trainer.step_metrics import frac_reward_zero_std, summary
 from trainer.tracking import Tracking

@@ -15,7 +15,7 @@ import torch
 from tests.trainer.test_fit import RESPONSE, Parts, make
 from trainer.build import try_rewards
 from trainer.data.order import MixtureBatches, build_train_loader
-from trainer.dynamic_sampling import DynamicSampling, NothingToLearn, PromptStream, joined, refill_size
+from trainer.dynamic_sampling import DynamicSampling, FilterBudgetExceeded, PromptLoader, joined, refill_size
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.groups import check_entries, group_shares, groups_of
 from trainer.roles import rows_of_prompts
@@ -74,16 +74,16 @@ def configured(batch: int, budget: int = 10, steps: int = 100) -> PPOConfig:
     return config
 
 
-def stream(rows: int, batch: int, **settings: int) -> PromptStream:
+def stream(rows: int, batch: int, **settings: int) -> PromptLoader:
     data: Any = FakeData(rows)
-    return PromptStream(configured(batch, **settings), data)
+    return PromptLoader(configured(batch, **settings), data)
 
 
 def uids(prompts: DataProto | None) -> list[str]:
     return [] if prompts is None else prompts.non_tensor_batch["uid"].tolist()
 
 
-def ask(steps: PromptStream, refills: Sequence[int]) -> list[list[str]]:
+def ask(steps: PromptLoader, refills: Sequence[int]) -> list[list[str]]:
     """The prompts of each step that is left, of which each asks for further ones twice: as many as its number says."""
     asked = []
     for prompts in steps:
@@ -185,7 +185,7 @@ RIGHT, WRONG = (1.0, 1.0), (0.0, 0.0)
 
 
 def collect(
-    steps: PromptStream, outcome: Mapping[str, Sequence[float | None]]
+    steps: PromptLoader, outcome: Mapping[str, Sequence[float | None]]
 ) -> tuple[DataProto, dict[str, float], list[int]]:
     """A filled batch, its metrics, and the sizes of its generation batches."""
     sizes = []
@@ -245,7 +245,7 @@ def test_the_size_of_a_further_batch() -> None:
 def test_where_the_budget_ends_the_message_names_step_sources_and_remedies() -> None:
     steps = stream(200, 4, budget=3)
     outcome = {f"p{i}": RIGHT if i % 2 == 0 else WRONG for i in range(200)} | {"p0": (0.0, 1.0)}
-    with pytest.raises(NothingToLearn) as caught:
+    with pytest.raises(FilterBudgetExceeded) as caught:
         collect(steps, outcome)
     message = str(caught.value)
     asked = {source: 0 for source in ("easy", "hard")}
@@ -260,7 +260,7 @@ def test_where_the_budget_ends_the_message_names_step_sources_and_remedies() -> 
 def test_too_few_useful_prompts_in_the_whole_dataset() -> None:
     steps = stream(9, 4, budget=10)
     with pytest.raises(
-        NothingToLearn, match="Step 1: all training prompts were asked, and 0 of the 4 groups"
+        FilterBudgetExceeded, match="Step 1: all training prompts were asked, and 0 of the 4 groups"
     ) as caught:
         collect(steps, {f"p{i}": RIGHT for i in range(9)})
     assert "Give harder data" in str(caught.value)
@@ -356,7 +356,7 @@ def trainer_of(tmp_path: Path, parts: Parts, **settings: Any) -> RayPPOTrainer:
     trainer = make(tmp_path, parts, data__train_batch_size=6, algorithm__filter_groups__enable=True, **settings)
     trainer.config.trainer.total_training_steps = 2
     data: Any = FakeData(40)
-    trainer.steps = PromptStream(trainer.config, data)
+    trainer.steps = PromptLoader(trainer.config, data)
     trainer.dynamic_sampling = DynamicSampling(trainer.config, trainer.steps)
     trainer.val_data = None
     return trainer
@@ -432,7 +432,7 @@ def test_prompts_with_their_own_number_of_answers(tmp_path: Path, estimator: str
     parts = Slow()
     trainer = trainer_of(tmp_path, parts, algorithm__adv_estimator=estimator, rollout__n=5)
     data: Any = Data(40)
-    trainer.steps = PromptStream(trainer.config, data)
+    trainer.steps = PromptLoader(trainer.config, data)
     trainer.dynamic_sampling = DynamicSampling(trainer.config, trainer.steps) if filtered else None
     trainer.fit()
     update = parts.batches["update"]

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.loss_columns import loss_columns
 from trainer.requirements import needs_old_log_prob
-from trainer.roles import ActorRole
+from trainer.roles import ActorRole, loss_columns
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 

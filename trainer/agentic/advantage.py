@@ -1,6 +1,6 @@
 """From the rewards of episodes to one number for each row: what comes before `trainer.advantage` where agents act.
 
-    shape_scores       reward_postprocess, for episodes after compute_response_level_rewards
+    normalize_rewards       reward_postprocess, for episodes after compute_response_level_rewards
     token_estimator    the estimator that takes over once rewards stand on tokens
 
 GiGPO and step_reinforce are REINFORCE on rewards that are computed over whole episodes first. Taken as estimators
@@ -33,7 +33,7 @@ OF_EPISODES = frozenset({"gigpo", "step_reinforce"})
 """Estimators whose rewards are computed over episodes, before they stand on tokens."""
 
 
-def shape_scores(
+def normalize_rewards(
     data: DataProto, config: PPOConfig, running_ctrl: Controllers | None = None
 ) -> tuple[DataProto, Numbers]:
     """`reward_postprocess` with config.algorithm; for a run of agents, of what config.agentic makes of episodes."""

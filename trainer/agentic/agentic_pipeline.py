@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.advantage import Numbers
+from trainer.agentic.advantage import normalize_rewards, token_estimator
 from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_of, write_episodes
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
 from trainer.agentic.renders import save_renders
@@ -115,6 +117,15 @@ class AgenticPipeline(RayPPOTrainer):
         self.train_rollout_scheduler.finish()
         self.engine_version = version
         return self.actor.update_weights(version=version)
+
+    def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, Numbers]:
+        """Adds response_level_rewards, from those of episodes and their steps."""
+        return normalize_rewards(batch, self.config, self.running_moments)
+
+    @property
+    def token_estimator(self) -> str:
+        """GiGPO and step_reinforce are done by then; what is left of them is REINFORCE."""
+        return token_estimator(self.config)
 
     # -------------------------------------------------------------------------------------------------- validation
 

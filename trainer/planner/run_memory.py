@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trainer import micro_batching
-from trainer.micro_batching import MicroBatching
+from trainer import requirements
 from trainer.planner.memory import (
     HeldNetwork,
     Pass,
@@ -256,7 +255,7 @@ def _mini_batch_rows(config: PPOConfig, prompts: int) -> int:
     return prompts if config.is_agentic else prompts * config.rollout.n
 
 
-def _micro_batch(config: PPOConfig, cut: MicroBatching, rows: int) -> tuple[int, int]:
+def _micro_batch(config: PPOConfig, cut: requirements.MicroBatching, rows: int) -> tuple[int, int]:
     """(rows of a micro-batch, micro-batches) of one device that has `rows` rows, if all are as long as allowed."""
     if cut.max_token_len is not None:
         together = max(1, cut.max_token_len // longest_row(config))
@@ -292,7 +291,7 @@ def _train_phases(
     """Each phase of the training engines, and whose."""
     rows, actor = math.ceil(rows_per_step(config) / slots), config.actor
 
-    def forward(name: str, role: str, cut: MicroBatching, *, entropy: bool = False) -> tuple[Phase, str]:
+    def forward(name: str, role: str, cut: requirements.MicroBatching, *, entropy: bool = False) -> tuple[Phase, str]:
         network = engines[role].network
         together, _ = _micro_batch(config, cut, rows)
         run = _pass(config, together, config.data.train_batch_size, network.compute, entropy)
@@ -303,25 +302,25 @@ def _train_phases(
         return parts | ({"freed, kept by the C library": kept_when_freed(parts, count)} if plan.on_cpu else {})
 
     if networks.reward_model is not None:
-        yield forward("reward model", "reward model", micro_batching.of_reward_model(config))
+        yield forward("reward model", "reward model", requirements.cut_of_reward_model(config))
     if needs_old_log_prob(config):
-        yield forward("old log-probs", "actor", micro_batching.of_log_probs(config, config.rollout), entropy=True)
+        yield forward("old log-probs", "actor", requirements.cut_of_log_probs(config, config.rollout), entropy=True)
     if needs_reference(config):
         role = "reference" if "reference" in engines else "actor"
-        yield forward("reference log-probs", role, micro_batching.of_log_probs(config, config.ref))
+        yield forward("reference log-probs", role, requirements.cut_of_log_probs(config, config.ref))
     if networks.critic is not None:
         critic = config.critic
-        yield forward("values", "critic", micro_batching.of_values(config))
+        yield forward("values", "critic", requirements.cut_of_values(config))
         prompts = mini_batch_prompts(config, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size)
         mini = _mini_batch_rows(config, prompts)
-        together, count = _micro_batch(config, micro_batching.of_critic_update(config), math.ceil(mini / slots))
+        together, count = _micro_batch(config, requirements.cut_of_critic_update(config), math.ceil(mini / slots))
         network = engines["critic"].network
         run = _pass(config, together, prompts, network.compute, entropy=False)
         checkpointing = critic.model.enable_gradient_checkpointing
         yield Phase("critic update", update(network, run, count, checkpointing)), "critic"
     prompts = mini_batch_prompts(config, actor.ppo_mini_batch_size)
     mini = _mini_batch_rows(config, prompts)
-    together, plan.micro_batches = _micro_batch(config, micro_batching.of_update(config), math.ceil(mini / slots))
+    together, plan.micro_batches = _micro_batch(config, requirements.cut_of_update(config), math.ceil(mini / slots))
     network = engines["actor"].network
     run = _pass(config, together, prompts, network.compute, actor.calculate_entropy or actor.entropy_coeff != 0)
     checkpointing = config.model.enable_gradient_checkpointing

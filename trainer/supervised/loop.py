@@ -299,7 +299,7 @@ def train_within(
     """
     job = job_class(config, resolve_slots(config), _Lines(report))
     job.check(None)
-    job.read_data()
+    job.console.start(job.read_data())
     job.run_dir.mkdir(parents=True, exist_ok=True)
     with guarded(), Tracking(job.run_dir, config, job.console) as tracking, job.build(tracking) as trainer:
         result = trainer.fit()

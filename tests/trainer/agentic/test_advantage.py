@@ -16,7 +16,7 @@ from tests.workers.rollout.test_trajectories import worded, world
 from trainer.advantage import compute_advantage, compute_token_reward
 from trainer.agentic.advantage import (
     compute_response_level_rewards,
-    shape_scores,
+    normalize_rewards,
     token_estimator,
 )
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
@@ -168,7 +168,7 @@ def test_the_stages_of_a_run_are_the_registered_estimator(estimator: str) -> Non
     data, gamma = steps_of_episodes(3), 0.9
     whole = config(estimator, **({} if estimator == "gigpo" else {"method": "mean_std", "grouping": "traj_group_id"}))
     assert token_estimator(whole) == "reinforce"
-    staged, _ = shape_scores(data, whole)
+    staged, _ = normalize_rewards(data, whole)
     staged, _ = compute_token_reward(staged, whole.algorithm)
     by_stages = compute_advantage(staged, gamma, 1.0, token_estimator(whole)).batch["advantages"]
     plain = data.select()
@@ -235,7 +235,7 @@ def test_single_turn_runs_are_not_touched() -> None:
     data = steps_of_episodes()
     whole = PPOConfig()
     assert token_estimator(whole) == whole.algorithm.adv_estimator
-    rewards = shape_scores(data, whole)[0].batch["response_level_rewards"]
+    rewards = normalize_rewards(data, whole)[0].batch["response_level_rewards"]
     assert rewards.tolist() == data.batch["token_level_scores"].sum(-1).tolist()
 
 
@@ -243,7 +243,7 @@ def test_single_turn_runs_are_not_touched() -> None:
 
 
 def advantages_of(data: DataProto, whole: PPOConfig, gamma: float = 1.0) -> torch.Tensor:
-    data, _ = shape_scores(data, whole)
+    data, _ = normalize_rewards(data, whole)
     data, _ = compute_token_reward(data, whole.algorithm)
     algorithm = whole.algorithm
     estimator = token_estimator(whole)
