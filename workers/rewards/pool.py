@@ -19,10 +19,10 @@ from typing import Any
 
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError, printable
-from verl_lite.rewards import RewardItem, RewardResult, asks_by_source, find_reward
+from verl_lite.registry import import_modules
+from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward, load_scorer
 from workers.pool.channel import Reply
 from workers.pool.pool import ProcessPool, Work
-from workers.rewards.handler import RewardHandler
 
 _SENT_AHEAD_S = 0.05
 _SENT_AHEAD_MAX = 256
@@ -31,6 +31,32 @@ _FIRST_GUESS_S = 0.005
 
 class RewardError(UserError):
     """The reward function cannot be used at all: it does not load, or fails on a row of the dataset."""
+
+
+class RewardHandler:
+    """The reward function inside a process; imports no torch. Scores lists of samples: of one, but for style batch.
+
+    info: the style. modules: imported first, for the rewards that they register.
+    """
+
+    def __init__(self, config: RewardConfig, modules: tuple[str, ...]) -> None:
+        import_modules(modules)
+        self.scorer: Scorer = load_scorer(config)
+        self.info = self.scorer.style
+        self.is_async = self.scorer.style == "async"
+
+    def run(self, session: int, items: list[RewardItem]) -> Any:
+        """A list of results, or a coroutine that gives it. A list that fails as a whole raises."""
+        if self.scorer.style == "sample":
+            return [self.scorer.score(items[0])]
+        return self._awaited(items[0]) if self.scorer.style == "async" else self.scorer.score(items)
+
+    def end(self, session: int) -> None:
+        """Nothing is kept."""
+
+    async def _awaited(self, item: RewardItem) -> Any:
+        assert self.scorer.style == "async"
+        return [await self.scorer.score(item)]
 
 
 class RewardPool:
@@ -61,8 +87,16 @@ class RewardPool:
         self._expected: set[Hashable] = set()
         self._results: dict[Hashable, RewardResult] = {}
         self._failure: str | None = None
-        self._handler: RewardHandler | None = None
-        self._thread: _PoolThread | None = None
+        self._handler: RewardHandler | None = None  # without processes
+        self._queue: deque[RewardItem] = deque()
+        self._alone: deque[RewardItem] = deque()  # of lists that failed as a whole: each is called by itself
+        self._sent: dict[int, list[RewardItem]] = {}
+        self._numbers = itertools.count()
+        self._rate = RateLimit(config.max_rpm)
+        self._seconds_per_call = _FIRST_GUESS_S
+        self._thread: threading.Thread | None = None
+        self._pool: ProcessPool | None = None
+        self._is_closing = False
 
     def start(self) -> None:
         """Starts the processes without waiting for them; `submit` does it at first use."""
@@ -70,7 +104,7 @@ class RewardPool:
             if self._work.num_workers == 0:
                 self._handler = self._handler or RewardHandler(self._config, self._modules)
             elif self._thread is None:
-                self._thread = _PoolThread(self._config, self._work, self)
+                self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
                 self._thread.start()
 
     def submit(self, items: Iterable[RewardItem]) -> None:
@@ -83,12 +117,14 @@ class RewardPool:
                 if item.key in self._expected or item.key in self._results:
                     raise ValueError(f"reward sample {item.key!r} is already submitted and not yet collected")
                 self._expected.add(item.key)
-        if self._thread is not None:
-            self._thread.add(items)
-        elif self._handler is not None:
+        if self._handler is not None:
             size = self._config.batch_size if self._handler.info == "batch" else 1
             for start in range(0, len(items), size):
-                self.put(items[start : start + size], self._handler.scorer.score_all(items[start : start + size]))
+                self._put(items[start : start + size], self._handler.scorer.score_all(items[start : start + size]))
+            return
+        self._queue.extend(items)
+        if self._pool is not None:
+            self._pool.wake()
 
     def collect(self, keys: Iterable[Hashable]) -> dict[Hashable, RewardResult]:
         """The results of these keys, in their order, each handed out once. Blocks until all are there; they may be
@@ -132,65 +168,30 @@ class RewardPool:
 
     def processes_replaced(self) -> int:
         """How many reward processes were replaced so far: killed, dead, or grown too large."""
-        return 0 if self._thread is None else self._thread.processes_replaced()
+        return 0 if self._pool is None else self._pool.processes_replaced
 
     def close(self) -> None:
         """Ends all reward processes, busy or not. Samples that are not collected are lost."""
+        self._is_closing = True
+        if self._pool is not None:
+            self._pool.wake()
         if self._thread is not None:
-            self._thread.close()
+            self._thread.join()
 
-    def put(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
+    def _put(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
         """Hands results to those who wait for them."""
         with self._changed:
             self._results.update((item.key, result) for item, result in zip(items, results, strict=True))
             self._expected.difference_update(item.key for item in items)
             self._changed.notify_all()
 
-    def fail(self, reason: str) -> None:
-        """From now on whoever waits or submits gets a RewardError; the first reason stands."""
-        with self._changed:
-            self._failure = self._failure or reason
-            self._changed.notify_all()
-
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RewardError(self._failure)
 
+    # ------------------------------------------------------------------- the thread to which the processes belong
 
-class _PoolThread(threading.Thread):
-    """The thread to which the processes belong. It sends samples to them as they have room, and as the rate allows."""
-
-    def __init__(self, config: RewardConfig, work: Work, owner: RewardPool) -> None:
-        super().__init__(name="reward-pool", daemon=True)
-        self._config, self._work, self._owner = config, work, owner
-        self._queue: deque[RewardItem] = deque()
-        self._alone: deque[RewardItem] = deque()  # of lists that failed as a whole: each is called by itself
-        self._sent: dict[int, list[RewardItem]] = {}
-        self._numbers = itertools.count()
-        self._rate = RateLimit(config.max_rpm)
-        self._seconds_per_call = _FIRST_GUESS_S
-        self._is_closing = False
-        self._pool: ProcessPool | None = None
-
-    def add(self, items: list[RewardItem]) -> None:
-        """Queues samples, from any thread."""
-        self._queue.extend(items)
-        if self._pool is not None:
-            self._pool.wake()
-
-    def processes_replaced(self) -> int:
-        """See `RewardPool`."""
-        return 0 if self._pool is None else self._pool.processes_replaced
-
-    def close(self) -> None:
-        """Ends the processes and the thread."""
-        self._is_closing = True
-        if self._pool is not None:
-            self._pool.wake()
-        self.join()
-
-    def run(self) -> None:
-        """The thread's work."""
+    def _serve(self) -> None:
         pool, reason = None, "The reward pool's thread died."
         try:
             pool = self._pool = ProcessPool(self._work)
@@ -204,7 +205,9 @@ class _PoolThread(threading.Thread):
         finally:  # also when this thread dies of a defect: nobody may wait for it in vain
             if pool is not None:
                 pool.close()
-            self._owner.fail(reason)
+            with self._changed:
+                self._failure = reason
+                self._changed.notify_all()
 
     def _feed(self, pool: ProcessPool) -> float:
         """Sends samples to the processes that have room. Returns when the rate limit lets the next one go, by
@@ -247,11 +250,11 @@ class _PoolThread(threading.Thread):
         items = self._sent.pop(reply.session)
         self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
         if reply.error is None:
-            self._owner.put(items, reply.value)
+            self._put(items, reply.value)
         elif len(items) > 1:
             self._alone.extend(items)
         else:
-            self._owner.put(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
+            self._put(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
 
 
 class RateLimit:

@@ -26,7 +26,7 @@ from verl_lite.metrics import Metric
 from workers.envs.reply import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message
-from workers.rollout.turn_messages import PastTurn, step_messages, trajectory_messages
+from workers.rollout.turn_messages import PastTurn, turn_messages
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "exhausted", "surplus"]
 
@@ -110,11 +110,12 @@ class Trajectory:
     @property
     def messages(self) -> list[Message]:
         """The whole conversation; by steps, those of all turns."""
-        return [
-            message
-            for turn in self.turns
-            for message in (*turn.messages, {"role": "assistant", "content": turn.action})
-        ] or self.prompt_messages
+        return messages_of(self.turns) or self.prompt_messages
+
+
+def messages_of(turns: Iterable[Turn]) -> list[Message]:
+    """What was said in these turns: what came before each action, and the action."""
+    return [m for turn in turns for m in (*turn.messages, {"role": "assistant", "content": turn.action})]
 
 
 @dataclass(frozen=True)
@@ -341,8 +342,7 @@ class EpisodeRunner:
         is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
         penalty = 0.0 if is_valid else self._format_penalty.get(episode.trajectory.spec.purpose, 0.0)
         turn.reward, turn.info = reply.reward + penalty, reply.info
-        if episode.template.by_step:
-            episode.past.append(PastTurn(turn.observation, turn.action, turn.reward, is_valid))
+        episode.past.append(PastTurn(turn.observation, turn.action, turn.reward, is_valid))
 
     def _ask(self, episode: _Episode) -> None:
         """Hands the next turn to the engine, or ends the episode where it does not fit."""
@@ -385,26 +385,14 @@ class EpisodeRunner:
 
     def _messages(self, episode: _Episode) -> list[Message]:
         """Of the next turn: those it adds, or, by steps, all of its prompt."""
-        template, turn = episode.template, len(episode.trajectory.turns)
-        max_response_length = min(
-            template.max_tokens_per_step or self._limits.max_response_length, self._limits.max_response_length
-        )
-        if template.by_step:
-            return step_messages(
-                template,
-                episode.observation,
-                past=episode.past,
-                instruction=episode.instruction,
-                info=episode.info,
-                max_response_length=max_response_length,
-            )
-        return trajectory_messages(
+        template, limit = episode.template, self._limits.max_response_length
+        return turn_messages(
             template,
             episode.observation,
-            turn=turn,
+            episode.past,
             instruction=episode.instruction,
             info=episode.info,
-            max_response_length=max_response_length,
+            max_response_length=min(template.max_tokens_per_step or limit, limit),
         )
 
     def _act(self, episode: _Episode, completion: Completion) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from verl_lite.protocol import DataProto, as_column
 from workers.rollout.conversation import Message
-from workers.rollout.episodes import Trajectory, Turn
+from workers.rollout.episodes import Trajectory, Turn, messages_of
 
 
 @dataclass
@@ -56,57 +56,31 @@ def trajectory_rows(
 
 def _rows_of(trajectory: Trajectory) -> list[_Row]:
     if trajectory.stop == "failed" or not trajectory.turns:
-        return [_empty_row(trajectory)]
+        return [_row(trajectory, [])]
     if trajectory.by_step:
-        return [_step_row(trajectory, step, turn) for step, turn in enumerate(trajectory.turns)]
-    return [_trajectory_row(trajectory)]
+        return [_row(trajectory, [turn], step) for step, turn in enumerate(trajectory.turns)]
+    return [_row(trajectory, trajectory.turns)]
 
 
-def _empty_row(trajectory: Trajectory) -> _Row:
-    turns = trajectory.turns
-    return _Row(
-        trajectory,
-        step=0,
-        state_hash=turns[0].state_hash if turns else "",
-        prompt_ids=trajectory.prompt_ids,
-        raw_prompt=trajectory.prompt_messages,
-        messages=trajectory.messages,
-        step_scores=0.0 if trajectory.by_step else [],
-        finish_reason="abort" if trajectory.stop == "failed" else "length",
-        policy_version=min((turn.policy_version for turn in turns), default=-1),
-    )
-
-
-def _step_row(trajectory: Trajectory, step: int, turn: Turn) -> _Row:
-    return _Row(
-        trajectory,
-        step=step,
-        state_hash=turn.state_hash,
-        prompt_ids=turn.prompt_ids,
-        raw_prompt=turn.messages,
-        messages=[*turn.messages, {"role": "assistant", "content": turn.action}],
-        step_scores=turn.reward,
-        finish_reason=turn.finish_reason,
-        policy_version=turn.policy_version,
-        response_ids=turn.response_ids,
-        response_mask=[1] * len(turn.response_ids),
-        log_probs=turn.log_probs,
-        scores=_at_end(turn),
-    )
-
-
-def _trajectory_row(trajectory: Trajectory) -> _Row:
-    turns = trajectory.turns
+def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
+    """The row of these turns; without any it has nothing to learn from."""
+    of_step, told = bool(turns) and trajectory.by_step, turns or trajectory.turns
+    if trajectory.stop == "failed":
+        finish_reason = "abort"
+    else:
+        is_cut = not turns or (trajectory.stop == "max_length" and not of_step)
+        finish_reason = "length" if is_cut else turns[-1].finish_reason
+    rewards = [turn.reward for turn in turns]
     row = _Row(
         trajectory,
-        step=0,
-        state_hash=turns[0].state_hash,
-        prompt_ids=turns[0].prompt_ids,
-        raw_prompt=turns[0].messages,
-        messages=trajectory.messages,
-        step_scores=[turn.reward for turn in turns],
-        finish_reason="length" if trajectory.stop == "max_length" else turns[-1].finish_reason,
-        policy_version=min(turn.policy_version for turn in turns),
+        step=step,
+        state_hash=told[0].state_hash if told else "",
+        prompt_ids=turns[0].prompt_ids if turns else trajectory.prompt_ids,
+        raw_prompt=turns[0].messages if turns else trajectory.prompt_messages,
+        messages=messages_of(turns) if of_step else trajectory.messages,
+        step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
+        finish_reason=finish_reason,
+        policy_version=min((turn.policy_version for turn in told), default=-1),
     )
     for number, turn in enumerate(turns):
         joined = turn.prompt_ids if number else ()

@@ -6,7 +6,7 @@ message tells the last turns; all of them, valid actions and invalid ones (ROLL 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,76 +24,46 @@ class PastTurn:
     is_valid: bool
 
 
-def trajectory_messages(
+def turn_messages(
     template: EnvTemplate,
     observation: str,
-    *,
-    turn: int,
-    instruction: str,
-    info: dict[str, Any],
-    max_response_length: int,
-) -> list[Message]:
-    """The messages that turn `turn` (from 0) adds: in the first one the system message and the instruction too.
-
-    info: of the reset or step that gave the observation. max_response_length: tokens that the turn may take.
-    """
-    is_first = turn == 0
-    fields = _fields(template, observation, turn, info, max_response_length)
-    fields["env_instruction"] = instruction if is_first else ""
-    content = template.agent_template.format(**fields)
-    if is_first:
-        content = _with_instruction(template, instruction, content)
-    role = "tool" if info.get("use_tool") and not is_first else "user"
-    return [*_system(template, is_first), {"role": role, "content": content}]
-
-
-def step_messages(
-    template: EnvTemplate,
-    observation: str,
-    *,
     past: Sequence[PastTurn],
+    *,
     instruction: str,
-    info: dict[str, Any],
+    info: Mapping[str, Any],
     max_response_length: int,
 ) -> list[Message]:
-    """The whole prompt of the turn that comes after `past` (all turns so far)."""
-    told = past[len(past) - min(template.history_length, len(past)) :]
-    first = len(past) - len(told) + 1
-    history = "\n".join(_told(number, turn) for number, turn in enumerate(told, start=first))
-    fields = _fields(template, observation, len(past), info, max_response_length) | {
-        "env_instruction": instruction,
-        "history": history,
-        "history_length": len(told),
-        "step_count": len(past),
-        "current_step": len(past) + 1,
-        "current_observation": observation,
-    }
-    content = _with_instruction(template, instruction, template.agent_template.format(**fields))
-    return [*_system(template, True), {"role": "user", "content": content}]
+    """The messages that the turn after `past` (all turns so far) adds; by steps, its whole prompt.
 
-
-def _fields(
-    template: EnvTemplate, observation: str, turn: int, info: dict[str, Any], max_response_length: int
-) -> dict[str, Any]:
-    return {
+    instruction: of the environment, told in a trajectory's first turn and in each step. info: of the reset or step that
+    gave the observation. max_response_length: tokens that the turn may take.
+    """
+    is_first = template.by_step or not past
+    fields: dict[str, Any] = {
         "observation": observation,
-        "turn_idx": turn + 1,
+        "env_instruction": instruction if is_first else "",
+        "turn_idx": len(past) + 1,
         "suffix": info.get("suffix") or "",
-        "actions_left": template.max_steps - turn,
+        "actions_left": template.max_steps - len(past),
         "max_response_length": max_response_length,
     }
-
-
-def _with_instruction(template: EnvTemplate, instruction: str, content: str) -> str:
-    """The instruction stands before the rest, unless the template has a place for it."""
-    if not instruction or "env_instruction" in template.fields:
-        return content
-    return instruction + ("" if instruction[-1].isspace() else "\n") + content
-
-
-def _system(template: EnvTemplate, is_first: bool) -> list[Message]:
-    text = template.agent_system_template
-    return [{"role": "system", "content": text}] if text and is_first else []
+    if template.by_step:
+        told = past[len(past) - min(template.history_length, len(past)) :]
+        first = len(past) - len(told) + 1
+        fields |= {
+            "history": "\n".join(_told(number, turn) for number, turn in enumerate(told, start=first)),
+            "history_length": len(told),
+            "step_count": len(past),
+            "current_step": len(past) + 1,
+            "current_observation": observation,
+        }
+    content = template.agent_template.format(**fields)
+    if is_first and instruction and "env_instruction" not in template.fields:  # it stands before the rest
+        content = instruction + ("" if instruction[-1].isspace() else "\n") + content
+    is_tool = info.get("use_tool") and not is_first
+    system = template.agent_system_template if is_first else None
+    own: Message = {"role": "tool" if is_tool else "user", "content": content}
+    return [{"role": "system", "content": system}, own] if system else [own]
 
 
 def _told(number: int, turn: PastTurn) -> str:

@@ -101,7 +101,7 @@ def test_reasoning_gym_errors_name_what_is_missing() -> None:
 
 def test_rewards_never_import_torch() -> None:
     code = (
-        "import sys, verl_lite.rewards as r, workers.rewards.handler\n"
+        "import sys, verl_lite.rewards as r, workers.rewards.pool\n"
         "call = lambda s, e=None: r.default_compute_score(s, '1', '1', e)\n"
         "call('verl_lite/sort'), call('openai/gsm8k'), call('lighteval/MATH')\n"
         "call('reasoning_gym/chain_sum', {'entry': '{\"answer\": \"1\"}'})\n"

@@ -177,22 +177,6 @@ def test_what_cannot_be_sent_is_a_failure(make_pool: MakePool) -> None:
     assert "70 MiB long" in step(pool, a="long")["a"].error
 
 
-def test_modules_that_do_not_import_stop_the_pool(make_pool: MakePool) -> None:
-    pool = make_pool(modules=("tests.not_there",))
-    with pytest.raises(EnvError, match=r"(?s)does not load.*No module named 'tests.not_there'"):
-        begin(pool, "a")
-
-
-def test_prints_are_bounded(make_pool: MakePool, tmp_path: Path) -> None:
-    pool = make_pool()
-    begin(pool, "a", "b")
-    found = step(pool, a="print", b="stderr")
-    assert found["a"].error is None and found["b"].error is None
-    logs = [path for path in (tmp_path / "logs").iterdir()]
-    assert 0 < sum(path.stat().st_size for path in logs) < 12 << 20
-    assert "more output of this process is dropped" in logs[0].read_text()[-200:]
-
-
 def test_a_process_that_grows_is_replaced_when_its_episodes_are_through(make_pool: MakePool) -> None:
     pool = make_pool(max_memory_mb=300)
     pid = begin(pool, "a", "b")["a"].info["pid"]
@@ -203,15 +187,6 @@ def test_a_process_that_grows_is_replaced_when_its_episodes_are_through(make_poo
     pool.discard("a")
     pool.discard("b")
     assert gone(pid) and pool.processes_replaced == 1
-
-
-def test_a_call_that_takes_all_memory_is_ended(make_pool: MakePool) -> None:
-    pool = make_pool(max_memory_mb=200)
-    begin(pool, "a", "b")
-    pool.step("a", "swell")
-    found = replies(pool, 1)["a"]
-    assert "max_memory_mb=200" in found.error and not found.is_timeout
-    assert step(pool, b="up")["b"].observation == "seed 1: up"
 
 
 HARMS = ("raise", "exit", "segfault", "kill", "nan", "fork", "leave", "sleep|1000", "freeze")

@@ -132,14 +132,6 @@ def test_a_hanging_call_is_cancelled_and_nobody_is_killed(make_pool: Callable) -
     assert score(pool, "fine")[0].extra["pid"] == results[0].extra["pid"] and pool.processes_replaced() == 0
 
 
-def test_a_hanging_call_does_not_hold_up_those_that_come_later(make_pool: Callable) -> None:
-    pool = make_pool(timeout_s=30.0, max_concurrent=2)
-    pool.submit([RewardItem("hangs", "any", "hang", "")])
-    started = time.monotonic()
-    assert failed(score(pool, *["fine"] * 20)) == []
-    assert time.monotonic() - started < 25
-
-
 @pytest.mark.parametrize("how", ["block", "task"])
 def test_a_call_that_blocks_the_loop_is_killed_and_the_others_are_scored(make_pool: Callable, how: str) -> None:
     pool = make_pool(timeout_s=2.0)
