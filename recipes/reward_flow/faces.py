@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from verl_lite.visual_rewards.identity import Faces, align
+from verl_lite.visual_rewards.faces import Faces, align
 
 SIZE, FRAMES = 64, 5
 TRAITS = 20

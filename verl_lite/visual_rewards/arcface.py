@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl_lite.errors import UserError
-from verl_lite.visual_rewards.identity import Faces
+from verl_lite.visual_rewards.faces import Faces
 
 STRIDES = (8, 16, 32)
 ANCHORS = 2
@@ -55,7 +55,7 @@ class ScrfdDetector(nn.Module):
 
     path: FILE.onnx of a model with nine outputs, of strides 8, 16, 32: scores, then box distances, then point
     distances. threshold: least score. overlap: intersection over union from which the lower score is dropped.
-    size: side of the square that the frame is scaled into. channels: as for `ArcFaceEmbedder`.
+    size: of the square that the frame is scaled into. channels: as for `ArcFaceEmbedder`.
     """
 
     def __init__(
@@ -80,17 +80,15 @@ class ScrfdDetector(nn.Module):
         ratio = self.size / max(height, width)
         inside = max(round(height * ratio), 1), max(round(width * ratio), 1)
         shrunk = F.interpolate(frames.float(), inside, mode="bilinear", antialias=True, align_corners=False)
-        found, points = [], []
-        for frame in shrunk:  # the files of InsightFace take one picture at a time
-            canvas = (_ordered(frame, self.channels) * 255 - 127.5) / 128  # (3, h, w)
-            below, right = self.size - inside[0], self.size - inside[1]
-            canvas = F.pad(canvas, (0, right, 0, below), value=-127.5 / 128)  # black
-            largest = self.largest(self.network(canvas[None]))
-            found.append(largest is not None)
-            points.append(frame.new_zeros(5, 2) if largest is None else largest)
-        scale = frames.new_tensor([width / inside[1], height / inside[0]], dtype=torch.float32)
-        keypoints = (torch.stack(points) + 0.5) * scale - 0.5
-        return Faces(torch.tensor(found, device=frames.device), keypoints)
+        canvas = (_ordered(shrunk, self.channels) * 255 - 127.5) / 128
+        right, below = self.size - inside[1], self.size - inside[0]
+        canvas = F.pad(canvas, (0, right, 0, below), value=-127.5 / 128)  # black
+        # the files of InsightFace take one picture at a time
+        largest = [self.largest(self.network(picture[None])) for picture in canvas]
+        points = torch.stack([shrunk.new_zeros(5, 2) if one is None else one for one in largest])
+        scale = shrunk.new_tensor([width / inside[1], height / inside[0]])
+        found = torch.tensor([one is not None for one in largest], device=frames.device)
+        return Faces(found, (points + 0.5) * scale - 0.5)
 
     def largest(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The five points (5, 2) of the largest face in one picture, or None."""

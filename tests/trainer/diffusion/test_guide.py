@@ -1,0 +1,45 @@
+"""trainer/DIFFUSION.md stays true: its csv is read, its reward keeps its promises, its figures are of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.made_clips import grey_frames, write_animation, write_folder, write_video
+from trainer.clips.writing import FPS, WAITING_BYTES
+from trainer.video_data import main
+from verl_lite.config.diffusion import VideoDataConfig
+from verl_lite.visual_rewards import VISUAL_REWARDS
+
+PAGE = (Path(__file__).parents[3] / "trainer" / "DIFFUSION.md").read_text(encoding="utf-8")
+
+
+def test_the_csv_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = re.findall(r"```csv\n(.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "metadata.csv").write_text(text)
+    write_video(tmp_path / "walk.mp4", grey_frames(25), rate=24)
+    write_animation(tmp_path / "smile.gif", grey_frames(25), 50)
+    write_folder(tmp_path / "faces" / "0012", grey_frames(20))
+    (command,) = re.findall(r"python -m trainer.video_data (clips.*)", PAGE)
+    assert main(command.replace("clips/metadata.csv", str(tmp_path)).split()) == 0
+    assert "3 of 3 rows" in capsys.readouterr().out
+
+
+def test_the_reward_of_the_guide_keeps_its_promises() -> None:
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "Brightness" in block]
+    try:
+        exec("\n".join(blocks), {"__name__": "guide"})
+    finally:
+        VISUAL_REWARDS.pop("brightness", None)
+    assert len(blocks) == 2 and set(VISUAL_REWARDS) <= set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
+
+
+def test_figures_are_those_of_the_code() -> None:
+    data = VideoDataConfig()
+    assert data.max_pixels == 480 * 480 and data.num_frames == 17
+    assert f"({data.cache_gb:g} GiB, in the driver)" in PAGE and f"H.264, {FPS} frames a second" in PAGE
+    assert f"at most {WAITING_BYTES // 2**30} GiB of frames wait" in PAGE
+    mib = 81 * 480 * 480 * 3 / 2**20
+    assert f"{mib:.0f} MiB, and {4 * mib:.0f} MiB in a batch" in " ".join(PAGE.split())
