@@ -35,7 +35,7 @@ from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking, check_trackers
-from verl_lite.config import LoadedConfig, RunConfig, RunOptions, help_config, load_schema, print_config, save_config
+from verl_lite.config import LoadedConfig, RunConfig, RunOptions, help_text, load_schema, print_config, save_config
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
 from verl_lite.machine.claim import Wish as ResourceRequest
@@ -146,7 +146,7 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
     command = ["python", "-m", job_class.module, *argv]
 
     if loaded.action == "help":
-        print(help_config(type(config)))
+        print(help_text(loaded))
         return 0
     slots = resolve_slots(config)
     if loaded.action == "print":

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from trainer.cli import command
 from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, help_config, load_config, load_schema
-from verl_lite.config.checks.reward import reward_function
+from verl_lite.config.checks import reward_problems, section_problems
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardResult, reward_modules
 
@@ -100,12 +100,7 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
         from trainer.recipe import load_recipe
 
         load_recipe(config.recipe)  # importing it registers its rewards
-    whole = PPOConfig()
-    whole.reward = config.reward
-    problems = list(reward_function(whole))
-    for name in ONLY_TRAINING:
-        if getattr(config.reward, name) != getattr(PPOConfig().reward, name):
-            problems.append(f"reward.{name} has no effect here: only the reward function is asked; leave it out")
+    problems = [*section_problems(config), *reward_problems(config.reward)]
     if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
         problems.append(f"out={config.out}: the name of a new .parquet file is expected")
     if config.rows == 0 or config.rows < -1:

@@ -21,7 +21,7 @@ from trainer.clips.dataset import Selection, VideoDataset
 from trainer.clips.reading import ClipError
 from trainer.console import Console
 from verl_lite.config import ConfigError, help_config, load_schema
-from verl_lite.config.checks import ranges
+from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.config.fields import at_least, opt, section
 from verl_lite.errors import UserError
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         return WRONG_INPUT
     config = load_schema([item for item in argv if "=" in item], VideoReportConfig).config
     config.data.train_files = [*(item for item in argv if "=" not in item), *config.data.train_files]
-    if problems := list(ranges(config)):
+    if problems := list(section_problems(config)):
         raise ConfigError(problems)
     out = None if config.out is None else Path(config.out).expanduser()
     if out is not None and out.exists():

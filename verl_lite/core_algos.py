@@ -116,17 +116,25 @@ AdvantageEstimatorFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # ---------------------------------------------------------------------------------------------------- registries
 
 
-ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageEstimatorFn] = Registry("advantage estimator")
-POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = Registry("policy loss")
+ADV_ESTIMATOR_REGISTRY: Registry[AdvantageEstimatorFn] = Registry("advantage estimator")
+POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
 
 
-def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
+def register_adv_est(
+    name_or_enum: str | Enum, *, groups: bool = False, rows: str | None = None, raw_scores: bool = False
+) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
     """Decorator: makes a function available as `algorithm.adv_estimator=name`.
 
     It is called by keyword with token_level_rewards, response_mask (B, T), index (B,) group ids, config, and what else
     the batch has; it returns (advantages, returns), both (B, T).
+
+    Args:
+        groups: it compares the members of a group with each other, so that one alone teaches nothing.
+        rows: of agents, what a row has to be: "step", which only episodes have, or "trajectory"; None = either.
+        raw_scores: it does not read the scores that `algorithm.norm_*`, `reward_clip` and `whiten_rewards` change.
     """
-    return add_entry(ADV_ESTIMATOR_REGISTRY, "advantage estimator", name_or_enum)
+    facts = {"groups": groups, "rows": rows, "raw_scores": raw_scores}
+    return add_entry(ADV_ESTIMATOR_REGISTRY, "advantage estimator", name_or_enum, facts)
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
@@ -134,9 +142,16 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
     return find_entry(ADV_ESTIMATOR_REGISTRY, "advantage estimator simply", name_or_enum)  # verl's wording
 
 
-def register_policy_loss(name: str | Enum) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: makes a function available as `actor.policy_loss.loss_mode=name`."""
-    return add_entry(POLICY_LOSS_REGISTRY, "policy loss", name)
+def register_policy_loss(
+    name: str | Enum, *, needs: tuple[str, ...] = (), loss_agg_mode: str | None = None
+) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: makes a function available as `actor.policy_loss.loss_mode=name`.
+
+    Args:
+        needs: options of `actor.policy_loss` that may not be null.
+        loss_agg_mode: the only aggregation that it has; None = it takes any.
+    """
+    return add_entry(POLICY_LOSS_REGISTRY, "policy loss", name, {"needs": needs, "loss_agg_mode": loss_agg_mode})
 
 
 def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
@@ -145,51 +160,43 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
 
 
 # What `algorithm.adv_estimator` knows. Formulas, papers and differences from verl and ROLL stand with each function.
-_ESTIMATORS: dict[str, AdvantageEstimatorFn] = {
-    "gae": compute_gae_advantage_return,
-    "grpo": compute_grpo_outcome_advantage,
-    "grpo_vectorized": compute_grpo_outcome_advantage,
-    "grpo_passk": compute_grpo_passk_outcome_advantage,
-    "gdpo": compute_gdpo_outcome_advantage,
-    "rloo": compute_rloo_outcome_advantage,
-    "rloo_vectorized": compute_rloo_vectorized_outcome_advantage,
-    "opo": compute_opo_outcome_advantage,
-    "gpg": compute_gpg_outcome_advantage,
-    "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
-    "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
-    "remax": compute_remax_outcome_advantage,
-    "optimal_token_baseline": compute_optimal_token_baseline_advantage,
-    "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
-    "reinforce": compute_reinforce_advantage,
-    "agentic_reinforce": compute_agentic_reinforce_advantage,
-    "step_reinforce": compute_step_reinforce_advantage,
-    "gigpo": compute_gigpo_advantage,
-}
-for _name, _estimator in _ESTIMATORS.items():
-    register_adv_est(_name)(_estimator)
+register_adv_est("gae", rows="trajectory")(compute_gae_advantage_return)
+register_adv_est("grpo", groups=True)(compute_grpo_outcome_advantage)
+register_adv_est("grpo_vectorized", groups=True)(compute_grpo_outcome_advantage)
+register_adv_est("grpo_passk", groups=True)(compute_grpo_passk_outcome_advantage)
+register_adv_est("gdpo", groups=True, raw_scores=True)(compute_gdpo_outcome_advantage)
+register_adv_est("rloo", groups=True)(compute_rloo_outcome_advantage)
+register_adv_est("rloo_vectorized", groups=True)(compute_rloo_vectorized_outcome_advantage)
+register_adv_est("opo", groups=True)(compute_opo_outcome_advantage)
+register_adv_est("gpg", groups=True)(compute_gpg_outcome_advantage)
+register_adv_est("reinforce_plus_plus")(compute_reinforce_plus_plus_outcome_advantage)
+register_adv_est("reinforce_plus_plus_baseline")(compute_reinforce_plus_plus_baseline_outcome_advantage)
+register_adv_est("remax", raw_scores=True)(compute_remax_outcome_advantage)
+register_adv_est("optimal_token_baseline")(compute_optimal_token_baseline_advantage)
+register_adv_est("tir_optimal_token_baseline")(compute_multi_turn_optimal_token_baseline_advantage)
+register_adv_est("reinforce")(compute_reinforce_advantage)
+register_adv_est("agentic_reinforce", rows="trajectory")(compute_agentic_reinforce_advantage)
+register_adv_est("step_reinforce", rows="step")(compute_step_reinforce_advantage)
+register_adv_est("gigpo", rows="step", groups=True)(compute_gigpo_advantage)
 
-AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in _ESTIMATORS})  # type: ignore[misc]
+AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
 """verl's enum of the names above; each member is its name, and the registry takes either."""
 
 # What `actor.policy_loss.loss_mode` knows.
-_POLICY_LOSSES: dict[str, PolicyLossFn] = {
-    "vanilla": compute_policy_loss_vanilla,
-    "gspo": compute_policy_loss_gspo,
-    "sapo": compute_policy_loss_sapo,
-    "geo_mean": compute_policy_loss_geo_mean,
-    "gpg": compute_policy_loss_gpg,
-    "cispo": compute_policy_loss_cispo,
-    "tis": compute_policy_loss_tis,
-    "topr": compute_policy_loss_topr,
-    "kimi15": compute_policy_loss_kimi15,
-    "dro": compute_policy_loss_dro,
-    "dppo_tv": compute_policy_loss_dppo_tv,
-    "dppo_kl": compute_policy_loss_dppo_kl,
-    "clip_cov": compute_policy_loss_clip_cov,
-    "kl_cov": compute_policy_loss_kl_cov,
-}
-for _name, _loss in _POLICY_LOSSES.items():
-    register_policy_loss(_name)(_loss)
+register_policy_loss("vanilla")(compute_policy_loss_vanilla)
+register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")(compute_policy_loss_gspo)
+register_policy_loss("sapo", loss_agg_mode="seq-mean-token-mean")(compute_policy_loss_sapo)
+register_policy_loss("geo_mean", loss_agg_mode="seq-mean-token-mean")(compute_policy_loss_geo_mean)
+register_policy_loss("gpg")(compute_policy_loss_gpg)
+register_policy_loss("cispo")(compute_policy_loss_cispo)
+register_policy_loss("tis")(compute_policy_loss_tis)
+register_policy_loss("topr")(compute_policy_loss_topr)
+register_policy_loss("kimi15")(compute_policy_loss_kimi15)
+register_policy_loss("dro", needs=("dro_beta",))(compute_policy_loss_dro)
+register_policy_loss("dppo_tv")(compute_policy_loss_dppo_tv)
+register_policy_loss("dppo_kl")(compute_policy_loss_dppo_kl)
+register_policy_loss("clip_cov")(compute_policy_loss_clip_cov)
+register_policy_loss("kl_cov")(compute_policy_loss_kl_cov)
 
 # ---------------------------------------------------------------------------------------------------- value loss
 

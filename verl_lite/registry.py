@@ -18,11 +18,15 @@ OWN_PACKAGES = ("verl_lite", "workers", "trainer")
 
 
 class Registry(dict[str, T]):
-    """Objects of one kind by name, e.g. `Registry[Callable]("policy loss")`. Names are case-sensitive."""
+    """Objects of one kind by name, e.g. `Registry[Callable]("policy loss")`. Names are case-sensitive.
+
+    facts: by name what an entry says of itself where it is registered, such as what it needs.
+    """
 
     def __init__(self, kind: str, entries: dict[str, T] | None = None) -> None:
         super().__init__(entries or {})
         self.kind = kind
+        self.facts: dict[str, dict[str, Any]] = {}
 
     def register(self, name: str | Enum) -> Callable[[T], T]:
         """Decorator that files an object under `name`. See `add_entry`."""
@@ -34,10 +38,14 @@ class Registry(dict[str, T]):
 
     def copy(self) -> Registry[T]:
         """A registry of the same kind with the same entries (dict.copy would lose the methods)."""
-        return Registry(self.kind, dict(self))
+        other = Registry(self.kind, dict(self))
+        other.facts = dict(self.facts)
+        return other
 
 
-def add_entry(entries: dict[str, T], kind: str, name: str | Enum) -> Callable[[T], T]:
+def add_entry(
+    entries: dict[str, T], kind: str, name: str | Enum, facts: dict[str, Any] | None = None
+) -> Callable[[T], T]:
     """Decorator that files an object in `entries`.
 
     The same object may be filed again under its name (modules are imported twice under test runners).
@@ -52,6 +60,8 @@ def add_entry(entries: dict[str, T], kind: str, name: str | Enum) -> Callable[[T
                 f"{kind} {key!r} is already registered as {_where(known)}; {_where(item)} needs another name."
             )
         entries[key] = item
+        if facts and isinstance(entries, Registry):  # and not a plain dict in its place
+            entries.facts[key] = facts
         return item
 
     return decorate
@@ -68,13 +78,13 @@ def find_entry(entries: dict[str, T], kind: str, name: str | Enum) -> T:
     if ":" in key:
         return _import(key, kind)
     known = ", ".join(sorted(entries)) or "none"
-    raise ValueError(f"Unknown {kind}: {key}.{did_you_mean(key, entries)} Known: {known}; or a path pkg.module:object.")
+    raise ValueError(f"Unknown {kind}: {key}{did_you_mean(key, entries)}. Known: {known}; or a path pkg.module:object.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'X'?` if a known name is near, else nothing."""
+    """`; did you mean X` if a known name is near, else nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {close[0]}" if close else ""
 
 
 def foreign_modules(entries: Iterable[object]) -> list[str]:

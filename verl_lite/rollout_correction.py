@@ -5,7 +5,7 @@ the same, and do not: other kernels, other dtypes, quantisation, stale weights. 
 of a sampled token, `correct_rollout` gives importance weights such as e^x, to multiply the loss with, and a
 response_mask without the tokens or answers whose x is out of bounds. ROLLOUT_CORRECTION.md says which to use when.
 
-One implementation for the options of verl and of ROLL (`options.rollout_correction` translates both). All tensors are
+One implementation for what verl and ROLL offer (`config.rollout_correction` reads the options). All tensors are
 (B, T). A value under mask 0 never matters; a row without a valid token has no weight and is in no metric. Weights and
 rejection read a token, its run of tokens or its row, so they do not depend on how a batch was cut; only
 batch_normalize reads the whole batch.
@@ -26,7 +26,6 @@ from verl_lite.config.rollout_correction import (
     Rejection,
     Weighting,
     correction_of,
-    from_roll,
 )
 from verl_lite.metrics import Metric
 
@@ -94,26 +93,6 @@ def keep_rewards(rewards: torch.Tensor, response_mask: torch.Tensor, kept_mask: 
     last_kept = torch.where(kept_mask != 0, positions, -1).cummax(dim=-1).values
     moves = (response_mask != 0) & (kept_mask == 0) & (last_kept >= 0)
     return torch.zeros_like(rewards).scatter_add(-1, torch.where(moves, last_kept, positions), rewards)
-
-
-def compute_train_infer_correction(
-    cfg: Any,
-    response_mask: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    infer_log_probs: torch.Tensor,
-    global_valid_samples: Any = None,
-    global_valid_tokens: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-    """ROLL's function: (weights, filter mask, metrics), all tensors (B, T); weights are 1 where they are not enabled.
-
-    cfg: ROLL's options, see `from_roll`. The two denominators are accepted and not needed: a `Metric` carries its own.
-    ROLL's metrics are named without its @sum and @max.
-    """
-    weights, mask, metrics = correct_rollout(old_log_probs, infer_log_probs, response_mask, from_roll(cfg))
-    ones = torch.ones_like(at_least_fp32(old_log_probs))
-    is_kept = (mask != 0) | (response_mask == 0)
-    only_roll = {name: metric for name, metric in metrics.items() if name.startswith("actor/")}
-    return ones if weights is None else weights, is_kept.to(ones.dtype), only_roll
 
 
 # ---------------------------------------------------------------------------------------------------- the arithmetic

@@ -125,7 +125,7 @@ def column(name: str) -> Column:
         meaning = f"{name.removeprefix(_EXTRA_PREFIX)!r} of what the reward function returned"
         return Column(name, ("B",), "object", meaning, _REWARD)
     raise ValueError(
-        f"{name!r} is not a column of a batch.{did_you_mean(name, _BY_NAME)} verl_lite/schema.py lists them."
+        f"{name!r} is not a column of a batch{did_you_mean(name, _BY_NAME)}. verl_lite/schema.py lists them."
     )
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trainer.tracking import TRACKERS
 from verl_lite.config import ActorConfig, AlgorithmConfig, ConfigError, unknown_value
-from verl_lite.config.checks import ranges
-from verl_lite.config.checks.algorithm import losses
-from verl_lite.config.checks.checkpoint import checkpoints
-from verl_lite.config.checks.run import group_size, run, slots
+from verl_lite.config.checks import loss_problems, machine_problems, section_problems
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.registry import takes
@@ -46,15 +43,12 @@ OFF: dict[str, str] = {
 def validate(config: FlowGRPOConfig, *, count: int | None = None, available: int | None = None) -> None:
     """Raises ConfigError with all problems. count: devices of the run. available: of this machine."""
     problems = [
-        *ranges(config),
-        *losses(cast("Any", config)),  # which reads the sections that both kinds of run have
+        *section_problems(config),
+        *loss_problems(config.actor),
         *_data(config),
         *_algorithm(config.algorithm, config.rollout.n),
         *_actor(config.actor, config.sampler.num_train_steps),
-        *checkpoints(config.trainer, validates=True),
-        *run(config, TRACKERS),
-        *slots(config, count, available),
-        *(group_size("actor.fsdp_config.fsdp_size", config.actor.fsdp_config.fsdp_size, count) if count else ()),
+        *machine_problems(config, count, available, TRACKERS),
     ]
     for name, what in OFF.items():
         value: Any = config
@@ -101,8 +95,3 @@ def _actor(actor: ActorConfig, steps: int) -> Problems:
         )
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         yield "actor.use_dynamic_bsz=false needs actor.ppo_micro_batch_size_per_gpu, samples of one micro-batch"
-    if actor.use_kl_loss and actor.kl_loss_type != ActorConfig().kl_loss_type:
-        yield (
-            f"actor.kl_loss_type={actor.kl_loss_type} has no effect: the KL between two steps is known in closed form; "
-            "leave it out"
-        )

@@ -14,8 +14,9 @@ from typing import Any
 
 from tests.fuzz.cases import Case, Part
 from verl_lite.config import Key, PPOConfig, schema_of
-from verl_lite.config import verl_keys as compat
 from verl_lite.config.checks import TRACKERS
+from verl_lite.config.sources import PREFIX
+from verl_lite.config.spellings import EQUAL, NO_EFFECT, REFUSED, RENAMED
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 
 SCHEMA = schema_of(PPOConfig)
@@ -182,18 +183,17 @@ def draw_override(rng: random.Random, fits: bool) -> str:
     if not fits and rng.random() < 0.12:
         name = misspelt(rng, name)
     if name.split(".")[0] in PREFIXED and rng.random() < 0.3:
-        name = f"{compat.PREFIX}.{name}"
+        name = f"{PREFIX}.{name}"
     operator = rng.choices(["", "+", "++", "~"], [0.85, 0.06, 0.06, 0.03])[0]
     return f"~{name}" if operator == "~" else f"{operator}{name}={value}"
 
 
 def draw_verl(rng: random.Random) -> str:
     """A key of verl that has another name, no meaning, or no equal here, with any value."""
-    name = rng.choice(sorted(compat.RULES))
+    name = rng.choice(sorted({*RENAMED, *REFUSED, *EQUAL, *" ".join(NO_EFFECT.values()).split()})).replace("*", "actor")
     name = name if rng.random() < 0.9 else f"{name}.{rng.choice(['x', 'enable', 'a.b'])}"
-    name = f"{compat.PREFIX}.{name}" if name.split(".")[0] in PREFIXED else name
-    rule = compat.RULES.get(name)
-    known = [str(value).lower() for value in getattr(rule, "harmless", ())]
+    name = f"{PREFIX}.{name}" if name.split(".")[0] in PREFIXED else name
+    known = [str(value).lower() for value in REFUSED.get(name, ())[1:]]
     return (
         f"{name}={rng.choice([*known, *known, 'null', 'true', 'false', '1', '0', '-1', '0.5', *rng.sample(TEXTS, 3)])}"
     )

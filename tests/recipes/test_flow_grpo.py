@@ -102,7 +102,6 @@ def config_of(**options: Any) -> FlowGRPOConfig:
         ({"actor__entropy_coeff": 0.1}, "actor.entropy_coeff=0.1: flow_grpo has no entropy bonus"),
         ({"actor__ppo_max_token_len_per_gpu": 3}, "a single sample has sampler.num_train_steps=4"),
         ({"actor__use_dynamic_bsz": False}, "needs actor.ppo_micro_batch_size_per_gpu"),
-        ({"actor__use_kl_loss": True, "actor__kl_loss_type": "k1"}, "actor.kl_loss_type=k1 has no effect"),
         ({"actor__policy_loss__loss_mode": "vanila"}, "vanila"),
         ({"model__network": None}, "model.network=None: it is needed"),
         ({"model__lora_rank": -1}, "model.lora_rank=-1"),

@@ -10,8 +10,8 @@ from recipes.reward_flow import recipe
 from trainer.recipe import recipe_overrides
 from trainer.tracking import read_metrics
 from verl_lite.config import ConfigError, load_schema
-from verl_lite.config.checks.diffusion import validate
 from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.config.diffusion_checks import validate_reward_flow as validate
 
 CORE = "val-core/cosine_identity/reward/mean@1"
 

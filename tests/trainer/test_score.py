@@ -252,10 +252,8 @@ def test_what_is_no_file_of_answers(tmp_path: Path, name: str, content: str | No
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["reward=regx"], "reward.functions.regx.reward=regx: no reward has this name. Did you mean 'regex'?"),
-        (["reward=none.py"], "reward.custom_reward_function.path='?none.py.*no such file"),
-        (["reward.overlong_buffer.enable=true"], "reward.overlong_buffer has no effect here"),
-        (["reward.function_weight=2"], "reward.function_weight has no effect here"),
+        (["reward=regx"], "reward.functions.regx.reward=regx: no reward has this name; did you mean regex"),
+        (["reward=none.py"], "reward.custom_reward_function.path=none.py: there is no file"),
         (["rows=0"], "rows=0: -1 .all. or at least 1"),
         (["reward.fuctions={}"], "there is no such key; did you mean reward.functions"),
         (["data_source=nobody/knows"], "No reward function for data_source='nobody/knows'"),

@@ -42,7 +42,7 @@ def random_mask(rows: int, width: int, generator: torch.Generator) -> torch.Tens
 def test_unknown_estimator_text_of_verl():
     with pytest.raises(ValueError, match="Unknown advantage estimator simply: nothing_like_it"):
         get_adv_estimator_fn("nothing_like_it")
-    with pytest.raises(ValueError, match="Unknown policy loss: vanila. Did you mean 'vanilla'"):
+    with pytest.raises(ValueError, match="Unknown policy loss: vanila; did you mean vanilla"):
         get_policy_loss_fn("vanila")
 
 

@@ -44,7 +44,7 @@ def test_unknown_name_lists_known_and_nearest_and_case_matters():
     registry: Registry = Registry("policy loss")
     registry.register("vanilla")(first)
     registry.register("gspo")(second)
-    with pytest.raises(ValueError, match=r"Unknown policy loss: vanila. Did you mean 'vanilla'\? Known: gspo, vanilla"):
+    with pytest.raises(ValueError, match=r"Unknown policy loss: vanila; did you mean vanilla. Known: gspo, vanilla"):
         registry.get_fn("vanila")
     with pytest.raises(ValueError, match="Unknown policy loss: GSPO"):
         registry.get_fn("GSPO")

@@ -27,7 +27,7 @@ def test_column_gives_the_entry():
     entry = column("advantages")
     assert (entry.dims, entry.dtype, entry.writer) == (("B", "R"), "float32", "trainer/advantage.py")
     assert column("reward/acc").writer == "trainer/rewards/scores.py"
-    with pytest.raises(ValueError, match="'advantage' is not a column of a batch. Did you mean 'advantages'"):
+    with pytest.raises(ValueError, match="'advantage' is not a column of a batch; did you mean advantages"):
         column("advantage")
 
 

@@ -20,7 +20,6 @@ import torch
 from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
 from trainer.clips.table import VideoRow, read_tables
 from trainer.diffusion.loop import EpochSteps, fingerprint
-from verl_lite.config.checks.video import video_data
 from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -59,7 +58,7 @@ class VideoDataset:
     """
 
     def __init__(self, config: VideoDataConfig) -> None:
-        if problems := list(video_data(config)):
+        if problems := list(config.check()):
             raise UserError("\n".join(problems))
         self.config = config
         trained = read_tables(config)

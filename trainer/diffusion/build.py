@@ -21,8 +21,8 @@ from trainer.resources import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, s
 from trainer.run import Job, Report, ResourceRequest
 from trainer.saving import Checkpointable, Saver
 from trainer.tracking import TRACKERS, Tracking
-from verl_lite.config.checks.diffusion import validate
 from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.config.diffusion_checks import validate_reward_flow as validate
 from verl_lite.device import device_type
 from verl_lite.protocol import DataProto
 from verl_lite.registry import foreign_modules

@@ -27,7 +27,7 @@ from trainer.planner.diffusion_shapes import (
     umt5_parameters,
 )
 from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, Phase, part_lines, phase_lines, with_context
-from verl_lite.config.checks.values import value_of
+from verl_lite.config import value_of
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 

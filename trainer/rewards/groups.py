@@ -17,7 +17,7 @@ from verl_lite.algos.advantages import outcome_scores
 from verl_lite.algos.group_outcomes import KINDS, GroupKinds, group_kinds
 from verl_lite.algos.masked import group_ids
 from verl_lite.config import PPOConfig
-from verl_lite.config.checks.sampling import MODEL_METRICS
+from verl_lite.config.ppo import MODEL_METRICS
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto

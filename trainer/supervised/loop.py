@@ -26,7 +26,7 @@ from trainer.step_metrics import timed
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
-from verl_lite.config.checks import ranges
+from verl_lite.config.checks import section_problems
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
@@ -323,7 +323,7 @@ def check(config: SupervisedConfig) -> None:
         raise UserError("data.train_files is empty: give parquet, json or jsonl files")
     if config.model.path is None:
         raise UserError("model.path is null: give a Hugging Face folder or a cached hub name")
-    if problems := list(ranges(config)):
+    if problems := list(section_problems(config)):
         raise ConfigError(problems)
     if config.trainer.backend == "inline" and (config.trainer.n_gpus_per_node or 1) > 1:
         raise UserError(

@@ -12,8 +12,6 @@ import torch
 from trainer.data.sft import Example, collate, load_examples
 from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from verl_lite.config import SFTConfig
-from verl_lite.config.checks.model import adapter
-from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.causal_lm import causal_lm
@@ -45,8 +43,6 @@ class SFTJob(SupervisedJob[SFTConfig]):
 
     def read_task(self) -> Task[Example]:
         config = self.config
-        for problem in adapter(config.model):
-            raise UserError(problem)
         tokenizer, files = load_tokenizer(config.model), config.data.val_files
         return Task(
             worker=SFTWorker,

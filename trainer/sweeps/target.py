@@ -21,7 +21,7 @@ from verl_lite.errors import UserError
 SCHEMAS = {
     "ppo": "verl_lite.config:PPOConfig",
     "sft": "verl_lite.config:SFTConfig",
-    "rm": "verl_lite.config.reward_training:RewardTrainingConfig",
+    "rm": "verl_lite.config:RewardTrainingConfig",
     "reward_flow": "verl_lite.config.diffusion:RewardFlowConfig",
 }
 """Classes of options by name; `none` is a command whose words are not looked at."""
@@ -119,7 +119,7 @@ class Target:
 
             validate(config, slots=resolve_slots(config), available=self.gpus)
         else:
-            from verl_lite.config.checks.diffusion import validate as validate_flow
+            from verl_lite.config.diffusion_checks import validate_reward_flow as validate_flow
 
             validate_flow(config, count=self.gpus, available=self.gpus)
 

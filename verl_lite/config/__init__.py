@@ -1,125 +1,58 @@
 """Every option of every command, with its default, range and meaning; and the way from a command line to them."""
 
-from __future__ import annotations
-
 from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
+from verl_lite.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PFPPOConfig
 from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig, source_options
-from verl_lite.config.fields import ALL_OR_SOME, MOMENTS, POSITIVE, POSITIVE_SHARE, SHARE, Range, at_least, opt, section
-from verl_lite.config.keys import KEYS, ConfigError, Key, Schema, did_you_mean, schema_of, unknown_value
-from verl_lite.config.loader import LoadedConfig, load_config, load_schema
-from verl_lite.config.ppo import (
+from verl_lite.config.fields import (
+    ALL_OR_SOME,
+    FINITE,
+    MOMENTS,
+    POSITIVE,
+    POSITIVE_SHARE,
+    SEED,
+    SHARE,
+    Problems,
+    Range,
+    at_least,
+    opt,
+    section,
+    unknown_value,
+)
+from verl_lite.config.learners import (
     ActorConfig,
-    AlgorithmConfig,
     CriticConfig,
     CriticOptimConfig,
-    FilterGroupsConfig,
+    PolicyLossConfig,
+    RefConfig,
+    RewardModelConfig,
+)
+from verl_lite.config.loader import LoadedConfig, load_config, load_schema
+from verl_lite.config.networks import (
     FSDPConfig,
-    KLControlConfig,
     MixedPrecisionConfig,
     ModelConfig,
     NetworkConfig,
     OptimConfig,
-    PFPPOConfig,
-    PolicyLossConfig,
-    PPOConfig,
-    RayInitConfig,
-    RayKwargs,
-    RefConfig,
-    RewardModelConfig,
-    RolloutConfig,
-    RunConfig,
-    RunOptions,
+    WrapPolicyConfig,
+)
+from verl_lite.config.ppo import PPOConfig
+from verl_lite.config.printing import help_config, help_text, print_config, save_config
+from verl_lite.config.reads import Options, handed_over, option_reads, record_reads, uncounted
+from verl_lite.config.reward import CustomRewardConfig, OverlongBufferConfig, RemoteRewardConfig, RewardConfig
+from verl_lite.config.rollout import RolloutConfig, ValKwargs
+from verl_lite.config.rollout_correction import RolloutCorrectionConfig
+from verl_lite.config.run import RayInitConfig, RayKwargs, RunConfig, RunOptions, TrainerConfig
+from verl_lite.config.schema import KEYS, ConfigError, Key, Schema, schema_of, value_of
+from verl_lite.config.score import ScoreConfig
+from verl_lite.config.sources import Verbosity, parse_value, split_choices
+from verl_lite.config.supervised import (
+    PreferenceDataConfig,
+    RewardLossConfig,
+    RewardTrainingConfig,
     SFTConfig,
     SFTDataConfig,
     SFTTrainerConfig,
     SupervisedConfig,
     SupervisedDataConfig,
-    TrainerConfig,
-    ValKwargs,
-    WrapPolicyConfig,
 )
-from verl_lite.config.printing import help_config, print_config, save_config
-from verl_lite.config.reward import CustomRewardConfig, OverlongBufferConfig, RemoteRewardConfig, RewardConfig
-from verl_lite.config.reward_training import (
-    PreferenceDataConfig,
-    RewardLossConfig,
-    RewardTrainingConfig,
-)
-from verl_lite.config.rollout_correction import RolloutCorrectionConfig
-from verl_lite.config.score import ScoreConfig
-from verl_lite.config.sources import Verbosity, parse_value, split_choices
-
-__all__ = [
-    "ALL_OR_SOME",
-    "ActorConfig",
-    "AgenticConfig",
-    "AlgorithmConfig",
-    "ConfigError",
-    "CriticConfig",
-    "CriticOptimConfig",
-    "CustomClassConfig",
-    "CustomRewardConfig",
-    "DataConfig",
-    "EnvManagerConfig",
-    "EnvPoolConfig",
-    "FSDPConfig",
-    "FilterGroupsConfig",
-    "HUB_NAME",
-    "KEYS",
-    "KLControlConfig",
-    "Key",
-    "LoadedConfig",
-    "MOMENTS",
-    "MixedPrecisionConfig",
-    "ModelConfig",
-    "NetworkConfig",
-    "OptimConfig",
-    "OverlongBufferConfig",
-    "PFPPOConfig",
-    "POSITIVE",
-    "POSITIVE_SHARE",
-    "PPOConfig",
-    "PolicyLossConfig",
-    "PreferenceDataConfig",
-    "Range",
-    "RayInitConfig",
-    "RayKwargs",
-    "RefConfig",
-    "RemoteRewardConfig",
-    "RewardConfig",
-    "RewardLossConfig",
-    "RewardModelConfig",
-    "RewardNormalizationConfig",
-    "RewardTrainingConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "RunConfig",
-    "RunOptions",
-    "SFTConfig",
-    "SFTDataConfig",
-    "SFTTrainerConfig",
-    "SHARE",
-    "SamplerConfig",
-    "Schema",
-    "ScoreConfig",
-    "SupervisedConfig",
-    "SupervisedDataConfig",
-    "TrainerConfig",
-    "ValKwargs",
-    "Verbosity",
-    "WrapPolicyConfig",
-    "at_least",
-    "did_you_mean",
-    "help_config",
-    "load_config",
-    "load_schema",
-    "opt",
-    "parse_value",
-    "print_config",
-    "save_config",
-    "schema_of",
-    "section",
-    "source_options",
-    "split_choices",
-    "unknown_value",
-]
+from verl_lite.registry import did_you_mean

@@ -1,7 +1,4 @@
-"""The options of the data: which files, what their columns are called, how prompts are made of them, in which order.
-
-Part of `verl_lite.config`, which documents how fields are written.
-"""
+"""The options of the data: which files, what their columns are called, how prompts are made of them, in which order."""
 
 from __future__ import annotations
 
@@ -9,71 +6,144 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, SEED, Problems, at_least, opt, section
+from verl_lite.config.reads import Options
 from verl_lite.errors import UserError
+from verl_lite.registry import did_you_mean
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")
 """owner/name, owner/name:config, owner/name:config@split"""
+SUFFIXES = (".parquet", ".json", ".jsonl")
+_TRUNCATIONS = ("error", "left", "right", "middle")
+OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
+"""What `data.columns` may map."""
 
 
 @dataclass
-class CustomClassConfig:
+class CustomClassConfig(Options):
+    """A dataset class of your own."""
+
     path: str | None = opt(None, "Python file, or pkg://module, with a dataset class of your own; null = ours")
     name: str | None = opt(None, "its name")
 
+    def check(self) -> Problems:
+        """File and class go together."""
+        yield from named_class("data.custom_cls.path", self.path, "data.custom_cls.name", self.name)
+
 
 @dataclass
-class SamplerConfig:
-    class_path: str | None = opt(
-        None, "Python file, or pkg://module, with a sampler or curriculum; null = data.shuffle"
-    )
+class SamplerConfig(Options):
+    """The order of the training prompts."""
+
+    class_path: str | None = opt(None, "Python file, or pkg://module, with a sampler; null = data.shuffle")
     class_name: str | None = opt(None, "its name")
 
+    def check(self) -> Problems:
+        """File and class go together."""
+        yield from named_class("data.sampler.class_path", self.class_path, "data.sampler.class_name", self.class_name)
+
 
 @dataclass
-class DataConfig:
+class DataConfig(Options):
+    """What is asked."""
+
     train_files: list[str] = opt(
-        [], "training prompts: parquet, json or jsonl, folders, hub names (owner/name:config@split); one or a list"
+        [], "training prompts: parquet, json or jsonl files, folders, hub names (owner/name:config@split)"
     )
     val_files: list[str] = opt([], "the same for validation; may be empty, then nothing is validated")
     prompt_key: str = opt("prompt", "column that holds the chat messages")
-    columns: dict[str, Any] = opt(
-        {}, "for other schemas, our column: theirs, as {prompt: question, ground_truth: answer}; see trainer/DATA.md"
-    )
+    columns: dict[str, Any] = opt({}, "ours: theirs, as {prompt: question, ground_truth: answer}; trainer/DATA.md")
     data_source: str | None = opt(None, "data_source of rows that have no such column")
     system_prompt: str | None = opt(None, "system message put before prompts that begin with none")
     prompt_template: str | None = opt(None, "text around a prompt that is plain text, which stands for {prompt} in it")
-    ground_truth_regex: str | None = opt(
-        None, "the ground truth is the first group of its last match in the row's, as #### (.+)"
-    )
-    tools_path: str | None = opt(
-        None, "json file with a list of tool schemas, which the chat template shows where a row has no tools of its own"
-    )
-    sources: dict[str, Any] = opt(
-        {}, "by data_source: {weight: its share of each batch, n: answers to each prompt instead of rollout.n}"
-    )
+    ground_truth_regex: str | None = opt(None, "the ground truth is the first group of its last match, as #### (.+)")
+    tools_path: str | None = opt(None, "json list of tool schemas for the chat template, of rows without their own")
+    sources: dict[str, Any] = opt({}, "by data_source: {weight: share of each batch, n: answers instead of rollout.n}")
     sampler: SamplerConfig = section(SamplerConfig, "the order of the training prompts")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "a dataset class of your own")
     train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)", at_least(1))
-    val_batch_size: int | None = opt(
-        None, "prompts that a validation asks at one time; changes no number; null = all", at_least(1)
-    )
+    val_batch_size: int | None = opt(None, "prompts of a validation at one time; changes no number", at_least(1))
     max_prompt_length: int = opt(512, "tokens; see `truncation` for longer prompts", at_least(1))
     max_response_length: int = opt(512, "tokens generated at most per sample", at_least(1))
-    truncation: str = opt(
-        "error", "what to do with a longer prompt: error | left | right | middle", ("error", "left", "right", "middle")
-    )
+    truncation: str = opt("error", "of longer prompts: error | left | right | middle", _TRUNCATIONS)
     filter_overlong_prompts: bool = opt(False, "drop longer prompts at start, and say how many")
     filter_overlong_prompts_workers: int = opt(1, "processes that measure prompt lengths", at_least(1))
     train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all", ALL_OR_SOME)
-    val_max_samples: int = opt(
-        -1, "validate on so many rows at most, drawn at random but the same ones in every run; -1 = all", ALL_OR_SOME
-    )
+    val_max_samples: int = opt(-1, "validate on so many rows at most, the same in every run; -1 = all", ALL_OR_SOME)
     shuffle: bool = opt(True, "shuffle the training rows each epoch")
-    seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed", at_least(0))
+    seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed", SEED)
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
+
+    def check_prompts(self, *, trains: bool) -> Problems:
+        """Files, columns and order of a run on prompts. What the rows say is checked when they are read."""
+        if self.custom_cls.path is None:  # what the files are is the class's affair
+            for name, places in (("data.train_files", self.train_files), ("data.val_files", self.val_files)):
+                for place in places:
+                    yield from _place(name, place)
+            if trains and not self.train_files:
+                yield "data.train_files is empty: give a parquet file of prompts, data.train_files=train.parquet"
+        for ours, theirs in self.columns.items():
+            names = theirs if isinstance(theirs, list) else [theirs]
+            if ours not in OUR_COLUMNS:
+                hint = f"our columns are {', '.join(OUR_COLUMNS)}{did_you_mean(str(ours), OUR_COLUMNS)}"
+                yield f"data.columns.{ours}={theirs}: {hint}; others reach a reward by data.columns.extra_info=[{ours}]"
+            elif not (names and all(isinstance(name, str) and name for name in names)) and (
+                theirs is not None or ours in ("prompt", "ground_truth")
+            ):
+                yield f"data.columns.{ours}={theirs}: the name of a column of the data, or a list of names, is expected"
+        yield from self._check_texts()
+        yield from source_problems(self.sources)
+        if self.sampler.class_path and any(options.get("weight") for options in self.sources.values() if options):
+            yield "data.sources.*.weight and data.sampler.class_path both decide which prompts come: leave one out"
+
+    def _check_texts(self) -> Problems:
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            yield (
+                f"data.prompt_template={self.prompt_template!r}: the prompt stands for {{prompt}}, which is not in it; "
+                "write for example '{prompt} Put the answer after ####.'"
+            )
+        pattern = self.ground_truth_regex
+        try:
+            groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error:
+            groups = 0
+        if not groups:
+            yield f"data.ground_truth_regex={pattern!r}: a regular expression with a group is expected, as '#### (.+)'"
+        if self.tools_path is not None and not Path(self.tools_path).expanduser().is_file():
+            yield f"data.tools_path={self.tools_path}: there is no file {Path(self.tools_path).expanduser().absolute()}"
+
+
+def python_file(name: str, place: str | None) -> Problems:
+    """The problem of a missing file of the user's code; a module (pkg://package.module) is not looked for."""
+    if place is not None and not place.startswith("pkg://") and not Path(place).expanduser().is_file():
+        yield (
+            f"{name}={place}: there is no file {Path(place).expanduser().absolute()} (a module is given as "
+            "pkg://package.module)"
+        )
+
+
+def named_class(path_key: str, path: str | None, name_key: str, name: str | None) -> Problems:
+    """The problem of a class of which only the file or only the name is given."""
+    yield from python_file(path_key, path)
+    if (path is None) != (name is None):
+        yield f"{path_key}={path} with {name_key}={name}: both are expected, the Python file and the class in it"
+
+
+def _place(name: str, place: str) -> Problems:
+    file = Path(place).expanduser()
+    if file.is_dir() or Path(place.partition("@")[0].partition(":")[0]).expanduser().is_dir():
+        return
+    if file.is_file():
+        if file.suffix not in SUFFIXES:
+            yield f"{name}={place}: a .parquet, .json or .jsonl file is expected"
+    elif file.suffix in SUFFIXES or not HUB_NAME.fullmatch(place):
+        yield (
+            f"{name}={place}: there is no file {file.absolute()}; a dataset of the Hugging Face hub is given as "
+            "owner/name, owner/name:config or owner/name:config@split"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,28 +163,21 @@ def source_options(sources: Mapping[str, Any]) -> dict[str, SourceOptions]:
 
 def source_problems(sources: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with `data.sources` whatever the data is."""
-    known = ("weight", "n")
+    weights = {}
     for name, entry in sources.items():
         where = f"data.sources.{name}"
-        if not isinstance(entry, Mapping) or not entry or not set(entry) <= set(known):
-            yield f"{where}={entry}: expected entries of {' and '.join(known)}, as {{weight: 0.5, n: 8}}"
+        if not isinstance(entry, Mapping) or not entry or not set(entry) <= {"weight", "n"}:
+            yield f"{where}={entry}: expected entries of weight and n, as {{weight: 0.5, n: 8}}"
             continue
         weight, n = entry.get("weight"), entry.get("n")
-        if weight is not None and (not _is_number(weight) or not 0 <= weight < math.inf):
+        weights[name] = weight
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if weight is not None and not (is_number and 0 <= weight < math.inf):
             yield f"{where}.weight={weight!r}: expected a number of at least 0, its share beside the other weights"
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
             yield f"{where}.n={n!r}: expected a whole number of at least 1, the answers to each of its prompts"
-    weighted = {name: entry["weight"] for name, entry in sources.items() if _is_weighted(entry)}
-    for name in sources if weighted else ():
-        if name not in weighted:
-            yield f"data.sources.{name} has no weight, and {next(iter(weighted))} has one: give every source a weight"
-    if weighted and not any(weighted.values()):
-        yield "data.sources: every weight is 0, so no prompt would be drawn: give a source a weight above 0"
-
-
-def _is_weighted(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and entry.get("weight") is not None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if any(weight is not None for weight in weights.values()):
+        for name in (name for name, weight in weights.items() if weight is None):
+            yield f"data.sources.{name} has no weight, and others have one: give every source a weight"
+        if not any(weights.values()):
+            yield "data.sources: every weight is 0, so no prompt would be drawn: give a source a weight above 0"

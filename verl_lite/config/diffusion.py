@@ -7,27 +7,32 @@ the sampler (`num_inference_steps`, `mid_timestep`, `final_timestep`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_lite.config.fields import (
     ALL_OR_SOME,
+    FINITE,
     POSITIVE,
     POSITIVE_SHARE,
-    Range,
+    SEED,
+    Problems,
     at_least,
     opt,
     section,
 )
-from verl_lite.config.ppo import FSDPConfig, OptimConfig, RayKwargs, RunConfig
+from verl_lite.config.networks import FSDPConfig, OptimConfig
+from verl_lite.config.reads import Options
+from verl_lite.config.run import RayKwargs, RunConfig
 
-_FINITE = Range("a finite number is expected", math.isfinite)
-_SEED = Range("null, or a whole number from 0 to 2^63 - 1 is expected", lambda value: 0 <= value < 2**63)
+EXPERTS = ("transformer", "transformer_2")
+FRAMES_PER_LATENT = 4
+"""Frames that a video autoencoder of Wan's kind makes into one in time, after the first, which stands alone."""
 
 
 @dataclass
-class DiffusionModelConfig:
+class DiffusionModelConfig(Options):
     """The frozen pipeline and the adapter that learns."""
 
     path: str | None = opt(None, "folder of an image-to-video pipeline in diffusers format (model_index.json)")
@@ -51,9 +56,24 @@ class DiffusionModelConfig:
     offload_frozen: bool = opt(False, "keep what is not at work (high-noise expert, text encoder) in host memory")
     vae_tiling: bool = opt(False, "decode in tiles: less memory, more time")
 
+    def check(self) -> Problems:
+        """The adapter, and whether there is a pipeline."""
+        if not self.target_modules:
+            yield "model.target_modules is empty, so that nothing would learn: name linear layers, such as [to_q,to_v]"
+        for expert, file in self.fused_loras.items():
+            if expert not in EXPERTS:
+                yield f"model.fused_loras.{expert}={file}: the experts are called {' and '.join(EXPERTS)}"
+            elif not Path(str(file)).expanduser().exists():
+                yield f"model.fused_loras.{expert}={file}: there is no {Path(str(file)).expanduser().absolute()}"
+        if self.path is None:
+            yield (
+                "model.path is null: give the folder of an image-to-video pipeline in diffusers format, or "
+                "recipe=reward_flow for a tiny one"
+            )
+
 
 @dataclass
-class FlowSamplerConfig:
+class FlowSamplerConfig(Options):
     """Flow-match Euler steps from noise to a clip; the last ones with gradient."""
 
     num_inference_steps: int = opt(
@@ -63,23 +83,31 @@ class FlowSamplerConfig:
     final_timestep: int = opt(7, "last step that is run; N - 1 = to the end")
     shift: float = opt(5.0, "of the sigmas towards noise; 1 = none", POSITIVE)
     noise_seed: int | None = opt(
-        None, "one noise for every sample and step, as ROLL has it (24); null = its own for each sample and step", _SEED
+        None, "one noise for every sample and step, as ROLL has it (24); null = its own for each sample and step", SEED
     )
+
+    def check(self) -> Problems:
+        """Which steps of the grid run and learn."""
+        steps, middle, final = self.num_inference_steps, self.mid_timestep, self.final_timestep
+        if steps >= 1 and not 0 <= final < steps:
+            yield f"sampler.final_timestep={final}: 0 to {steps - 1} are expected with num_inference_steps={steps}"
+        elif not 0 <= middle <= final:
+            yield f"sampler.mid_timestep={middle}: 0 to sampler.final_timestep={final} are expected"
 
 
 @dataclass
-class FlowRewardConfig:
+class FlowRewardConfig(Options):
     """What the frames are worth, and how it becomes a loss."""
 
     name: str = opt("cosine_identity", "a registered visual reward, or pkg.module:object")
     kwargs: dict[str, Any] = opt({}, "arguments of the reward")
-    baseline: float = opt(0.54, "score that counts 0", _FINITE)
+    baseline: float = opt(0.54, "score that counts 0", FINITE)
     std: float = opt(0.16, "score difference that counts 1", POSITIVE)
     coef: float = opt(0.1, "weight of the normalised score in the loss", POSITIVE)
 
 
 @dataclass
-class FlowActorConfig:
+class FlowActorConfig(Options):
     """How the adapter learns."""
 
     micro_batch_size_per_gpu: int = opt(
@@ -91,7 +119,7 @@ class FlowActorConfig:
 
 
 @dataclass
-class VideoDataConfig:
+class VideoDataConfig(Options):
     """Clips and prompts."""
 
     train_files: list[str] = opt([], "metadata.csv files (columns video and prompt; paths beside the file), or folders")
@@ -110,6 +138,27 @@ class VideoDataConfig:
     prompt_key: str = opt("prompt", "column of the prompt")
     cache_gb: float = opt(4.0, "memory for decoded clips, which are then decoded once; 0 = none", at_least(0))
 
+    def check(self) -> Problems:
+        """Files, frames and sizes; what the files themselves say is checked when they are read."""
+        if not self.train_files:
+            yield "data.train_files is empty: give a csv file with the columns video and prompt"
+        if self.video_key == self.prompt_key:
+            yield f"data.video_key and data.prompt_key are both {self.video_key}: two columns are expected"
+        if self.num_frames < 1 or self.num_frames % FRAMES_PER_LATENT != 1:
+            below = max(1, (self.num_frames - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1)
+            near = f"{below} or {below + FRAMES_PER_LATENT}"
+            yield f"data.num_frames={self.num_frames}: 4 k + 1 is expected, such as {near}"
+        multiple, sides = self.side_multiple, {"height": self.height, "width": self.width}
+        if (self.height is None) != (self.width is None):
+            yield f"data.height={self.height} with data.width={self.width}: set both or none"
+        elif multiple >= 1:
+            for name, side in sides.items():
+                if side is not None and (side < multiple or side % multiple):
+                    fit = max(multiple, round(side / multiple) * multiple)
+                    yield f"data.{name}={side}: a multiple of data.side_multiple={multiple} is expected, such as {fit}"
+            if self.height is None and self.max_pixels < multiple**2:
+                yield f"data.max_pixels={self.max_pixels}: at least {multiple**2} (side_multiple squared) is expected"
+
 
 @dataclass
 class FlowTrainerConfig(RunConfig):
@@ -127,7 +176,7 @@ class FlowTrainerConfig(RunConfig):
 
 
 @dataclass
-class RewardFlowConfig:
+class RewardFlowConfig(Options):
     """Reward flow, `python -m trainer.main_reward_flow`."""
 
     recipe: str | None = opt(

@@ -1,11 +1,17 @@
-"""How an option is declared: a dataclass field that carries its default, its sentence of documentation, its range."""
+"""How an option is declared: a dataclass field with its default, its sentence, its range, and when it is read."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from verl_lite.registry import did_you_mean
+
+Problems = Iterator[str]
+"""Sentences, each naming key, value, what was expected and what to change."""
 
 
 @dataclass(frozen=True)
@@ -21,28 +27,31 @@ def at_least(least: float) -> Range:
 
 
 POSITIVE = Range("a number above 0 is expected", lambda value: 0 < value < math.inf)
+FINITE = Range("a finite number is expected", math.isfinite)
 SHARE = Range("a share between 0 and 1 is expected", lambda value: 0 <= value <= 1)
 POSITIVE_SHARE = Range("a share above 0 and at most 1 is expected", lambda value: 0 < value <= 1)
 ALL_OR_SOME = Range("-1 (all) or at least 1 is expected", lambda value: value == -1 or value >= 1)
+SEED = Range("a whole number from 0 to 2^63 - 1 is expected", lambda value: 0 <= value < 2**63)
 MOMENTS = Range(
     "two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]",
     lambda values: len(values) == 2 and all(0 <= value < 1 for value in values),
 )
 
 
-def opt(default: Any, doc: str, expects: Range | tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with its documentation; lists and dicts get a fresh copy for each instance.
+def opt(default: Any, doc: str, expects: Range | tuple[str, ...] | None = None, *, read: str | None = None) -> Any:
+    """A dataclass field with its documentation; each instance gets its own copy of the default.
 
-    expects: the range of a number, or the words that a text may be; `verl_lite.config.checks.config.ranges` checks it.
+    expects: the range of a number, or the words that a text may be. read: when it is read, for what the first step does
+    not read yet ("save", "validation", "end"), or "load" for what the loader itself reads.
     """
-    metadata = {"doc": doc, "expects": expects}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default_factory=lambda: copy.copy(default), metadata={"doc": doc, "expects": expects, "read": read})
 
 
 def section(cls: type, doc: str) -> Any:
     """A nested group of options, built fresh for each instance."""
     return field(default_factory=cls, metadata={"doc": doc})
+
+
+def unknown_value(name: str, value: Any, known: Collection[str]) -> str:
+    """The problem of a key whose value is none of the known ones."""
+    return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"

@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.fields import POSITIVE, Range, at_least, opt, section
-from verl_lite.config.ppo import ActorConfig, AlgorithmConfig, RayKwargs, RunConfig
+from verl_lite.config.learners import ActorConfig
+from verl_lite.config.reads import Options
+from verl_lite.config.run import RayKwargs, RunConfig
 
 _TWO = Range("at least 2 is expected: from pure noise in one step the noise has no bound", lambda value: value >= 2)
 
 
 @dataclass
-class PromptDataConfig:
+class PromptDataConfig(Options):
     """What is asked for."""
 
     train_files: list[str] = opt([], "text files with one prompt in each line")
@@ -26,7 +29,7 @@ class PromptDataConfig:
 
 
 @dataclass
-class FlowModelConfig:
+class FlowModelConfig(Options):
     """The model that gives the velocity."""
 
     path: str | None = opt(None, "folder that the network's from_pretrained reads")
@@ -40,7 +43,7 @@ class FlowModelConfig:
 
 
 @dataclass
-class FlowSDEConfig:
+class FlowSDEConfig(Options):
     """From noise to an image, with noise on the way in training and without it in the evaluation."""
 
     num_train_steps: int = opt(
@@ -57,19 +60,19 @@ class FlowSDEConfig:
 
 
 @dataclass
-class FlowValKwargs:
+class FlowValKwargs(Options):
     n: int = opt(8, "samples per prompt of the evaluation; their noise is the same at each evaluation", at_least(1))
 
 
 @dataclass
-class FlowRolloutConfig:
+class FlowRolloutConfig(Options):
     n: int = opt(16, "samples per prompt, which are one group", at_least(1))
     max_num_seqs: int = opt(256, "samples denoised together at most on one device", at_least(1))
     val_kwargs: FlowValKwargs = section(FlowValKwargs, "evaluation")
 
 
 @dataclass
-class FlowScoreConfig:
+class FlowScoreConfig(Options):
     name: str | None = opt(
         None, "pkg.module:function(frames (B, F, 3, H, W) in [0, 1], prompts, **kwargs): B scores; or a visual reward"
     )
@@ -77,7 +80,7 @@ class FlowScoreConfig:
 
 
 @dataclass
-class FlowGRPOConfig:
+class FlowGRPOConfig(Options):
     """Policy gradients for a flow-matching model, `python -m recipes.flow_grpo`."""
 
     recipe: str | None = opt(None, "name in recipes/, path or module; null = flow_grpo if no model or data is given")

@@ -1,8 +1,8 @@
-"""From a command line to a checked `PPOConfig`: defaults < recipe < files < command line, each value with its source.
+"""From a command line to a `PPOConfig`: defaults < recipe < files < command line, each value with its source.
 
 Takes the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value`, `++key=value`, `~key`,
-`--config FILE`); gives a `LoadedConfig`. verl's spellings are accepted (`verl_keys`). A key that does not exist
-or a value of the wrong type is an error wherever it stands, and all errors of a command line are shown together.
+`--config FILE`); gives a `LoadedConfig`. verl's and ROLL's spellings are accepted (`spellings`). A key that does not
+exist or a value of the wrong type is an error wherever it stands, and all errors are shown together.
 """
 
 from __future__ import annotations
@@ -10,36 +10,26 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite.config import verl_keys as compat
-from verl_lite.config.keys import (
-    ConfigError,
-    Key,
-    Path,
-    Schema,
-    WrongValue,
-    convert,
-    is_interpolation,
-    join,
-    schema_of,
-)
+from verl_lite.config import spellings
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.recipe_names import absolute_recipe, recipe_title
+from verl_lite.config.schema import ConfigError, Path, Schema, convert, is_interpolation, join, schema_of
 from verl_lite.config.sources import (
     COMMAND_LINE,
+    PREFIX,
     Action,
     Assignment,
-    CommandLine,
     Verbosity,
     flatten,
     parse_command_line,
-    read_files,
+    read_file,
     without_prefix,
 )
 from verl_lite.errors import UserError
@@ -49,24 +39,7 @@ RecipeLoader = Callable[[str], Mapping[str, object]]
 DEFAULT_RECIPE = "quickstart"
 _SLIPS, _ANOTHER_COMMANDS = 1, 0.25  # a recipe's unknown settings, and share of them: more are no slips of the pen
 
-_PATHS = frozenset(
-    {
-        "data.train_files",
-        "data.val_files",
-        "data.tools_path",
-        "data.sampler.class_path",
-        "data.custom_cls.path",
-        "model.path",
-        "model.tokenizer_path",
-        "critic.model.path",
-        "reward_model.model.path",
-        "reward.custom_reward_function.path",
-        "trainer.default_local_dir",
-        "trainer.resume_from_path",
-        "trainer.rollout_data_dir",
-        "trainer.validation_data_dir",
-    }
-)
+_PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Keys whose values are paths: a leading ~/ is the home folder, as the shell leaves it in `key=~/data`."""
 
 _MICRO_BATCH = {
@@ -79,17 +52,14 @@ _MICRO_BATCH = {
 }
 
 
-_SWITCHED = ("algorithm.filter_groups", "reward.overlong_buffer")
-
-
 @dataclass
 class LoadedConfig(Generic[C]):
     """A configuration and where it comes from.
 
     config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
     key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
-    that were renamed or have no effect here. action: "run", "print" (--print-config) or "help" (--help-config).
-    verbosity: how much the command shows, "quiet" (--quiet), "normal" or "verbose" (--verbose).
+    that were renamed or have no effect here. action: "run", "print" (--print-config) or "help"; help_prefix: what of
+    the reference --help-config asks for. verbosity: "quiet" (--quiet), "normal" or "verbose" (--verbose).
     """
 
     config: C
@@ -98,35 +68,20 @@ class LoadedConfig(Generic[C]):
     notes: list[str]
     action: Action = "run"
     verbosity: Verbosity = "normal"
+    help_prefix: str | None = None
 
-
-@dataclass
-class _State:
-    """What the layers so far add up to; values holds leaves of the schema that differ from their default."""
-
-    schema: Schema
-    values: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    equal: list[tuple[Assignment, str]] = field(default_factory=list)
-    """Keys of verl, and the key here that has to have the same value."""
-
-    def __post_init__(self) -> None:
-        self.provenance = dict.fromkeys(self.schema.keys, "default")
-
-    @property
-    def speaks_verl(self) -> bool:
-        """Whether keys of verl's PPO trainer may be given."""
-        return self.schema.root is PPOConfig
+    def given(self) -> list[str]:
+        """The dotted keys that the user set, in a file or on the command line."""
+        return [name for name, source in self.provenance.items() if source.startswith(("file:", COMMAND_LINE))]
 
 
 def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig[PPOConfig]:
-    """Read the command line of `trainer.main_ppo`.
+    """Reads the command line of `trainer.main_ppo`.
 
-    argv: the arguments, without the program. recipe_loader: from the name of a recipe to its overrides, nested or
-    with dotted keys; without it no recipe is read. `recipe` is `quickstart` where neither it nor `model.path` nor
-    `data.train_files` is given.
+    Args:
+        argv: the arguments, without the program.
+        recipe_loader: from the name of a recipe to its overrides, nested or with dotted keys; without it no recipe is
+            read. `recipe` is `quickstart` where neither it nor `model.path` nor `data.train_files` is given.
 
     Raises:
         ConfigError: every unknown key, wrong value, unreadable file or unresolved reference, together.
@@ -137,322 +92,255 @@ def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -
 def load_schema(
     argv: list[str], root: type[C], *, recipe_loader: RecipeLoader | None = None, default_recipe: str | None = None
 ) -> LoadedConfig[C]:
-    """Read a command line for any root dataclass of options. See `load_config`.
+    """Reads a command line for any root dataclass of options. See `load_config`.
 
-    default_recipe: the one where neither a recipe nor `model.path` nor `data.train_files` is given.
+    Args:
+        default_recipe: the one where neither a recipe nor `model.path` nor `data.train_files` is given.
     """
-    state = _State(schema_of(root))
-    line = parse_command_line(argv, state.schema)
-    if line.action == "help":
-        return _finish(state, line)
-    state.problems += line.problems
-    given = read_files(line.files, state.schema, state.problems) + line.assignments
-    given = [accepted for assignment in given for accepted in _translate(assignment, state)]
-    layered = _choose_recipe(given, recipe_loader, default_recipe, state) + given
-    for assignment in _prefer_own_names(layered):
-        _assign(assignment, state)
-    if state.speaks_verl:
-        _refuse_silent_critic(state)
-        _imply_fixed_micro_batches(state)
-        _note_idle_reference(state)
-        _note_switched_off(state)
-        _refuse_unequal(state)
-    if "trainer.experiment_name" in state.schema.keys:
-        _name_experiment(state)
-    loaded: LoadedConfig[C] = _finish(state, line)
-    if state.problems:
-        raise ConfigError(list(dict.fromkeys(state.problems)))
-    return loaded
+    merge = _Merge(schema_of(root))
+    line = parse_command_line(argv, merge.schema)
+    if line.action != "help":
+        merge.problems += line.problems
+        files = [one for name in line.files for one in read_file(name, merge.schema, merge.problems)]
+        given = [accepted for one in files + line.assignments for accepted in merge.translate(one)]
+        for assignment in [*merge.recipe(given, recipe_loader, default_recipe), *given]:
+            merge.assign(assignment, given)
+        merge.derive()
+    config, omega = merge.resolve()
+    problems = list(dict.fromkeys([*merge.problems, *merge.refused()]))
+    if problems:
+        raise ConfigError(problems)
+    return LoadedConfig(config, omega, merge.provenance(), merge.notes, line.action, line.verbosity, line.help_prefix)
 
 
-# --- recipe -----------------------------------------------------------------------------------------------------
+@dataclass
+class _Merge:
+    """What the layers so far add up to; given holds the last assignment of each leaf that some layer sets."""
 
+    schema: Schema
+    given: dict[Path, Assignment] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    equal: list[tuple[Assignment, str]] = field(default_factory=list)
+    """Keys of verl, and the key here that has to have the same value."""
+    refusals: dict[str, list[str]] = field(default_factory=dict)
+    """By sentence the assignments that it refuses, so that it is said once."""
 
-def _choose_recipe(
-    given: list[Assignment], loader: RecipeLoader | None, default: str | None, state: _State
-) -> list[Assignment]:
-    """The recipe's assignments: the one named last, or the default one where neither model nor data is named."""
-    if "recipe" not in state.schema.keys:
-        return []
-    named = [assignment for assignment in given if assignment.path == ("recipe",)]
-    names = {join(assignment.path) for assignment in given if assignment.value not in (None, [], "???")}
-    recipe = None if not named or named[-1].value is None else str(named[-1].value)
-    if default is not None and not named and not names & {"model.path", "data.train_files"} and loader is not None:
-        recipe = default
-        state.values["recipe"] = recipe
-        state.provenance["recipe"] = "default, because neither model.path nor data.train_files is given"
-    if recipe is None or loader is None:
-        return []
-    try:
-        overrides = loader(recipe)
-    except UserError as error:
-        state.problems.append(str(error))
-        return []
-    recipe_source = f"recipe:{recipe}"
-    flat = flatten(overrides, (), recipe_source, state.schema)
-    accepted = [one for assignment in flat for one in _translate(assignment, state)]
-    unknown = [join(one.path) for one in accepted if state.schema.find(one.path) is None]
-    if len(unknown) > max(_SLIPS, len(accepted) * _ANOTHER_COMMANDS):
-        state.problems.append(
-            f"recipe={recipe}: {len(unknown)} of its {len(accepted)} settings are no options of this command, such as "
-            f"{', '.join(unknown[:3])}: it is a recipe of another command"
-        )
-        return []
-    return accepted
+    @property
+    def speaks_verl(self) -> bool:
+        """True where keys of verl's PPO trainer may be given."""
+        return self.schema.root is PPOConfig
 
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
-# --- one assignment ---------------------------------------------------------------------------------------------
+    def value(self, name: str) -> Any:
+        """The value of a leaf so far."""
+        assignment = self.given.get(tuple(name.split(".")))
+        return self.schema.keys[name].default if assignment is None else assignment.value
 
+    def source(self, name: str) -> str:
+        assignment = self.given.get(tuple(name.split(".")))
+        return "default" if assignment is None else assignment.source
 
-def _translate(assignment: Assignment, state: _State) -> list[Assignment]:
-    """The assignment under this project's name: none if verl's key has no effect here or is refused."""
-    path = without_prefix(assignment.path)
-    if not path:
-        state.problems.append(f"{assignment.shown()}: {compat.PREFIX} is a group of options")
-        return []
-    value = _strip_prefix(assignment.value)
-    assignment = replace(assignment, path=path, value=value)
-    if value == "???":  # verl's mark for "to be given"
-        return []
-    name = ".".join(path)
-    if name in state.schema.keys or assignment.reset or not state.speaks_verl:
-        return [assignment]
-    verdict = compat.judge(name, value)
-    if verdict is None:
-        return [assignment]
-    state.notes += [verdict.note] if verdict.note and verdict.note not in state.notes else []
-    state.equal += [(assignment, verdict.equals)] if verdict.equals is not None else []
-    if verdict.refusal is not None:
-        state.problems.append(f"{verdict.refusal} ({assignment.source})")
-    if verdict.target is None:
-        return []
-    source = f"{assignment.source}, as {name}"
-    raw = assignment.raw if verdict.value == value else None
-    settings = [(verdict.target, verdict.value, raw), *((name, value, None) for name, value in verdict.also.items())]
-    return [
-        replace(assignment, path=tuple(name.split(".")), value=value, raw=raw, source=source)
-        for name, value, raw in settings
-    ]
+    def recipe(
+        self, given: list[Assignment], loader: RecipeLoader | None, default: str | None
+    ) -> list[Assignment]:
+        """The recipe's assignments: the one named last, or the default one where neither model nor data is named."""
+        if "recipe" not in self.schema.keys or loader is None:
+            return []
+        named = [one for one in given if one.path == ("recipe",)]
+        names = {join(one.path) for one in given if one.value not in (None, [])}
+        if default is not None and not named and not names & {"model.path", "data.train_files"}:
+            source = "default, because neither model.path nor data.train_files is given"
+            named = [Assignment(("recipe",), default, source)]
+            self.given["recipe",] = named[0]
+        if not named or named[-1].value is None:
+            return []
+        recipe = str(named[-1].value)
+        try:
+            overrides = loader(recipe)
+        except UserError as error:
+            self.problems.append(str(error))
+            return []
+        flat = flatten(overrides, (), f"recipe:{recipe}", self.schema)
+        accepted = [one for assignment in flat for one in self.translate(assignment)]
+        unknown = [join(one.path) for one in accepted if self.schema.find(one.path) is None]
+        if len(unknown) > max(_SLIPS, len(accepted) * _ANOTHER_COMMANDS):
+            self.problems.append(
+                f"recipe={recipe}: {len(unknown)} of its {len(accepted)} settings are no options of this command, such "
+                f"as {', '.join(unknown[:3])}: it is a recipe of another command"
+            )
+            return []
+        return accepted
+
+    def translate(self, assignment: Assignment) -> list[Assignment]:
+        """The assignment under this project's name: none if verl's key has no effect here or is refused."""
+        path, value = without_prefix(assignment.path), _strip_prefix(assignment.value)
+        assignment = replace(assignment, path=path, value=value)
+        name = ".".join(path)
+        if value == "???":  # verl's mark for "to be given"
+            return []
+        if not self.speaks_verl or assignment.reset or name in self.schema.keys or not path:
+            return [assignment]
+        verdict = spellings.translate(name, value)
+        if verdict is None:
+            return [assignment]
+        if verdict.refusal:
+            self.refusals.setdefault(verdict.refusal, []).append(assignment.shown())
+        if verdict.note:
+            self.note(verdict.note)
+        self.equal += [(assignment, verdict.equals)] if verdict.equals else []
+        source = f"{assignment.source}, as {name}"
+        return [
+            Assignment(tuple(to.split(".")), new, source, assignment.raw if new == value else None)
+            for to, new in verdict.settings.items()
+        ]
+
+    def assign(self, assignment: Assignment, given: list[Assignment]) -> None:
+        """Sets, resets or deletes one leaf, or notes what is wrong with it. given: all that files and command line say,
+        of which a key under its own name wins over one under verl's."""
+        key, name = self.schema.find(assignment.path), ".".join(assignment.path)
+        start, _, renamed = assignment.source.partition(", as ")
+        if renamed and any(one.path == assignment.path and one.source == start for one in given):
+            return
+        if assignment.reset and (key is not None or name in self.schema.sections):
+            below = [path for path in self.given if path[: len(assignment.path)] == assignment.path]
+            for path in below:
+                del self.given[path]
+            if not below and key is not None and assignment.path != key.path:
+                self.problems.append(f"~{join(assignment.path)}: there is no such entry to delete")
+        elif key is None:
+            self.problems.append(self._unknown(assignment))
+        elif assignment.path != key.path or key.kind == "dict":
+            self._assign_entry(assignment)
+        else:
+            try:
+                value = convert(key, assignment.value, assignment.raw)
+            except ValueError:
+                self.problems.append(f"{assignment.shown()}: {name} is {key.describe()}, for example {key.example()}")
+                return
+            value, note = spellings.same_meaning(name, value) if self.speaks_verl else (value, None)
+            if note:
+                self.note(note)
+            self.given[key.path] = replace(assignment, value=_expand(name, value))
+
+    def _assign_entry(self, assignment: Assignment) -> None:
+        """Sets an entry of a free dictionary, or the whole."""
+        path, key = assignment.path, self.schema.find(assignment.path)
+        if key is not None and path == key.path:
+            if not isinstance(assignment.value, dict | None):
+                self.problems.append(f"{assignment.shown()}: {key.name} is a mapping, for example {key.example()}")
+            return
+        for other in list(self.given):
+            if other != path and (other[: len(path)] == path or path[: len(other)] == other):
+                del self.given[other]
+        self.given[path] = assignment
+
+    def _unknown(self, assignment: Assignment) -> str:
+        name, shown = ".".join(assignment.path), assignment.shown()
+        if not name or name in self.schema.sections:
+            members = [key for key in self.schema.keys if key.startswith(f"{name}.")]
+            return f"{shown}: {name or PREFIX} is a group of options, such as {', '.join(members[:3])}"
+        suggestions = self.schema.nearest(name)
+        hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "--help-config lists all keys."
+        if assignment.reset:
+            return f"~{name}: there is no such key; {hint}"
+        created = f" (+ creates keys only below {', '.join(self.schema.free_dicts)})" if assignment.created else ""
+        return f"{shown}: there is no such key; {hint}{created}"
+
+    def set(self, name: str, value: Any, source: str) -> None:
+        path = tuple(name.split("."))
+        self.given[path] = Assignment(path, value, source)
+
+    def derive(self) -> None:
+        """What follows from what was given."""
+        if self.speaks_verl:
+            self._imply_fixed_micro_batches()
+            critic = [join(path) for path, one in self.given.items() if path[0] == "critic" and _rank(one.source) > 1]
+            if critic and self.source("algorithm.adv_estimator") == "default":
+                self.problems.append(
+                    f"{', '.join(critic)}: a critic is trained where algorithm.adv_estimator needs values, and the "
+                    "default here is grpo (verl's is gae), which has none: say algorithm.adv_estimator=gae, or leave "
+                    "all critic.* out"
+                )
+            for said, name in self.equal:
+                if said.value != self.value(name) and not is_interpolation(said.value):
+                    self.problems.append(
+                        f"{said.shown()}: here it is {name}, which is {self.value(name)}: give both the same value"
+                    )
+        if "trainer.experiment_name" in self.schema.keys and self.value("trainer.experiment_name") is None:
+            if self.value("trainer.resume_mode") == "auto" and self.source("trainer.default_local_dir") == "default":
+                self.problems.append(
+                    "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, but "
+                    "without trainer.experiment_name that is a new folder in every run: give trainer.experiment_name"
+                )
+            title = recipe_title((self.value("recipe") if "recipe" in self.schema.keys else None) or "run")
+            # two runs may start within one second in the same folder; their folders must differ
+            name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+            self.set("trainer.experiment_name", name, "made from recipe, date and time")
+
+    def _imply_fixed_micro_batches(self) -> None:
+        """As in verl, a micro-batch size asks for batches of that size, unless use_dynamic_bsz is said as well."""
+        for size, dynamic in _MICRO_BATCH.items():
+            if self.value(size) is not None and _rank(self.source(size)) > _rank(self.source(dynamic)):
+                self.set(dynamic, False, f"implied by {size}")
+                self.note(f"{dynamic}=false, because {size}={self.value(size)} is given")
+
+    def refused(self) -> list[str]:
+        return [f"{', '.join(shown)}: {sentence}" for sentence, shown in self.refusals.items()]
+
+    def resolve(self) -> tuple[Any, DictConfig]:
+        """The dataclasses of what was gathered; references that lead nowhere become problems."""
+        nested: dict[str, Any] = {}
+        for path, one in self.given.items():
+            inner = nested
+            for part in path[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[path[-1]] = one.value
+        omega = OmegaConf.structured(self.schema.root)
+        try:
+            omega = cast(DictConfig, OmegaConf.merge(omega, nested))
+            return OmegaConf.to_object(omega), omega
+        except OmegaConfBaseException as error:
+            before = len(self.problems)
+            for name in self.schema.keys:
+                try:
+                    value = OmegaConf.select(omega, name, throw_on_resolution_failure=True)
+                    OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else None
+                except OmegaConfBaseException as cause:
+                    shown = f"{name}={self.value(name)} ({self.source(name)})"
+                    self.problems.append(f"{shown} cannot be resolved: {str(cause).splitlines()[0]}")
+            if len(self.problems) == before:
+                self.problems.append(str(error).splitlines()[0])
+            return self.schema.root(), omega
+
+    def provenance(self) -> dict[str, str]:
+        """The source of each key, and of each entry of a free dictionary."""
+        above = {path[:depth] for path in self.given for depth in range(1, len(path))}
+        defaults = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
+        return defaults | {join(path): one.source for path, one in self.given.items()}
 
 
 def _strip_prefix(value: Any) -> Any:
     """References such as `${actor_rollout_ref.actor.optim.lr}` in the shorter spelling."""
     if is_interpolation(value):
-        return re.sub(rf"(?<=[{{:,]){compat.PREFIX}\.", "", value)
-    if isinstance(value, list):
-        return [_strip_prefix(item) for item in value]
-    return value
+        return re.sub(rf"(?<=[{{:,]){PREFIX}\.", "", value)
+    return [_strip_prefix(item) for item in value] if isinstance(value, list) else value
 
 
-def _prefer_own_names(assignments: list[Assignment]) -> list[Assignment]:
-    """Without the renamed keys that the same source also gives under the name they have here."""
-    own = {(join(a.path), a.source) for a in assignments}
-    return [a for a in assignments if (join(a.path), a.source.split(", as ")[0]) not in own or ", as " not in a.source]
-
-
-def _assign(assignment: Assignment, state: _State) -> None:
-    """Set, reset or delete one leaf, or note what is wrong with it."""
-    found = state.schema.find(assignment.path)
-    if found is None:
-        name = ".".join(assignment.path)
-        if name in state.schema.sections and assignment.reset:
-            for member in state.schema.keys.values():
-                if member.name.startswith(name + "."):
-                    _reset(member, state)
-        elif name in state.schema.sections:
-            members = [key for key in state.schema.keys if key.startswith(f"{name}.")]
-            state.problems.append(
-                f"{assignment.shown()}: {name} is a group of options, such as {', '.join(members[:3])}"
-            )
-        else:
-            state.problems.append(_unknown(assignment, state.schema))
-        return
-    key, rest = found
-    if assignment.reset and not rest:
-        _reset(key, state)
-    elif rest:
-        _assign_free(assignment, key, rest, state)
-    else:
-        try:
-            value = convert(key, assignment.value, assignment.raw)
-        except WrongValue as error:
-            state.problems.append(
-                f"{assignment.shown()}: {error}; {key.name} is {key.describe()}, for example {key.example()}"
-            )
-            return
-        if key.kind == "dict":
-            return
-        value, note = compat.same_meaning(key.name, value) if state.speaks_verl else (value, None)
-        state.notes += [note] if note else []
-        state.values[key.name] = _path(key.name, value)
-        state.provenance[key.name] = assignment.source
-
-
-def _assign_free(assignment: Assignment, key: Key, rest: Path, state: _State) -> None:
-    """Set or delete an entry below a free dictionary."""
-    entries = state.values.setdefault(key.name, {})
-    for part in rest[:-1]:
-        inner = entries.get(part, {}) if assignment.reset else entries.setdefault(part, {})
-        if not isinstance(inner, dict):
-            state.problems.append(f"{assignment.shown()}: {part} is not a mapping, so nothing can be below it")
-            return
-        entries = inner
-    name = join((*key.path, *rest))
-    if not assignment.reset:
-        entries[rest[-1]] = assignment.value
-        for old in [known for known in state.provenance if known.startswith(name + ".")]:
-            del state.provenance[old]
-        state.provenance[name] = assignment.source
-    elif rest[-1] in entries:
-        del entries[rest[-1]]
-        for old in [known for known in state.provenance if known == name or known.startswith(name + ".")]:
-            del state.provenance[old]
-    else:
-        state.problems.append(f"~{name}: there is no such entry to delete")
-
-
-def _reset(key: Key, state: _State) -> None:
-    state.values.pop(key.name, None)
-    for old in [known for known in state.provenance if known.startswith(key.name + ".")]:
-        del state.provenance[old]
-    state.provenance[key.name] = "default"
-
-
-def _unknown(assignment: Assignment, schema: Schema) -> str:
-    name = ".".join(assignment.path)
-    suggestions = schema.nearest(name)
-    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "--help-config lists all keys."
-    created = f" (+ creates keys only below {', '.join(schema.free_dicts)})" if assignment.created else ""
-    if assignment.reset:
-        return f"~{name}: there is no such key; {hint}"
-    return f"{assignment.shown()}: there is no such key; {hint}{created}"
-
-
-def _path(name: str, value: Any) -> Any:
+def _expand(name: str, value: Any) -> Any:
     """The value of an option, as a path where it is one."""
     if name == "recipe" and value is not None:
         return absolute_recipe(value)
-    return _expand(value) if name in _PATHS else value
-
-
-def _expand(value: Any) -> Any:
     if isinstance(value, list):
-        return [_expand(item) for item in value]
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
-
-
-# --- what follows from what was given -----------------------------------------------------------------------------
+        return [_expand(name, item) for item in value]
+    is_home = isinstance(value, str) and value.startswith("~/") and _PATHS.search(name)
+    return os.path.expanduser(value) if is_home else value
 
 
 def _rank(source: str) -> int:
     """The layer of a source: default, recipe, file, command line."""
     order = ("default", "recipe:", "file:", COMMAND_LINE)
     return next((rank for rank, start in enumerate(order) if source.startswith(start)), 0)
-
-
-def _imply_fixed_micro_batches(state: _State) -> None:
-    """As in verl, a micro-batch size asks for micro-batches of that size, unless use_dynamic_bsz is said as well."""
-    for size, dynamic in _MICRO_BATCH.items():
-        if state.values.get(size) is None or _rank(state.provenance[size]) <= _rank(state.provenance[dynamic]):
-            continue
-        state.values[dynamic] = False
-        state.provenance[dynamic] = f"implied by {size}"
-        state.notes.append(f"{dynamic}=false, because {size}={state.values[size]} is given")
-
-
-def _note_idle_reference(state: _State) -> None:
-    """`ref.*` where there is no reference model of its own: scripts for verl give it all the same."""
-    given = [name for name, source in state.provenance.items() if name.startswith("ref.") and _rank(source) > 1]
-    if not (state.values.get("actor.use_kl_loss") or state.values.get("algorithm.use_kl_in_reward")):
-        why = "there is no reference: neither actor.use_kl_loss nor algorithm.use_kl_in_reward is set"
-    elif rank := state.values.get("model.lora_rank"):
-        given = [name for name in given if name.startswith("ref.fsdp_config.")]
-        why = f"with model.lora_rank={rank} the reference is the policy without its adapter (actor.fsdp_config)"
-    else:
-        return
-    if given:
-        state.notes.append(f"{', '.join(given)}: without effect, because {why}")
-
-
-def _refuse_silent_critic(state: _State) -> None:
-    """verl's default estimator has a critic (gae), this project's has none (grpo): `critic.*` alone must not mean
-    GRPO, not even where it asks for a default value, which `checks.config` cannot see."""
-    given = [name for name, source in state.provenance.items() if name.startswith("critic.") and _rank(source) > 1]
-    if given and state.provenance["algorithm.adv_estimator"] == "default":
-        state.problems.append(
-            f"{', '.join(given)}: a critic is trained where algorithm.adv_estimator needs values, and the default here "
-            "is grpo (verl's is gae), which has none: say algorithm.adv_estimator=gae, or leave all critic.* out"
-        )
-
-
-def _note_switched_off(state: _State) -> None:
-    """verl's scripts give the options of a part and switch it off beside them: these are left out, with a sentence."""
-    for section in _SWITCHED:
-        if state.values.get(f"{section}.enable") is False:
-            for name in [name for name in state.values if name.startswith(section) and name != f"{section}.enable"]:
-                state.notes.append(f"{name}={state.values[name]} has no effect: {section}.enable=false was given")
-                del state.values[name], state.provenance[name]
-
-
-def _refuse_unequal(state: _State) -> None:
-    """verl gives some numbers in two places, of which one is read here: they have to agree."""
-    for assignment, name in state.equal:
-        value = state.values.get(name, state.schema.keys[name].default)
-        if assignment.value != value and not is_interpolation(value):
-            state.problems.append(
-                f"{assignment.shown()}: here it is {name}, which is {value}: give both the same value, or leave it out"
-            )
-
-
-def _name_experiment(state: _State) -> None:
-    """A run without a name gets a new one; then there is nothing that it could resume."""
-    if state.values.get("trainer.experiment_name") is not None:
-        return
-    if state.values.get("trainer.resume_mode") == "auto" and "trainer.default_local_dir" not in state.values:
-        state.problems.append(
-            "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, but without "
-            "trainer.experiment_name that folder is a new one in every run: give trainer.experiment_name"
-        )
-    recipe = recipe_title(state.values.get("recipe") or "run")
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    # Two runs may start within one second in the same folder; their folders must differ.
-    state.values["trainer.experiment_name"] = f"{recipe}-{stamp}-{os.urandom(2).hex()}"
-    state.provenance["trainer.experiment_name"] = "made from recipe, date and time"
-
-
-def _finish(state: _State, line: CommandLine) -> LoadedConfig[Any]:
-    """The dataclasses of what was gathered; references that lead nowhere become problems."""
-    omega = OmegaConf.structured(state.schema.root)
-    for name, value in state.values.items():
-        try:
-            OmegaConf.update(omega, name, value, merge=False, force_add=True)
-        except OmegaConfBaseException as error:
-            state.problems.append(f"{name}={value} ({state.provenance[name]}): {_first_line(error)}")
-    try:
-        config = cast(Any, OmegaConf.to_object(omega))
-    except OmegaConfBaseException:
-        state.problems += _unresolved(omega, state)
-        config = state.schema.root()
-    provenance = {
-        name: source
-        for name, source in state.provenance.items()
-        if name not in state.schema.free_dicts or not state.values.get(name)
-    }
-    return LoadedConfig(config, omega, provenance, state.notes, line.action, line.verbosity)
-
-
-def _unresolved(omega: DictConfig, state: _State) -> Iterator[str]:
-    """The keys whose references lead nowhere, or to a value of another type."""
-    for name, key in state.schema.keys.items():
-        try:
-            value = OmegaConf.select(omega, name, throw_on_resolution_failure=True)
-            if OmegaConf.is_config(value):
-                OmegaConf.to_container(value, resolve=True)
-        except OmegaConfBaseException as error:
-            shown = state.values.get(name, key.default)
-            source = state.provenance.get(name, "default")
-            yield f"{name}={shown} ({source}) cannot be resolved: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -1,21 +1,19 @@
-"""What may be asked of the rollout correction: a configuration's text made numbers, verl's presets, ROLL's options.
+"""What may be asked of the rollout correction: a configuration's text made numbers, and verl's presets.
 
-Everything is said in one vocabulary, the keys of `algorithm.rollout_correction` (`RolloutCorrectionConfig`, or any
-object with these attributes), and read by `correction_of` into a `Correction`, which `rollout_correction` carries out.
-ROLL's `TrainInferCorrectionConfig` is translated into that vocabulary by `from_roll`.
+Everything is said in the keys of `algorithm.rollout_correction` (`RolloutCorrectionConfig`, or any object with these
+attributes), and read by `correction_of` into a `Correction`, which `rollout_correction` carries out.
 
 Throughout, x = log pi_trainer - log pi_rollout of a sampled token.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config.fields import opt
+from verl_lite.config.fields import Problems, opt, unknown_value
+from verl_lite.config.reads import Options
 
 WEIGHT_LEVELS = {"token": "token", "segment": "segment", "geometric": "seq_mean", "sequence": "seq_sum"}
 """What an importance weight is taken over, by the name of `rollout_is` (and ROLL's weight_type and agg_type)."""
@@ -32,7 +30,7 @@ _KEY = "algorithm.rollout_correction"
 
 
 @dataclass
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Options):
     """What is done about samples whose rollout log-probs differ from the trainer's: see ROLLOUT_CORRECTION.md."""
 
     rollout_is: str | None = opt(None, "importance weights: null | token | sequence | segment | geometric")
@@ -50,6 +48,19 @@ class RolloutCorrectionConfig:
     loss_type: str = opt(
         "ppo_clip", "with bypass_mode: ppo_clip (actor.policy_loss.loss_mode) | reinforce", ("ppo_clip", "reinforce")
     )
+
+    def check(self) -> Problems:
+        """Thresholds that are missing or malformed, and a mean over a batch that is never whole."""
+        for read in (weighting_of, rejections_of):
+            try:
+                read(self)
+            except ValueError as error:
+                yield str(error)
+        if self.bypass_mode and self.rollout_is is not None and self.rollout_is_batch_normalize:
+            yield (
+                f"{_KEY}.rollout_is_batch_normalize=true with bypass_mode=true: weights change with each optimizer "
+                "step, so there is no mean of the batch: set bypass_mode=false, or leave it out"
+            )
 
     def overrides(self) -> dict[str, Any]:
         """As settings of a recipe: dotted keys and values, without those that are the default."""
@@ -110,7 +121,7 @@ def weighting_of(options: Any) -> Weighting | None:
     if options.rollout_is is None:
         return None
     if options.rollout_is not in WEIGHT_LEVELS:
-        raise ValueError(_unknown("rollout_is", options.rollout_is, WEIGHT_LEVELS))
+        raise ValueError(unknown_value(f"{_KEY}.rollout_is", options.rollout_is, WEIGHT_LEVELS))
     numbers = _numbers("rollout_is_threshold", str(options.rollout_is_threshold))
     shown = f"{_KEY}.rollout_is_threshold={options.rollout_is_threshold}"
     lower, upper = (None, numbers[0]) if len(numbers) == 1 else numbers
@@ -133,7 +144,7 @@ def rejections_of(options: Any) -> tuple[Rejection, ...]:
         raise ValueError(f"{shown}: at least one option is expected, such as token_k1, or null")
     for name in names:
         if name not in REJECTION_OPTIONS:
-            raise ValueError(_unknown("rollout_rs", name, REJECTION_OPTIONS))
+            raise ValueError(unknown_value(f"{_KEY}.rollout_rs", name, REJECTION_OPTIONS))
     if len(set(names)) < len(names):
         raise ValueError(f"{shown}: an option is named twice; say it once, with the narrower threshold")
     if options.rollout_rs_threshold is None:
@@ -187,111 +198,36 @@ def _numbers(key: str, text: str) -> tuple[float, ...]:
     return numbers
 
 
-def _unknown(key: str, value: str, known: Iterable[str]) -> str:
-    names = list(known)
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{_KEY}.{key}={value} is not known; known: {', '.join(names)}{hint}"
-
-
 # ---------------------------------------------------------------------------------------------------- verl's presets
 
-_SEQ_TIS = {"rollout_is": "sequence", "rollout_is_threshold": "2.0"}
-_TOKEN_TIS = {"rollout_is": "token", "rollout_is_threshold": "2.0"}
-_TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
-_GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-_K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
-_BYPASS: dict[str, Any] = {"bypass_mode": True, "loss_type": "ppo_clip"}
+_SEQ_TIS: dict[str, Any] = {"rollout_is": "sequence", "rollout_is_threshold": "2.0"}
+_TOKEN_TIS: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": "2.0"}
+_TOKEN_ICEPOP: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+_GEO_RS: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3_RS: dict[str, Any] = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
+_SEQ_RS: dict[str, Any] = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
+_BYPASS: dict[str, Any] = {"bypass_mode": True}
 _BYPASS_PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
 
 PRESETS: dict[str, RolloutCorrectionConfig] = {
-    name: RolloutCorrectionConfig(**options)
-    for name, options in {
-        "disabled": {},
-        "decoupled_token_is": _TOKEN_TIS,
-        "decoupled_seq_is": _SEQ_TIS,
-        "decoupled_token_icepop": _TOKEN_ICEPOP,
-        "decoupled_seq_is_rs": _SEQ_TIS | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        "decoupled_geo_rs": _GEO_RS,
-        "decoupled_geo_rs_seq_tis": _GEO_RS | _SEQ_TIS,
-        "decoupled_geo_rs_token_tis": _GEO_RS | _TOKEN_TIS,
-        "decoupled_k3_rs": _K3_RS,
-        "decoupled_k3_rs_seq_tis": _K3_RS | _SEQ_TIS,
-        "decoupled_k3_rs_token_tis": _K3_RS | _TOKEN_TIS,
-        "bypass_ppo_clip": _BYPASS,
-        "bypass_ppo_clip_geo_rs": _BYPASS | _GEO_RS,
-        "bypass_ppo_clip_k3_rs": _BYPASS | _K3_RS,
-        "bypass_pg_is": _BYPASS_PG | _SEQ_TIS,
-        "bypass_pg_token_icepop": _BYPASS_PG | _TOKEN_ICEPOP,
-        "bypass_pg_geo_rs": _BYPASS_PG | _GEO_RS,
-        "bypass_pg_geo_rs_seq_tis": _BYPASS_PG | _GEO_RS | _SEQ_TIS,
-        "bypass_pg_geo_rs_token_tis": _BYPASS_PG | _GEO_RS | _TOKEN_TIS,
-    }.items()
+    "disabled": RolloutCorrectionConfig(),
+    "decoupled_token_is": RolloutCorrectionConfig(**_TOKEN_TIS),
+    "decoupled_seq_is": RolloutCorrectionConfig(**_SEQ_TIS),
+    "decoupled_token_icepop": RolloutCorrectionConfig(**_TOKEN_ICEPOP),
+    "decoupled_seq_is_rs": RolloutCorrectionConfig(**_SEQ_TIS, **_SEQ_RS),
+    "decoupled_geo_rs": RolloutCorrectionConfig(**_GEO_RS),
+    "decoupled_geo_rs_seq_tis": RolloutCorrectionConfig(**_GEO_RS, **_SEQ_TIS),
+    "decoupled_geo_rs_token_tis": RolloutCorrectionConfig(**_GEO_RS, **_TOKEN_TIS),
+    "decoupled_k3_rs": RolloutCorrectionConfig(**_K3_RS),
+    "decoupled_k3_rs_seq_tis": RolloutCorrectionConfig(**_K3_RS, **_SEQ_TIS),
+    "decoupled_k3_rs_token_tis": RolloutCorrectionConfig(**_K3_RS, **_TOKEN_TIS),
+    "bypass_ppo_clip": RolloutCorrectionConfig(**_BYPASS),
+    "bypass_ppo_clip_geo_rs": RolloutCorrectionConfig(**_BYPASS, **_GEO_RS),
+    "bypass_ppo_clip_k3_rs": RolloutCorrectionConfig(**_BYPASS, **_K3_RS),
+    "bypass_pg_is": RolloutCorrectionConfig(**_BYPASS_PG, **_SEQ_TIS),
+    "bypass_pg_token_icepop": RolloutCorrectionConfig(**_BYPASS_PG, **_TOKEN_ICEPOP),
+    "bypass_pg_geo_rs": RolloutCorrectionConfig(**_BYPASS_PG, **_GEO_RS),
+    "bypass_pg_geo_rs_seq_tis": RolloutCorrectionConfig(**_BYPASS_PG, **_GEO_RS, **_SEQ_TIS),
+    "bypass_pg_geo_rs_token_tis": RolloutCorrectionConfig(**_BYPASS_PG, **_GEO_RS, **_TOKEN_TIS),
 }
 """verl's named combinations with its thresholds; `PRESETS[name].overrides()` are the settings of a recipe."""
-
-# ---------------------------------------------------------------------------------------------------- ROLL's options
-
-
-@dataclass
-class IsWeightConfig:
-    """ROLL: importance weights; upper_bound None = not truncated."""
-
-    enabled: bool = False
-    weight_type: str = "token"
-    upper_bound: float | None = 1.2
-    detach: bool = True
-
-
-@dataclass
-class FilterConfig:
-    """ROLL: one filter by the ratio pi_trainer / pi_rollout and by the difference of both, bounds included."""
-
-    enabled: bool = False
-    agg_type: str = "token"
-    ratio_enabled: bool = True
-    ratio_low: float = 0.8
-    ratio_high: float = 1.2
-    diff_enabled: bool = False
-    diff_low: float = -0.2
-    diff_high: float = 0.2
-
-
-@dataclass
-class TrainInferCorrectionConfig:
-    """ROLL's options of the correction, with its defaults."""
-
-    is_weight: IsWeightConfig = field(default_factory=IsWeightConfig)
-    filters: list[FilterConfig] = field(default_factory=list)
-
-
-def from_roll(config: Any) -> RolloutCorrectionConfig:
-    """ROLL's options, any object with the attributes of `TrainInferCorrectionConfig`, in the words of this project.
-
-    Raises ValueError for weights with a gradient (detach=False): an importance weight changes the measure, not the
-    objective; and for an unknown weight_type or agg_type.
-    """
-    weight = config.is_weight
-    if weight.enabled and not weight.detach:
-        raise ValueError("train_infer_correction.is_weight.detach=False is not offered: weights carry no gradient here")
-    names, thresholds = [], []
-    for chosen in (entry for entry in config.filters if entry.enabled):
-        level = WEIGHT_LEVELS.get(chosen.agg_type)
-        if level is None:
-            raise ValueError(
-                f"train_infer_correction.filters: agg_type={chosen.agg_type!r} is not known; known: "
-                f"{', '.join(WEIGHT_LEVELS)}"
-            )
-        if chosen.ratio_enabled:
-            names.append(f"{level}_ratio")
-            thresholds.append(f"{chosen.ratio_low}_{chosen.ratio_high}")
-        if chosen.diff_enabled:
-            names.append(f"{level}_diff")
-            thresholds.append(f"{chosen.diff_low}_{chosen.diff_high}")
-    upper = math.inf if weight.upper_bound is None else weight.upper_bound
-    return RolloutCorrectionConfig(
-        rollout_is=weight.weight_type if weight.enabled else None,
-        rollout_is_threshold=str(upper) if weight.enabled else "2.0",
-        rollout_rs=",".join(names) or None,
-        rollout_rs_threshold=",".join(thresholds) or None,
-    )

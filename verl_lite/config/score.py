@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_lite.config.fields import opt, section
+from verl_lite.config.reads import Options
 from verl_lite.config.reward import RewardConfig
 
 
 @dataclass
-class ScoreConfig:
+class ScoreConfig(Options):
     """Options beside the file or run."""
 
     reward: RewardConfig = section(RewardConfig, "who scores; of a run without any option, its own reward")

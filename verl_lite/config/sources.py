@@ -1,14 +1,13 @@
 """The sources of a configuration cut into single assignments: a command line, YAML files, the mapping of a recipe.
 
-Takes arguments or file names; gives `Assignment`s, each `key=value` with where it stands. Whether the key exists and
-the value fits is not decided here: that is `loader`'s part.
+Whether a key exists and a value fits is not decided here: that is `loader`'s part.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, Literal, cast
 
@@ -16,10 +15,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite.config.keys import Path, Schema, join, split
-from verl_lite.config.verl_keys import PREFIX
+from verl_lite.config.schema import Path, Schema, join, split
 
 COMMAND_LINE = "command line"
+PREFIX = "actor_rollout_ref"
+"""What stands before the policy's sections in verl."""
+SWITCHES = "--config FILE, --print-config, --help, --help-config [PREFIX], --quiet and --verbose"
+_OVERRIDE = re.compile(r"""([+~]*)((?:[^="']|"[^"]*"|'[^']*'|["'](?=[^=]*$))*)(=?)(.*)""", re.DOTALL)
+"""Operator, key, equals sign outside quotes, value."""
 Action = Literal["run", "print", "help"]
 Verbosity = Literal["quiet", "normal", "verbose"]
 
@@ -41,41 +44,40 @@ class Assignment:
 
 @dataclass
 class CommandLine:
-    """A command line in its parts: files to overlay in order, assignments, what is asked for, how much is to be shown,
-    what is wrong."""
+    """A command line in its parts: files to overlay, assignments, what is asked for, and what is wrong.
+
+    help_prefix: what of the reference is asked for; None = the screen of --help.
+    """
 
     files: list[str] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     action: Action = "run"
     verbosity: Verbosity = "normal"
+    help_prefix: str | None = None
     problems: list[str] = field(default_factory=list)
-
-
-# --- the command line -------------------------------------------------------------------------------------------
 
 
 def parse_command_line(argv: Iterable[str], schema: Schema) -> CommandLine:
     """Cut a command line into its parts; nothing is raised, problems are listed."""
-    line = CommandLine()
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument in ("--help-config", "--help", "-h"):
+    line, arguments = CommandLine(), list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        name, equals, value = argument.partition("=")
+        if name in ("--help", "-h", "--help-config"):
             line.action = "help"
+            if name == "--help-config":
+                follows = bool(arguments) and not arguments[0].startswith("-") and "=" not in arguments[0]
+                line.help_prefix = value or (arguments.pop(0) if follows else "")
         elif argument == "--print-config":
             line.action = "print" if line.action == "run" else line.action
         elif argument in ("--quiet", "--verbose"):
             line.verbosity = "quiet" if argument == "--quiet" else "verbose"
-        elif argument == "--config" or argument.startswith("--config="):
-            name = argument.partition("=")[2] if "=" in argument else next(arguments, "")
-            if name:
-                line.files.append(name)
-            else:
-                line.problems.append("--config needs a file: --config run.yaml")
+        elif name == "--config":
+            line.files.append(value if equals else arguments.pop(0) if arguments else "")
+        elif name in ("--config-name", "--config-path", "--config-dir"):
+            line.problems.append(f"{argument}: it belongs to hydra; give the file itself: --config FILE")
         elif argument.startswith("-"):
-            line.problems.append(
-                f"{argument} is not known; options are key=value, and the switches --config FILE, "
-                "--print-config, --help-config, --quiet and --verbose"
-            )
+            line.problems.append(f"{argument} is not known; options are key=value, and the switches {SWITCHES}")
         else:
             line.assignments.extend(_parse_override(argument, schema, line.problems))
     return line
@@ -86,12 +88,9 @@ def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Itera
     if not is_unicode(argument):
         problems.append(f"{argument!r} is not UTF-8 text; its \\udc.. stand for bytes that are no character")
         return
-    body = argument.lstrip("+~") if argument.strip() else ""
-    operator = argument[: len(argument) - len(body)]
-    name, equals, raw = _cut_at_equals(body)
+    operator, name, equals, raw = cast("re.Match[str]", _OVERRIDE.match(argument)).groups()
     if operator not in ("", "+", "++", "~") or (not equals and operator != "~"):
-        blank = "; is there a blank after a backslash at the end of a line?"
-        hint = "" if argument.strip() else blank
+        hint = "" if argument.strip() else "; is there a blank after a backslash at the end of a line?"
         problems.append(f"{argument!r} is not key=value, written without blanks around the equals sign{hint}")
         return
     if "@" in name:
@@ -105,32 +104,25 @@ def _parse_override(argument: str, schema: Schema, problems: list[str]) -> Itera
     if operator == "~":
         yield Assignment(path, None, COMMAND_LINE, reset=True)
         return
-    value = parse_value(raw)
-    assignment = Assignment(path, value, COMMAND_LINE, raw, created=bool(operator))
-    kind = schema.kind_of(without_prefix(path))
-    if isinstance(value, dict) and value and kind != "str":
-        for below in flatten(value, path, COMMAND_LINE, schema):
-            yield replace(below, created=bool(operator))
-    elif len(split_choices(raw)) > 1 and kind not in ("list", "dict", None):
-        quoted = f", or put it in quotes: '{name}=\"{raw}\"'" if kind in ("str", "free") else ""
+    value, key = parse_value(raw), schema.find(without_prefix(path))
+    is_free = key is not None and key.kind == "dict" and without_prefix(path) != key.path
+    if isinstance(value, dict) and value and (key is None or key.kind != "str"):
+        for one in flatten(value, path, COMMAND_LINE, schema):
+            yield Assignment(one.path, one.value, COMMAND_LINE, created=bool(operator))
+    elif len(split_choices(raw)) > 1 and key is not None and (is_free or key.kind not in ("list", "dict")):
+        quoted = f", or put it in quotes: '{name}=\"{raw}\"'" if is_free or key.kind == "str" else ""
         problems.append(f"{argument}: several values for one key are for sweeps; here give one value{quoted}")
     else:
-        yield assignment
+        yield Assignment(path, value, COMMAND_LINE, raw, created=bool(operator))
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it has an encoding: half of a surrogate pair, which json can spell, has none."""
+    """True where it has an encoding: half of a surrogate pair, which json can spell, has none."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _cut_at_equals(text: str) -> tuple[str, str, str]:
-    """(key, "=", value) at the first equals sign outside quotes; the last two empty where there is none."""
-    match = re.match(r"""((?:[^="']|"[^"]*"|'[^']*')*)=""", text)
-    return (match.group(1), "=", text[match.end() :]) if match else (text, "", "")
 
 
 def parse_value(raw: str) -> Any:
@@ -150,10 +142,8 @@ def split_choices(raw: str) -> list[str]:
             quote = "" if character == quote else quote
         elif character in "'\"":
             quote = character
-        elif character in "[{(":
-            depth += 1
-        elif character in "]})":
-            depth -= 1
+        elif character in "[{()}]":
+            depth += 1 if character in "[{(" else -1
         elif character == "," and depth == 0:
             choices.append(raw[start:position].strip())
             start = position + 1
@@ -165,23 +155,13 @@ def without_prefix(path: Path) -> Path:
     return path[1:] if path[:1] == (PREFIX,) else path
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+def read_file(name: str, schema: Schema, problems: list[str], within: tuple[FilePath, ...] = ()) -> list[Assignment]:
+    """The assignments of a YAML file, after those of the files that its `base` names (relative to it).
 
-
-def read_files(names: Iterable[str], schema: Schema, problems: list[str]) -> list[Assignment]:
-    """The assignments of YAML files, in order; a file's `base: other.yaml` (relative to it) comes before it."""
-    return [assignment for name in names for assignment in _read_file(FilePath(name), name, schema, problems, ())]
-
-
-def _read_file(
-    path: FilePath, shown: str, schema: Schema, problems: list[str], including: tuple[FilePath, ...]
-) -> list[Assignment]:
-    """The assignments of one YAML file, after those of the files that its `base` names."""
-    path = path.expanduser()
-    source = f"file:{shown}"
-    if path.resolve() in including:
-        problems.append(f"{shown} includes itself through base:")
-        return []
+    Args:
+        within: the files that include this one.
+    """
+    path = (within[-1].parent if within else FilePath()) / FilePath(name).expanduser()
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
@@ -194,40 +174,32 @@ def _read_file(
         problems.append(f"--config: {path.absolute()} is a list; a mapping of keys to values is expected")
         return []
     bases = content.pop("base", None) or []
-    if content.pop("defaults", None) is not None:
-        problems.append(f"{shown}: a defaults list belongs to hydra; name the file underneath with base: FILE")
     bases = [bases] if isinstance(bases, str) else bases
+    if content.pop("defaults", None) is not None:
+        problems.append(f"{name}: a defaults list belongs to hydra; name the file underneath with base: FILE")
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        problems.append(f"{shown}: base={bases} is no file; base: FILE or base: [FILE, FILE] is expected")
+        problems.append(f"{name}: base={bases} is no file; base: FILE or base: [FILE, FILE] is expected")
         bases = []
-    assignments: list[Assignment] = []
-    for base in bases:
-        assignments += _read_file(
-            path.parent / FilePath(base).expanduser(), base, schema, problems, (*including, path.resolve())
-        )
+    if path.resolve() in [file.resolve() for file in within]:
+        problems.append(f"{name} includes itself through base:")
+        return []
+    assignments = [one for base in bases for one in read_file(base, schema, problems, (*within, path))]
     try:
-        return assignments + list(flatten(content, (), source, schema))
+        return assignments + list(flatten(content, (), f"file:{name}", schema))
     except ValueError as error:
-        problems.append(f"{shown}: {error}")
+        problems.append(f"{name}: {error}")
         return assignments
 
 
 def flatten(mapping: Mapping[Any, Any], prefix: Path, source: str, schema: Schema) -> Iterator[Assignment]:
-    """The leaves of nested mappings; a key with dots is a path, except below a free dictionary."""
-    for key, value in mapping.items():
-        below_free = schema.find(without_prefix(prefix)) is not None
-        path = (*prefix, *((str(key),) if below_free else split(str(key))))
+    """The leaves of nested mappings; a key with dots is a path, except below a free dictionary. An empty mapping at a
+    section or a free dictionary says nothing."""
+    is_free = schema.find(without_prefix(prefix)) is not None
+    for name, value in mapping.items():
+        path = (*prefix, *((str(name),) if is_free else split(str(name))))
+        key = schema.find(without_prefix(path))
+        dotted = ".".join(without_prefix(path))
         if isinstance(value, Mapping) and value:
             yield from flatten(value, path, source, schema)
-        elif (
-            not isinstance(value, Mapping)
-            or schema.kind_of(without_prefix(path)) == "free"
-            or not _is_known_group(path, schema)
-        ):
+        elif not isinstance(value, Mapping) or is_free or (dotted and key is None and dotted not in schema.sections):
             yield Assignment(path, value, source)
-
-
-def _is_known_group(path: Path, schema: Schema) -> bool:
-    """An empty mapping at a section or a free dictionary says nothing."""
-    path = without_prefix(path)
-    return not path or ".".join(path) in schema.sections or schema.kind_of(path) == "dict"

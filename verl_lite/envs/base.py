@@ -88,7 +88,7 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in [] if takes_any else env_config:
         if key not in named:
-            raise UserError(f"env_config.{key}: {env_type} has no such option.{did_you_mean(key, list(named))}")
+            raise UserError(f"env_config.{key}: {env_type} has no such option{did_you_mean(key, list(named))}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in env_config:
             raise UserError(f"env_config.{name} is missing: {env_type} needs it")
@@ -184,7 +184,7 @@ class EnvTemplate:
         name, known = str(self.env_manager_cls), [*MANAGERS, *MANAGERS.values()]
         found = [key for key, class_name in MANAGERS.items() if name == key or name.rpartition(".")[2] == class_name]
         return (
-            found[0] if found else self._refuse("env_manager_cls", f"{' | '.join(known)}.{did_you_mean(name, known)}")
+            found[0] if found else self._refuse("env_manager_cls", f"{' | '.join(known)}{did_you_mean(name, known)}")
         )
 
     def _check_count(self, name: str, least: int, *, optional: bool) -> None:
@@ -206,7 +206,7 @@ class EnvTemplate:
                 why = "is for env_manager_cls: step" if found in STEP_FIELDS else "is no field of it"
                 raise UserError(
                     f"agentic.custom_envs.{self.tag}.agent_template: {{{found}}} {why}; fields are {', '.join(known)}"
-                    f" (a brace that is meant as such is written twice).{did_you_mean(found, known)}"
+                    f" (a brace that is meant as such is written twice){did_you_mean(found, known)}"
                 )
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
@@ -233,7 +233,7 @@ def _template(tag: str, entry: Any) -> EnvTemplate:
                 raise UserError(f"agentic.custom_envs.{tag}.{key}: {_NOT_HERE[key]}")
         elif key not in known:
             raise UserError(
-                f"agentic.custom_envs.{tag}.{key}: no such key; keys are {', '.join(known)}.{did_you_mean(key, known)}"
+                f"agentic.custom_envs.{tag}.{key}: no such key; keys are {', '.join(known)}{did_you_mean(key, known)}"
             )
     if not isinstance(given.get("env_type"), str):
         raise UserError(

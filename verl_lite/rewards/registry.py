@@ -49,7 +49,7 @@ def find_reward(data_source: str) -> RewardFunction:
     if function is not None:
         return function
     raise UserError(
-        f"No reward function for data_source={data_source!r}.{did_you_mean(data_source, REWARDS)} "
+        f"No reward function for data_source={data_source!r}{did_you_mean(data_source, REWARDS)}. "
         f"Known: {', '.join(sorted(REWARDS))}. "
         "Set reward.custom_reward_function.path=FILE.py (and .name=FUNCTION) to use your own, decorate one with "
         f'@register_reward("{data_source}") from verl_lite.rewards, or correct the data_source column of the data.'
@@ -63,7 +63,7 @@ def find_named_reward(name: str) -> RewardFunction:
     if function is not None:
         return function
     known = sorted({full.removeprefix(NAMED) for full in REWARDS})
-    raise UserError(f"no reward has this name.{did_you_mean(name, known)} Known: {', '.join(known)}")
+    raise UserError(f"no reward has this name{did_you_mean(name, known)}. Known: {', '.join(known)}")
 
 
 def default_compute_score(

@@ -182,7 +182,7 @@ def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
     for key, value in entry.items():
         if key not in _CHECKS:
             hint = did_you_mean(str(key), _CHECKS)
-            yield f"{option}.{key}: there is no such entry.{hint} Known: {', '.join(_CHECKS)}"
+            yield f"{option}.{key}: there is no such entry{hint}. Known: {', '.join(_CHECKS)}"
         elif not _CHECKS[key][0](value):
             yield f"{option}.{key}={value!r}: {_CHECKS[key][1]} is expected"
     reward, path, kwargs = entry.get("reward"), entry.get("path"), entry.get("kwargs")
@@ -209,7 +209,7 @@ def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option
     for name in kwargs:
         if not accepts(function, name):
             hint = did_you_mean(name, names)
-            yield f"{option}.kwargs.{name}: the function has no such argument.{hint} It takes {', '.join(taken)}"
+            yield f"{option}.kwargs.{name}: the function has no such argument{hint}. It takes {', '.join(taken)}"
 
 
 # ------------------------------------------------------------------------------------------------- how they are called

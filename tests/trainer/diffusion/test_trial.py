@@ -94,7 +94,7 @@ def test_a_reward_without_a_gradient_is_refused(kind: type, told: str) -> None:
 
 def test_an_unknown_reward_is_refused() -> None:
     data: Any = Clips(1)
-    with pytest.raises(UserError, match="Did you mean 'cosine_identity'"):
+    with pytest.raises(UserError, match="did you mean cosine_identity"):
         try_reward(FlowRewardConfig(name="cosine_identit"), data, print)
 
 

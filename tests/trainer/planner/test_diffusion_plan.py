@@ -34,7 +34,6 @@ from trainer.planner.diffusion_shapes import (
     umt5_parameters,
 )
 from verl_lite.config import load_schema, schema_of
-from verl_lite.config.checks.diffusion import sampler
 from verl_lite.config.diffusion import DiffusionModelConfig, RewardFlowConfig
 from verl_lite.errors import UserError
 from workers.diffusion.lora import add_adapter
@@ -358,7 +357,7 @@ def test_every_key_of_the_guide_exists_and_fits() -> None:
     assert len(lines) == 1
     for line in lines:
         loaded = load_schema(line, RewardFlowConfig).config
-        assert list(sampler(loaded.sampler)) == []
+        assert list(loaded.sampler.check()) == []
         assert loaded.model.offload_frozen
         assert set(loaded.model.fused_loras) <= {"transformer", "transformer_2"}
     keys = re.findall(r"`((?:model|data|sampler|actor|trainer|reward)\.[a-z_0-9]+)=?[^`]*`", GUIDE.read_text("utf-8"))

@@ -6,10 +6,21 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_lite.config import KEYS, LoadedConfig, PPOConfig, help_config, load_config, print_config, save_config
+from verl_lite.config import (
+    KEYS,
+    LoadedConfig,
+    PPOConfig,
+    help_config,
+    help_text,
+    load_config,
+    print_config,
+    save_config,
+)
+from verl_lite.errors import UserError
 
 ARGUMENTS = [
     "model.path=m",
@@ -97,3 +108,12 @@ def test_the_reference_lists_every_key_with_default_and_sentence() -> None:
     assert "actor.optim.lr = 1.0e-06   (float)" in text
     assert "data.seed = null   (int or null)" in text
     assert "trainer.logger = [console, jsonl, tensorboard]   (list of str)" in text
+
+
+def test_help_is_one_screen_and_the_reference_can_be_cut() -> None:
+    screen = help_text(load_config(["--help"]))
+    assert len(screen.splitlines()) <= 45 and "--help-config" in screen and "actor.optim.lr = " in screen
+    part = help_text(load_config(["--help-config", "actor.optim"]))
+    assert "actor.optim.eps" in part and "critic.optim.eps" not in part
+    with pytest.raises(UserError, match="actor.optim.lr"):
+        help_text(load_config(["--help-config=actor.optim.lrr"]))

@@ -237,8 +237,8 @@ def test_only_parts_by_data_source_ask_for_known_sources() -> None:
     [
         ({"a": {"path": "{mine}", "name": "shrt"}}, r"reward.functions.a.name='shrt'.*compute_score, judge, lists"),
         ({"a": {"path": "none.py"}}, "reward.functions.a.path='none.py': no such file"),
-        ({"a": {"path": "{mine}", "name": "short", "kwargs": {"limt": 3}}}, "kwargs.limt: .* Did you mean 'limit'"),
-        ({"a": {"reward": "frmat"}}, "no reward has this name. Did you mean 'format'"),
+        ({"a": {"path": "{mine}", "name": "short", "kwargs": {"limt": 3}}}, "kwargs.limt: .* did you mean limit"),
+        ({"a": {"reward": "frmat"}}, "no reward has this name; did you mean format"),
     ],
 )
 def test_what_does_not_load_is_said_with_its_key(mine: str, functions: dict[str, Any], reason: str) -> None:

@@ -58,7 +58,7 @@ def test_the_contract_catches_each_broken_promise(reward: type[rewards.Redness],
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("cosine_identiti", {}, "Did you mean 'cosine_identity'"),
+        ("cosine_identiti", {}, "did you mean cosine_identity"),
         (f"{OWN}:Missing", {}, "cannot be imported"),
         (f"{OWN}:Redness", {"wieght": 1.0}, r"reward.kwargs=.*wieght.*takes \(weight"),
         ("cosine_identity", {}, "reward.kwargs=.*embedder"),

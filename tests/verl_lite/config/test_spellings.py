@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_lite.config import KEYS, ConfigError, LoadedConfig, PPOConfig, RolloutCorrectionConfig, load_config, schema_of
-from verl_lite.config.verl_keys import RULES, Only, Renamed, judge
+from verl_lite.config.spellings import EQUAL, NO_EFFECT, REFUSED, RENAMED, translate
 
 # A GRPO run on gsm8k in the manner of verl's examples. Only model, data and engine differ from what one would paste.
 GSM8K = shlex.split(
@@ -359,30 +359,30 @@ def test_values_that_verl_spells_differently(argument: str, key: tuple[str, ...]
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-def test_no_rule_hides_a_key_that_exists() -> None:
-    """When an option of verl's name is added to config.py, its rule (or a rule above it) has to go."""
-    free = ("reward.reward_kwargs.",)
-    hidden = [
-        rule
-        for rule in RULES
-        if not rule.startswith(free)
-        and (rule in schema_of(PPOConfig).sections or any(key == rule or key.startswith(rule + ".") for key in KEYS))
-    ]
-    assert hidden == []
+IDLE = " ".join(NO_EFFECT.values()).split()
+ROLES = ("actor", "ref", "critic", "reward_model")
 
 
-def test_every_rule_leads_to_a_key_or_says_why() -> None:
-    for name, rule in RULES.items():
-        if isinstance(rule, Renamed):
-            is_entry = rule.to.rpartition(".")[0] in KEYS  # of a free dictionary
-            assert is_entry or rule.to in KEYS or rule.to in schema_of(PPOConfig).sections, name
-        elif isinstance(rule, Only):
-            assert rule.otherwise, name
-            verdict = judge(name, "SOMETHING ELSE")
-            assert verdict is not None and verdict.refusal is not None and name in verdict.refusal
-            assert all(judge(name, harmless).refusal is None for harmless in (*rule.harmless, None))
-        else:
-            assert rule.why, name
+@pytest.mark.parametrize("name", [*RENAMED, *REFUSED, *EQUAL, *IDLE])
+def test_no_line_hides_a_key_that_exists(name: str) -> None:
+    """When an option of verl's name is added, its line (or a line above it) has to go."""
+    for one in [name.replace("*", role) for role in ROLES] if name.startswith("*") else [name]:
+        assert one not in schema_of(PPOConfig).sections and one not in KEYS
+        assert not [key for key in KEYS if key.startswith(f"{one}.")]
+
+
+def test_renamed_keys_exist_here() -> None:
+    for name in RENAMED.values():
+        known = {*KEYS, *schema_of(PPOConfig).sections, *RENAMED}
+        assert name in known or name.rpartition(".")[0] in KEYS, name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_passes_at_its_harmless_values(name: str) -> None:
+    full, harmless = name.replace("*", "actor"), REFUSED[name][1:]
+    refused = translate(full, "SOMETHING ELSE")
+    assert refused is not None and refused.refusal is not None
+    assert all(translate(full, value).refusal is None for value in (*harmless, None))  # type: ignore[union-attr]
 
 
 def test_verls_keys_of_data_mean_what_they_say() -> None:
@@ -398,7 +398,7 @@ def test_verls_keys_of_data_mean_what_they_say() -> None:
 
 def test_a_misspelt_key_of_verl_is_not_swallowed() -> None:
     for name in ("actor.policy_loss.los_mode", "actor.strateggy", "trainer.defualt_hdfs_dir", "rollout.multi_turns.x"):
-        assert judge(name, 1) is None
+        assert translate(name, 1) is None
 
 
 # verl's whole configuration with its defaults, as a user's YAML would hold it (sections of ppo_trainer).
@@ -632,11 +632,8 @@ def test_two_lengths_that_disagree_are_refused() -> None:
         load_config(["model.path=m", "data.max_response_length=2048", "+reward.reward_kwargs.max_resp_len=1024"])
 
 
-def test_options_of_a_part_that_is_switched_off_beside_them_are_left_out() -> None:
-    arguments = ["reward_model.overlong_buffer.enable=False", "reward_model.overlong_buffer.len=512"]
-    arguments += ["algorithm.filter_groups.enable=False", "algorithm.filter_groups.metric=seq_reward"]
-    loaded = load_config(["model.path=m", *arguments])
-    assert loaded.config.reward.overlong_buffer.len == 0 and loaded.config.algorithm.filter_groups.metric is None
-    assert "reward.overlong_buffer.len=512 has no effect: reward.overlong_buffer.enable=false was given" in loaded.notes
-    on = load_config(["model.path=m", "algorithm.filter_groups.enable=True", arguments[-1]])
-    assert on.config.algorithm.filter_groups.metric == "score"
+def test_one_sentence_refuses_a_whole_part() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model.path=m", "actor.megatron.a=1", "critic.megatron.b=2", "actor.megatron.c=3"])
+    (problem,) = caught.value.problems
+    assert problem.count("Megatron") == 1 and "critic.megatron.b=2" in problem and "actor.megatron.c=3" in problem

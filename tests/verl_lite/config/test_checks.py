@@ -1,0 +1,266 @@
+"""What cannot work, or would give other results than asked for, is refused before anything starts: one line each, with
+key, value and remedy. A good configuration passes, and so does an option without effect."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_lite.algos.masked import LOSS_AGG_MODES
+from verl_lite.config import FINITE, KEYS, ConfigError, PPOConfig, Range, load_config, unknown_value, value_of
+from verl_lite.config import learners as learner_options
+from verl_lite.config.checks import validate
+from verl_lite.config.rollout_correction import PRESETS, REJECTION_OPTIONS, correction_of
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, POLICY_LOSS_REGISTRY
+
+
+class World:
+    """An environment."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "begin", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "end", 1.0, True, False, {}
+
+
+ENV = f"{__name__}:World"
+AGENT: dict[str, Any] = {
+    "agentic.custom_envs": {"world": {"env_type": ENV}, "maze": {"env_type": ENV}},
+    "agentic.train_env_manager.tags": ["world", "maze"],
+    "agentic.train_env_manager.num_env_groups": 8,
+    "agentic.train_env_manager.group_size": 4,
+    "agentic.val_env_manager.tags": ["world"],
+    "agentic.rollout_batch_size": 32,
+    "agentic.val_batch_size": 8,
+    "data.train_files": [],
+    "data.val_files": [],
+    "rollout.n": 1,
+    "trainer.total_training_steps": 5,
+}
+GAE = {"algorithm.adv_estimator": "gae"}
+SCORER = {"reward_model.enable": True, "reward_model.model.path": "scorer"}
+CORRECTION = "algorithm.rollout_correction"
+STEPS = {"world": {"env_type": ENV, "env_manager_cls": "step"}, "maze": {"env_type": ENV}}
+
+
+@pytest.fixture
+def good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
+    """A configuration with nothing to complain about: two slots of two cores, files that exist."""
+    monkeypatch.chdir(tmp_path)
+    config = PPOConfig()
+    for name in ("model/config.json", "scorer/config.json", "scorer/tokenizer_config.json", "train.parquet", "x.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    config.data.train_files = config.data.val_files = ["train.parquet"]
+    config.model.path, config.rollout.n = "model", 8
+    config.trainer.n_gpus_per_node, config.trainer.device = 2, "cpu"
+    return config
+
+
+def found(config: PPOConfig, changes: dict[str, Any], available: int = 2) -> list[str]:
+    for name, value in changes.items():
+        section, _, leaf = name.rpartition(".")
+        assert name in KEYS, name
+        setattr(value_of(config, section), leaf, value)
+    try:
+        validate(config, available=available)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+# fmt: off
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # sizes
+    ({"data.train_batch_size": 16}, "actor.ppo_mini_batch_size=256 is larger .*_batch_size=16;.*at most 16"),
+    ({**GAE, "critic.ppo_mini_batch_size": 2048}, "critic.ppo_mini_batch_size=2048 is larger than .*=1024"),
+    ({"ref.log_prob_use_dynamic_bsz": False}, "ref.log_prob_use_dynamic_bsz=false needs ref.log_prob_micro_batch_size"),
+    ({**GAE, "critic.use_dynamic_bsz": False, "critic.forward_micro_batch_size_per_gpu": 4},
+     "critic.use_dynamic_bsz=false needs critic.ppo_micro_batch_size_per_gpu"),
+    ({"actor.ppo_max_token_len_per_gpu": 1000}, "actor.ppo_max_token_len_per_gpu=1000 cannot hold .*at least 1024"),
+    ({"ref.log_prob_max_token_len_per_gpu": 1}, "ref.log_prob_max_token_len_per_gpu=1 cannot hold"),
+    ({**SCORER, "reward_model.forward_max_token_len_per_gpu": 100}, "reward_model.forward_max_token_len_per_gpu=100"),
+    ({"rollout.max_model_len": 1000}, "rollout.max_model_len=1000 is shorter than .*= 1024"),
+    ({"rollout.enable_chunked_prefill": False, "rollout.max_num_batched_tokens": 512}, "=512 is shorter than the cont"),
+    # ranges and words
+    ({"actor.clip_ratio_c": 1.0}, "actor.clip_ratio_c=1.0: .*above 1 is expected"),
+    ({"actor.loss_agg_mode": "token_mean"}, "actor.loss_agg_mode=token_mean is not known.*did you mean token-mean"),
+    ({**GAE, "critic.loss_agg_mode": "x"}, "critic.loss_agg_mode=x is not known.*or null"),
+    ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty=full is not known"),
+    ({"reward_model.weight": float("nan")}, "reward_model.weight=nan: a finite number"),
+    ({"rollout.temperature": 0.0}, "rollout.temperature=0.0: training has to sample"),
+    ({"rollout.top_p": 0.9}, "rollout.top_p=0.9: .*1 is expected"),
+    ({"rollout.top_k": 50}, "rollout.top_k=50: .*-1 is expected"),
+    ({"trainer.seed": 99999999999999999999}, "trainer.seed=99999999999999999999: .*2\\^63"),
+    ({"actor.policy_loss.tis_lower_bound": 2.0}, "tis_lower_bound=2.0 is not below"),
+    ({"model.lora_rank": 4, "model.target_modules": []}, "model.target_modules=\\[\\]"),
+    # losses and estimators
+    ({"actor.policy_loss.loss_mode": "vanila"}, "loss_mode=vanila is not known.*did you mean vanilla.*pkg.module"),
+    ({"actor.policy_loss.loss_mode": "dro"}, "loss_mode=dro needs actor.policy_loss.dro_beta"),
+    ({"actor.policy_loss.loss_mode": "gspo"}, "loss_agg_mode=token-mean with .*gspo.*seq-mean-token-mean"),
+    ({"algorithm.adv_estimator": "gropo"}, "adv_estimator=gropo is not known.*did you mean grpo"),
+    ({"algorithm.adv_estimator": "gigpo"}, "adv_estimator=gigpo needs the step columns"),
+    ({"algorithm.adv_estimator": "gdpo"}, "gdpo needs algorithm.gdpo_reward_keys"),
+    ({"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a"],
+      "algorithm.gdpo_reward_weights": [1.0, 2.0]}, "gdpo_reward_weights=.*one weight for each"),
+    ({"algorithm.adv_estimator": "remax", "algorithm.reward_clip": 1.0}, "reward_clip=1.0 with .*remax"),
+    ({"algorithm.use_pf_ppo": True}, "use_pf_ppo=true with .*grpo.*adv_estimator=gae"),
+    ({"rollout.n": 1}, "rollout.n=1: grpo compares .*at least 2"),
+    ({"algorithm.adv_estimator": "reinforce", "algorithm.norm_std_type": "group", "rollout.n": 1}, "n=1: .*norm_std"),
+    ({"algorithm.adv_estimator": "reinforce", "algorithm.filter_groups.enable": True, "rollout.n": 1}, "filter_groups"),
+    ({"data.sources": {"easy": {"n": 1}}}, "data.sources.easy.n=1: grpo compares"),
+    ({"trainer.critic_warmup": 5}, "trainer.critic_warmup=5: grpo has no critic"),
+    ({**GAE, "trainer.critic_warmup": 5, "trainer.total_training_steps": 5}, "the policy would never learn"),
+    ({"algorithm.filter_groups.max_num_gen_batches": 1}, "max_num_gen_batches=1: at least 2"),
+    ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "model"}, "metric=model is a part"),
+    # the rollout correction
+    ({f"{CORRECTION}.rollout_is": "tokn"}, f"{CORRECTION}.rollout_is=tokn is not known.*did you mean token"),
+    ({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "2_1"}, "low_high is expected"),
+    ({f"{CORRECTION}.rollout_rs": "token_k1"}, "needs algorithm.rollout_correction.rollout_rs_threshold"),
+    ({f"{CORRECTION}.rollout_rs": "seq_max_k2", f"{CORRECTION}.rollout_rs_threshold": "1_2"}, "one number above 0"),
+    ({f"{CORRECTION}.rollout_rs": "token_k1,token_k1"}, "an option is named twice"),
+    ({f"{CORRECTION}.rollout_is": "token", "rollout.calculate_log_probs": False}, "calculate_log_probs=false with"),
+    ({f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token",
+      f"{CORRECTION}.rollout_is_batch_normalize": True}, "no mean of the batch"),
+    ({f"{CORRECTION}.bypass_mode": True, "algorithm.adv_estimator": "optimal_token_baseline"}, "needs sum_pi_squared"),
+    # rewards
+    ({"reward.function_weight": 0.0}, "leaves nothing that scores"),
+    ({"reward_model.enable": True}, "reward_model.enable=true needs reward_model.model.path"),
+    ({"reward.remote.url": "judge:80"}, "reward.remote.url=judge:80: a URL"),
+    ({"reward.remote.url": "http://judge", "reward.custom_reward_function.path": "x.py"}, "one of them can be"),
+    ({"reward.functions": {"a": {"reward": "format"}}, "reward.remote.url": "http://judge"}, "one of them can"),
+    ({"reward.remote.url": "http://judge", "reward.remote.api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY: this envir"),
+    ({"reward.remote.url": "http://judge", "reward.num_workers": 0}, "needs a reward process"),
+    ({"reward.functions": {"a": {"reward": "format", "weight": 0}}}, "every weight is 0"),
+    ({"reward.functions": {"a": {"path": "nowhere.py"}}}, "reward.functions.a.path=nowhere.py: there is no file"),
+    ({"reward.custom_reward_function.path": "nowhere.py"}, "path=nowhere.py: there is no file /.*nowhere.py"),
+    ({"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 513}, "1 to 512 are expected"),
+    # data
+    ({"data.train_files": []}, "data.train_files is empty"),
+    ({"data.train_files": ["no.parquet"]}, "data.train_files=no.parquet: there is no file"),
+    ({"data.train_files": ["x.py"]}, "data.train_files=x.py: a .parquet, .json or .jsonl file"),
+    ({"data.columns": {"promt": "question"}}, "data.columns.promt=question: our columns .*did you mean prompt"),
+    ({"data.columns": {"prompt": None}}, "data.columns.prompt=None: the name of a column"),
+    ({"data.prompt_template": "Answer."}, "data.prompt_template='Answer.'.*{prompt}"),
+    ({"data.ground_truth_regex": "("}, r"data.ground_truth_regex='\(': a regular expression with a group"),
+    ({"data.ground_truth_regex": "#.*"}, "data.ground_truth_regex='#.*': a regular expression with a group"),
+    ({"data.tools_path": "no.json"}, "data.tools_path=no.json: there is no file"),
+    ({"data.sources": {"a": {"wait": 1}}}, "data.sources.a=.*weight and n"),
+    ({"data.sources": {"a": {"weight": 1}, "b": {"n": 2}}}, "data.sources.b has no weight"),
+    ({"data.sources": {"a": {"weight": 0}}}, "every weight is 0"),
+    ({"data.sampler.class_path": "x.py"}, "data.sampler.class_name=None: both are expected"),
+    ({"data.custom_cls.path": "no.py", "data.custom_cls.name": "A"}, "data.custom_cls.path=no.py: there is no file"),
+    # validation, saving, resuming
+    ({"rollout.val_kwargs.do_sample": True}, "do_sample=true with rollout.val_kwargs.temperature=0.0"),
+    ({"rollout.val_kwargs.n": 4}, "rollout.val_kwargs.n=4 with .*do_sample=false"),
+    ({"data.val_files": [], "trainer.val_only": True}, "trainer.val_only=true needs data.val_files"),
+    ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq=5 needs data.val_files"),
+    ({"trainer.max_best_ckpt_to_keep": 2}, "trainer.max_best_ckpt_to_keep=2 compares validations"),
+    ({"trainer.resume_mode": "resume_path"}, "needs trainer.resume_from_path"),
+    ({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "no"}, "_path=no: there is no folder"),
+    ({"trainer.resume_from_path": "/"}, "resume_from_path=/ with trainer.resume_mode=disable"),
+    # machine
+    ({"trainer.logger": ["wandbb"]}, "trainer.logger=wandbb is not known.*did you mean wandb"),
+    ({"trainer.backend": "inline"}, "trainer.backend=inline runs everything in one process"),
+    ({"trainer.nnodes": 2}, "trainer.nnodes=2 needs a cluster"),
+    ({"trainer.n_gpus_per_node": 8}, "n_gpus_per_node=8 is more than the 2 cores of this machine: set at most 2"),
+    ({"rollout.tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4: .*one of 1, 2"),
+    ({"rollout.name": "hf", "rollout.tensor_model_parallel_size": 2}, "set 1 with rollout.name=hf"),
+    ({"actor.fsdp_config.fsdp_size": 3}, "actor.fsdp_config.fsdp_size=3 does not divide the 2 devices"),
+    ({**SCORER, "reward_model.fsdp_config.fsdp_size": 3}, "reward_model.fsdp_config.fsdp_size=3 does not divide"),
+    ({"rollout.name": "sglang"}, "rollout.name=sglang is not known.*pkg.module:Class"),
+    ({"rollout.engine_kwargs": {"swap_space": 4}}, "engine_kwargs.swap_space=4: .*below an engine's name"),
+    # models
+    ({"model.path": None}, "model.path is null"),
+    ({"model.path": "./no/such"}, "model.path=./no/such: there is no folder"),
+    ({"model.path": "/"}, "model.path=/: / has no config.json"),
+    ({"reward_model.enable": True, "reward_model.model.path": "model"}, "has no tokenizer_config.json"),
+    # agents
+    ({**AGENT, "trainer.total_training_steps": None}, "trainer.total_training_steps=null: environments have no end"),
+    ({**AGENT, "rollout.n": 8}, "rollout.n=8: .*group_size"),
+    ({**AGENT, "rollout.tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2: each device has an engine"),
+    ({**AGENT, "agentic.model_update_frequency": 2, "trainer.save_freq": 5}, "save_freq=5 with .*multiple of 2"),
+    ({**AGENT, "agentic.train_env_manager.tags": ["wurld"]}, "tags=wurld is not known.*did you mean world"),
+    ({**AGENT, "agentic.val_env_manager.tags": ["maze", "maze"]}, "one is named twice"),
+    ({**AGENT, "agentic.train_env_manager.num_groups_partition": [4, 3]}, "num_groups_partition=.4, 3.: .*in sum"),
+    ({**AGENT, "agentic.train_env_manager.num_env_groups": 1}, "num_env_groups=1: at least one group for each"),
+    ({**AGENT, "agentic.train_env_manager.group_size": 5}, "group_size=5 does not divide .*=30"),
+    ({**AGENT, "agentic.train_env_manager.group_size": 1}, "group_size=1: grpo compares"),
+    ({**AGENT, "agentic.train_env_manager.max_traj_per_env": 0}, "max_traj_per_env=0"),
+    ({**AGENT, "agentic.train_env_manager.group_filter_cls": "equal"}, "group_filter_cls=equal is not known"),
+    ({**AGENT, "agentic.val_env_manager.group_size_redundancy": 1}, "a validation measures all"),
+    ({**AGENT, "agentic.custom_envs": {"world": {"env_tpe": "x"}, "maze": {"env_type": ENV}}}, "did you mean env_type"),
+    ({**AGENT, "agentic.custom_envs": {**STEPS, "maze": {"env_type": ENV, "max_tokens_per_step": 999}}},
+     "max_tokens_per_step=999 is more than data.max_response_length=512"),
+    ({**AGENT, **GAE, "agentic.custom_envs": STEPS}, "world.env_manager_cls=step: .*gae reads rows .*trajectory"),
+    ({**AGENT, "algorithm.adv_estimator": "remax"}, "remax needs a greedy answer"),
+    ({**AGENT, "agentic.async_generation_ratio": 1, "trainer.device": "cuda"}, "the engine would sleep"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_what_cannot_work_is_refused_with_its_remedy(good: PPOConfig, changes: dict[str, Any], message: str) -> None:
+    problems = found(good, changes)
+    assert [problem for problem in problems if re.search(message, problem)], problems
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        AGENT,
+        SCORER,
+        GAE,
+        {"trainer.device": "cuda"},
+        {"critic.ppo_epochs": 2, "critic.optim.lr": 3e-5},
+        {"actor.policy_loss.kl_cov_ratio": 0.1, "actor.ratio_type": "segment"},
+        {"reward.batch_size": 8, "reward.remote.max_retries": 5},
+        {"algorithm.pf_ppo.weight_pow": 3.0, f"{CORRECTION}.loss_type": "reinforce"},
+        {"agentic.val_batch_size": 4, "trainer.async_save": True, "trainer.save_freq": 0},
+        {"rollout.engine_kwargs": {"sglang": {"x": 1}}, "rollout.val_kwargs.temperature": 0.6},
+    ],
+    ids=str,
+)
+def test_what_works_passes_and_an_option_without_effect_is_no_error(good: PPOConfig, changes: dict[str, Any]) -> None:
+    assert found(good, changes) == []
+
+
+def test_all_problems_come_together(good: PPOConfig) -> None:
+    assert len(found(good, {"rollout.n": 0, "actor.clip_ratio": -1.0, "data.train_files": []})) == 3
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS.values() if key.expects is not None], ids=lambda key: key.name)
+def test_every_range_and_choice_is_checked(good: PPOConfig, key: Any) -> None:
+    wrong = "nonsense" if not isinstance(key.expects, Range) else [2.0] if key.kind == "list" else -7
+    wrong = float("inf") if key.expects is FINITE else wrong
+    words = unknown_value(key.name, wrong, key.expects) if isinstance(key.expects, tuple) else key.expects.words
+    assert [one for one in found(good, {key.name: wrong}) if f"{key.name}={wrong}" in one and words in one]
+
+
+def test_words_of_options_are_those_of_the_mathematics() -> None:
+    assert learner_options.LOSS_AGG_MODES == LOSS_AGG_MODES
+    assert {name.removesuffix("+") for name in learner_options.KL_ESTIMATORS} == set(KL_ALIASES)
+    assert set(ADV_ESTIMATOR_REGISTRY.facts) >= set(ADV_ESTIMATOR_REGISTRY)
+    assert set(POLICY_LOSS_REGISTRY.facts) >= set(POLICY_LOSS_REGISTRY)
+
+
+def test_a_hub_name_has_to_be_cached_without_network(good: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert found(good, {"model.path": "org/none"}) == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "hf download org/none" in found(good, {"model.path": "org/none"})[0]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_of_verl_are_well_formed_settings(name: str) -> None:
+    settings = [f"{key}={json.dumps(value)}" for key, value in PRESETS[name].overrides().items()]
+    config = load_config(["model.path=m", *settings]).config
+    assert config.algorithm.rollout_correction == PRESETS[name]
+    correction_of(config.algorithm.rollout_correction)
+    assert all(rejection.name in REJECTION_OPTIONS for rejection in correction_of(PRESETS[name]).rejections)

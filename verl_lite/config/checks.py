@@ -1,0 +1,310 @@
+"""Whether options can work: their ranges, what sections say of themselves, and what only the machine, the files or a
+registry knows. Checked before anything heavy starts; gives one `ConfigError` with every problem found.
+
+Refused is what cannot work, or would give other results than asked for. That an option has no effect is no error: see
+`reads`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_lite.config.data import python_file
+from verl_lite.config.fields import Problems, unknown_value
+from verl_lite.config.learners import ActorConfig
+from verl_lite.config.ppo import MODEL_METRICS, PPOConfig
+from verl_lite.config.reads import Options, uncounted
+from verl_lite.config.run import RunOptions
+from verl_lite.config.schema import ConfigError, schema_of, value_of
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl_lite.device import device_type
+from verl_lite.envs import EnvTemplate, env_templates
+from verl_lite.errors import UserError
+from verl_lite.group_filters import GROUP_FILTERS
+from verl_lite.registry import takes
+from verl_lite.rewards import code, judge
+from verl_lite.rewards.scoring import part_problems, reward_parts
+
+ROLLOUT_ENGINES = ("auto", "vllm", "hf")
+FOREIGN_ENGINES = ("sglang", "trtllm")
+"""Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
+TRACKERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+
+
+def validate(
+    config: PPOConfig,
+    *,
+    slots: int | None = None,
+    available: int | None = None,
+    rollout_engines: Collection[str] = ROLLOUT_ENGINES,
+    trackers: Collection[str] = TRACKERS,
+) -> None:
+    """Checks a whole configuration of `trainer.main_ppo`.
+
+    Args:
+        slots: devices of the whole run; None = n_gpus_per_node * nnodes.
+        available: GPUs of this machine, or its cores where it runs on the CPU; None = not checked.
+        rollout_engines, trackers: names known besides `pkg.module:object`.
+
+    Raises:
+        ConfigError: all problems together.
+    """
+    if slots is None and config.trainer.n_gpus_per_node is not None:
+        slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    with uncounted():
+        problems = [
+            *section_problems(config),
+            *loss_problems(config.actor),
+            *estimator_problems(config),
+            *_rewards(config),
+            *_engine(config, rollout_engines, slots),
+            *(_agent(config) if config.is_agentic else ()),
+            *machine_problems(config, slots, available, trackers),
+            *_models(config),
+        ]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def section_problems(options: Any, at: str = "") -> Problems:
+    """Numbers out of their range, words that are none of the choices, and what each section says of itself."""
+    for key in schema_of(type(options)).keys.values() if not at else ():
+        value = value_of(options, key.name)
+        if value is None or key.expects is None:
+            continue
+        if isinstance(key.expects, tuple):
+            if value not in key.expects:
+                yield unknown_value(key.name, value, key.expects) + ("; or null" if key.optional else "")
+        elif not key.expects.holds(value):
+            yield f"{key.name}={value}: {key.expects.words}"
+    if hasattr(options, "check"):
+        yield from options.check()
+    for name, value in vars(options).items():
+        if isinstance(value, Options):
+            yield from section_problems(value, f"{at}{name}.")
+
+
+def machine_problems(
+    config: RunOptions, count: int | None, available: int | None, trackers: Collection[str] = TRACKERS
+) -> Problems:
+    """Trackers, and devices (on a CPU: worker slots) against machine and backend, for every command that trains.
+
+    Args:
+        count: of the whole run; None = not known.
+        available: of this machine; None = not checked.
+    """
+    trainer, address = config.trainer, config.ray_kwargs.ray_init.address
+    for tracker in trainer.logger:
+        if ":" not in tracker and tracker not in trackers:
+            yield unknown_value("trainer.logger", tracker, trackers)
+    if trainer.nnodes > 1 and address is None:
+        yield (
+            f"trainer.nnodes={trainer.nnodes} needs a cluster that spans the machines: start Ray on them and give "
+            "ray_kwargs.ray_init.address=HOST:PORT, or set trainer.nnodes=1"
+        )
+    if count is None or trainer.nnodes < 1 or count < 1:
+        return
+    here = count // trainer.nnodes
+    if trainer.backend == "inline" and count > 1:
+        yield (
+            f"trainer.backend=inline runs everything in one process, but trainer.n_gpus_per_node={here} and "
+            f"trainer.nnodes={trainer.nnodes}: set both to 1, or trainer.backend=ray"
+        )
+    if available is not None and address is None and here > available:
+        noun = ("core" if _on_cpu(trainer.device) else "GPU") + "s" * (available != 1)
+        yield (
+            f"trainer.n_gpus_per_node={here} is more than the {available} {noun} of this machine: set at most "
+            f"{available}"
+        )
+    for key in schema_of(type(config)).keys.values():
+        size = value_of(config, key.name) if key.path[-1] == "fsdp_size" else -1
+        if size > 0 and count % size:
+            yield f"{key.name}={size} does not divide the {count} devices; use -1 or one of {_divisors(count)}"
+
+
+def loss_problems(actor: ActorConfig) -> Problems:
+    """The policy loss, and what its registration says that it needs."""
+    mode = actor.policy_loss.loss_mode
+    facts = POLICY_LOSS_REGISTRY.facts.get(mode, {})
+    if ":" not in mode and mode not in POLICY_LOSS_REGISTRY:
+        yield unknown_value("actor.policy_loss.loss_mode", mode, POLICY_LOSS_REGISTRY) + "; or pkg.module:function"
+    for name in facts.get("needs", ()):
+        if getattr(actor.policy_loss, name) is None:
+            yield f"actor.policy_loss.loss_mode={mode} needs actor.policy_loss.{name}, which is null: give a number"
+    expected = facts.get("loss_agg_mode") or actor.loss_agg_mode
+    if actor.loss_agg_mode != expected:
+        yield (
+            f"actor.loss_agg_mode={actor.loss_agg_mode} with actor.policy_loss.loss_mode={mode}, which is always a "
+            f"mean over sequences: set actor.loss_agg_mode={expected}"
+        )
+
+
+def estimator_problems(config: PPOConfig) -> Problems:
+    """The advantage estimator, and what its registration and its arguments say that it needs."""
+    algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
+    key, acts = f"algorithm.adv_estimator={chosen}", config.is_agentic
+    function, facts = ADV_ESTIMATOR_REGISTRY.get(chosen), ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
+    if ":" not in chosen and function is None:
+        yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
+        return
+    if facts.get("rows") == "step" and not acts:
+        yield (
+            f"{key} needs the step columns of episodes (traj_id, step, state_hash), which answers to prompts do not "
+            "have: it trains agents (agentic.train_env_manager.tags names their environments)"
+        )
+    if acts and function is not None and (takes(function, "reward_baselines") or chosen == "gdpo"):
+        what = "the values of a reward function's dict" if chosen == "gdpo" else "a greedy answer to each prompt"
+        yield f"{key} needs {what}, which episodes do not have: use grpo or agentic_reinforce"
+    if function is not None and takes(function, "sum_pi_squared") and algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{key} needs sum_pi_squared, which the pass computes that algorithm.rollout_correction.bypass_mode=true "
+            "spares: set bypass_mode=false"
+        )
+    if config.trainer.critic_warmup > 0 and function is not None and not takes(function, "values"):
+        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: {chosen} has no critic, so nothing learns: set 0"
+    if facts.get("raw_scores"):
+        for name in ("norm_mean_type", "norm_std_type", "reward_clip", "whiten_rewards"):
+            if getattr(algorithm, name):
+                yield f"algorithm.{name}={getattr(algorithm, name)} with {key}, which reads raw scores: leave it out"
+    if not config.trainer.val_only:
+        yield from _groups(config, chosen if facts.get("groups") else None)
+
+
+def _groups(config: PPOConfig, estimator: str | None) -> Problems:
+    """That there is something to compare, where an estimator or another part compares the answers to one prompt."""
+    algorithm, filters = config.algorithm, config.algorithm.filter_groups.enable
+    shaped = [name for name in ("norm_mean_type", "norm_std_type") if getattr(algorithm, name) == "group"]
+    who = estimator or (f"algorithm.{shaped[0]}=group" if shaped else "algorithm.filter_groups" if filters else None)
+    if who is None:
+        return
+    key, size = "rollout.n", config.rollout.n
+    if config.is_agentic:
+        key, size = "agentic.train_env_manager.group_size", config.agentic.train_env_manager.group_size
+    lonely = [name for name, entry in config.data.sources.items() if isinstance(entry, Mapping) and entry.get("n") == 1]
+    for name in [key] * (size == 1) + [f"data.sources.{name}.n" for name in lonely]:
+        yield f"{name}=1: {who} compares the members of a group, and one teaches nothing: set at least 2, such as 8"
+
+
+def _rewards(config: PPOConfig) -> Problems:
+    """Parts of the reward, and the file of the user's function, as far as they can be judged without running them."""
+    reward, metric = config.reward, config.algorithm.filter_groups.metric
+    yield from reward_problems(reward, alone=not config.reward_model.enable)
+    is_models = metric in MODEL_METRICS and not config.reward_model.enable
+    if config.algorithm.filter_groups.enable and is_models:
+        yield (
+            f"algorithm.filter_groups.metric={metric} is a part of the score with a reward model, and "
+            "reward_model.enable=false: leave it out, or name an entry of the reward function's dict"
+        )
+
+
+def reward_problems(reward: Any, alone: bool = True) -> Problems:
+    """Of `reward`, also of `trainer.score`. alone: nothing else scores."""
+    yield from python_file("reward.custom_reward_function.path", reward.custom_reward_function.path)
+    problems = list(part_problems(reward.functions))
+    yield from problems
+    parts = [] if problems else reward_parts(reward.functions)
+    for part in parts:
+        yield from python_file(f"{part.option}.path", part.path)
+        if part.path is None and part.reward in ("code", "rule/code"):
+            yield from code.time_problems(part.kwargs, reward.timeout_s, f"{part.option}.kwargs")
+        if part.path is None and part.reward in ("judge", "rule/judge"):
+            yield from judge.option_problems(part.kwargs, f"{part.option}.kwargs")
+    if parts and alone and all(part.weight == 0 for part in parts):
+        yield "reward.functions: every weight is 0, so nothing scores: give one of the parts a weight"
+
+
+def _engine(config: PPOConfig, engines: Collection[str], count: int | None) -> Problems:
+    rollout, parallel = config.rollout, config.rollout.tensor_model_parallel_size
+    if ":" not in rollout.name and rollout.name not in engines:
+        yield unknown_value("rollout.name", rollout.name, engines) + "; or pkg.module:Class"
+    here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
+    if parallel > 1 and (rollout.name == "hf" or here % parallel):
+        fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}"
+        yield (
+            f"rollout.tensor_model_parallel_size={parallel}: an engine takes whole devices of one machine, of which "
+            f"there are trainer.n_gpus_per_node={here}: set {fits}"
+        )
+    for name, entries in rollout.engine_kwargs.items():
+        if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
+            yield (
+                f"rollout.engine_kwargs.{name}={entries}: arguments stand below an engine's name, such as "
+                "rollout.engine_kwargs.vllm.KEY=VALUE"
+            )
+
+
+def _agent(config: PPOConfig) -> Problems:
+    """Environments, filters and estimator of a run of agents."""
+    options = config.agentic
+    templates: dict[str, EnvTemplate] = {}
+    for tag, entry in options.custom_envs.items():
+        try:
+            templates |= env_templates({tag: entry})
+        except UserError as error:
+            yield str(error)
+            continue
+        most, longest = templates[tag].max_tokens_per_step, config.data.max_response_length
+        if most is not None and most > longest:
+            yield (
+                f"agentic.custom_envs.{tag}.max_tokens_per_step={most} is more than data.max_response_length="
+                f"{longest}, which holds all turns of an episode (by steps: one turn): set at most {longest}"
+            )
+    manager, chosen = options.train_env_manager, config.algorithm.adv_estimator
+    expected = ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {}).get("rows")
+    for tag in manager.tags:
+        if expected and tag in templates and templates[tag].by_step is not (expected == "step"):
+            yield (
+                f"agentic.custom_envs.{tag}.env_manager_cls={templates[tag].env_manager_cls}: "
+                f"algorithm.adv_estimator={chosen} reads rows that are each one {expected}: set "
+                f"agentic.custom_envs.{tag}.env_manager_cls={expected}, or use another estimator"
+            )
+    chosen_filter = manager.group_filter_cls
+    if chosen_filter is not None and ":" not in chosen_filter and chosen_filter not in GROUP_FILTERS:
+        key = "agentic.train_env_manager.group_filter_cls"
+        yield unknown_value(key, chosen_filter, GROUP_FILTERS) + "; or pkg.module:Class"
+    ratio = options.async_generation_ratio
+    if ratio > 0 and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device):
+        yield (
+            f"agentic.async_generation_ratio={ratio} with rollout.free_cache_engine=true: the engine would sleep while "
+            "training, when episodes go on: set rollout.free_cache_engine=false, and rollout.gpu_memory_utilization "
+            "so that both fit; or async_generation_ratio=0"
+        )
+
+
+def _models(config: PPOConfig) -> Problems:
+    """Folders of models, or names that the cache of the Hugging Face hub has."""
+    for name, marker in (
+        ("model.path", "config.json"),
+        ("model.tokenizer_path", "tokenizer_config.json"),
+        ("reward_model.model.path", "config.json"),
+        ("reward_model.model.path", "tokenizer_config.json"),
+        ("critic.model.path", "config.json"),
+    ):
+        value = value_of(config, name)
+        if value is None:
+            continue
+        folder = Path(value)
+        if folder.is_dir():
+            if not (folder / marker).is_file():
+                yield f"{name}={value}: {folder.absolute()} has no {marker}, so it is not a Hugging Face folder"
+        elif not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", value):
+            yield f"{name}={value}: there is no folder {folder.absolute()}"
+        elif os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+            from huggingface_hub import try_to_load_from_cache
+
+            if not isinstance(try_to_load_from_cache(value, marker), str):
+                yield (
+                    f"{name}={value}: there is neither a folder {folder.absolute()} nor a model of that name in the "
+                    f"Hugging Face cache, and HF_HUB_OFFLINE is set: fetch it first with `hf download {value}`"
+                )
+
+
+def _on_cpu(device: str) -> bool:
+    return (device_type() if device == "auto" else device) == "cpu"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -1,0 +1,108 @@
+"""Whether the options of reward flow fit the pipeline in its folder, the machine and the registered rewards."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from verl_lite.config.checks import TRACKERS, machine_problems, section_problems
+from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig, VideoDataConfig
+from verl_lite.config.fields import Problems
+from verl_lite.config.reads import uncounted
+from verl_lite.config.schema import ConfigError
+from verl_lite.flow_match import flow_sigmas, high_noise_steps, predicts_velocity
+from verl_lite.visual_rewards.base import VISUAL_REWARDS
+
+INDEX = "model_index.json"
+PACKAGES = ("diffusers", "av")
+"""What the extra `diffusion` brings that every run of reward flow needs."""
+_WAN_CLASS, _WAN_FACTOR = "AutoencoderKLWan", 8  # diffusers' default, which files of Wan2.1 and Wan2.2-A14B may omit
+
+
+def validate_reward_flow(
+    config: RewardFlowConfig,
+    *,
+    count: int | None = None,
+    available: int | None = None,
+    trackers: Collection[str] = TRACKERS,
+    files: bool = True,
+) -> None:
+    """Checks a whole configuration of `trainer.main_reward_flow`.
+
+    Args:
+        count: devices of the run.
+        available: of this machine; None = not checked.
+        files: False = the pipeline's folder is not looked into, as a recipe has still to make it.
+
+    Raises:
+        ConfigError: all problems together.
+    """
+    with uncounted():
+        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        problems = [
+            *(f"{name}: not installed; reward flow needs it: pip install 'verl_lite[diffusion]'" for name in missing),
+            *section_problems(config),
+            *(_pipeline(config, Path(config.model.path)) if files and config.model.path else ()),
+            *machine_problems(config, count, available, trackers),
+        ]
+        try:
+            VISUAL_REWARDS.get_fn(config.reward.name)
+        except ValueError as error:
+            problems.append(f"reward.name={config.reward.name!r}: {error}")
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
+    """Whether it is one that predicts a flow's velocity and takes clips of this size, as far as its files say."""
+    name, index = f"model.path={folder}", _read_json(folder / INDEX)
+    if index is None or not all((folder / part).is_dir() for part in ("transformer", "vae")):
+        yield (
+            f"{name}: {folder.absolute()} is no image-to-video pipeline in diffusers format ({INDEX}, transformer/, "
+            "vae/; of Wan2.2 the repository whose name ends with -Diffusers): fetch one with `hf download OWNER/NAME "
+            "--local-dir FOLDER`"
+        )
+        return
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
+    if scheduler is not None and not predicts_velocity(scheduler):
+        yield (
+            f"{name}: its scheduler is {scheduler.get('_class_name', 'unnamed')} with prediction_type="
+            f"{scheduler.get('prediction_type')}: a model that predicts the velocity of a flow is expected "
+            "(FlowMatchEulerDiscreteScheduler, or prediction_type=flow_prediction), such as Wan2.1 or Wan2.2"
+        )
+    yield from fits_pipeline(config.data, folder)
+    boundary = config.model.boundary_ratio or index.get("boundary_ratio")
+    steps, shift, first = config.sampler.num_inference_steps, config.sampler.shift, config.sampler.mid_timestep
+    if (index.get(EXPERTS[1]) or [None])[0] and boundary and steps >= 1 and shift > 0:
+        high = high_noise_steps(flow_sigmas(steps, shift), boundary)
+        if 0 <= first < high:
+            yield (
+                f"sampler.mid_timestep={first}: the first {high} steps are the high-noise expert's, which does not "
+                f"learn; {high} or more is expected, or another model.boundary_ratio"
+            )
+
+
+def fits_pipeline(data: VideoDataConfig, folder: Path) -> Problems:
+    """Whether frames have sides that the pipeline takes: multiples of its autoencoder's factor times its transformer's
+    patch, as far as its files say."""
+    vae, transformer = (_read_json(folder / part / "config.json") or {} for part in ("vae", "transformer"))
+    factor = vae.get("scale_factor_spatial", _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None)
+    patch = transformer.get("patch_size")
+    if not isinstance(factor, int) or not isinstance(patch, list) or not patch or not isinstance(patch[-1], int):
+        return
+    needed, sides = factor * patch[-1], {"height": data.height, "width": data.width}
+    for name, value in (sides if data.height and data.width else {"side_multiple": data.side_multiple}).items():
+        if needed and value is not None and value % needed:
+            yield f"data.{name}={value}: a multiple of {needed} is expected, as the pipeline model.path={folder} takes"
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """None where there is no such file, or it is no json object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,123 @@
+"""The options of every run with a driver, workers and a run folder; each command's `trainer` section builds on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from verl_lite.config.fields import POSITIVE, SEED, Problems, at_least, opt, section
+from verl_lite.config.reads import Options
+
+_RESUME = ("disable", "auto", "resume_path")
+
+
+@dataclass
+class RunConfig(Options):
+    """What every run has."""
+
+    total_epochs: int = opt(1, "passes over the training prompts", at_least(1))
+    total_training_steps: int | None = opt(None, "stop after this many steps; null = total_epochs", at_least(1))
+    project_name: str = opt("verl_lite", "groups runs in trackers and folders", read="load")
+    experiment_name: str | None = opt(
+        None, "name of the run; null = a new one from recipe, date and time", read="load"
+    )
+    default_local_dir: str = opt(
+        "runs/${trainer.project_name}/${trainer.experiment_name}", "run folder: checkpoints, logs, samples, pictures"
+    )
+    logger: list[str] = opt(
+        ["console", "jsonl", "tensorboard"], "trackers: console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio"
+    )
+    n_gpus_per_node: int | None = opt(None, "devices (CPU: worker slots); null = all GPUs, or 2 slots", at_least(1))
+    nnodes: int = opt(1, "machines", at_least(1))
+    device: str = opt("auto", "auto | cpu | cuda", ("auto", "cpu", "cuda"))
+    backend: str = opt("ray", "ray = one process per device; inline = all in this process", ("ray", "inline"))
+    share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")
+    seed: int = opt(1, "the root of every random number in the run", SEED)
+    stall_timeout_s: float | None = opt(
+        3600.0, "a call of workers that takes longer ends the run, with all stacks in the logs; null = never", POSITIVE
+    )
+    max_retries: int = opt(0, "new starts from the last checkpoint after a lost worker, at most", at_least(0))
+    save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never", at_least(-1))
+    max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all", at_least(1), read="save")
+    max_best_ckpt_to_keep: int = opt(0, "checkpoints kept besides, for the best validation", at_least(0), read="save")
+    best_ckpt_metric: str | None = opt(None, "which metric is best; null = mean of val-core/*", read="validation")
+    best_ckpt_mode: str = opt("max", "max | min", ("max", "min"), read="validation")
+    async_save: bool = opt(False, "write checkpoints while training goes on, from a copy in host memory", read="save")
+    resume_mode: str = opt("disable", "disable | auto (newest checkpoint of the run folder) | resume_path", _RESUME)
+    resume_from_path: str | None = opt(None, "a global_step_N folder, for resume_mode=resume_path")
+    resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide the result")
+    test_freq: int = opt(-1, "steps between validations; -1 = only before and after", at_least(-1))
+    val_before_train: bool = opt(True, "validate before the first step")
+    dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml and start nothing")
+
+    def check(self) -> Problems:
+        """What is resumed."""
+        source = self.resume_from_path
+        if self.resume_mode == "resume_path" and source is None:
+            yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder; it is null"
+        if source is not None and not Path(source).is_dir():
+            yield f"trainer.resume_from_path={source}: there is no folder {Path(source).absolute()}"
+        if source is not None and self.resume_mode != "resume_path":
+            yield (
+                f"trainer.resume_from_path={source} with trainer.resume_mode={self.resume_mode}: it would not be "
+                "resumed: set trainer.resume_mode=resume_path, or leave the path out"
+            )
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """The run of a policy."""
+
+    val_time_budget_s: float | None = opt(None, "after so many seconds a validation asks no more prompts", POSITIVE)
+    val_only: bool = opt(False, "validate and stop")
+    critic_warmup: int = opt(0, "steps in which only the critic learns", at_least(0))
+    balance_batch: bool = opt(True, "give each rank the same amount of work by sequence length")
+    log_val_generations: int = opt(3, "validation samples shown at the end and sent to trackers", at_least(0))
+    samples_max_mb: int = opt(
+        500, "disk for all steps' samples, as parquet; when full every second step goes; 0 = none", at_least(0)
+    )
+    rollout_data_dir: str | None = opt(None, "folder for each step's samples as jsonl; null = none")
+    validation_data_dir: str | None = opt(None, "folder for each validation's samples as jsonl; null = none")
+
+    def check(self) -> Problems:
+        """Whether the policy learns at all."""
+        yield from super().check()
+        steps, warmup = self.total_training_steps, self.critic_warmup
+        if steps is not None and steps <= warmup:
+            yield (
+                f"trainer.critic_warmup={warmup} with trainer.total_training_steps={steps}: the policy would never "
+                "learn; set fewer steps of warm-up"
+            )
+
+
+@dataclass
+class RayInitConfig(Options):
+    """How Ray starts."""
+
+    address: str | None = opt(None, "null = a private cluster for this run; else the cluster to join")
+    num_cpus: int | None = opt(None, "CPUs that the private cluster may use; null = this process's cores", at_least(1))
+    object_store_memory_mb: int = opt(512, "shared memory of the private cluster, MiB", at_least(80))
+    wait_for_nodes_s: float = opt(
+        300.0, "patience for the cluster to join and for room in it, also after a lost machine", at_least(0)
+    )
+
+
+@dataclass
+class RayKwargs(Options):
+    ray_init: RayInitConfig = section(RayInitConfig, "how Ray starts")
+
+
+class RunOptions(Protocol):
+    """What the options of every command that trains with `RunConfig` have."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def recipe(self) -> str | None: ...
+
+    @property
+    def trainer(self) -> RunConfig: ...
+
+    @property
+    def ray_kwargs(self) -> RayKwargs: ...

@@ -1,0 +1,242 @@
+"""The options as a flat table: every dotted key with its type, default and sentence; values in the type of a key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any
+
+from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_lite.config.fields import Range
+from verl_lite.config.ppo import PPOConfig
+from verl_lite.errors import UserError
+
+Path = tuple[str, ...]
+"""A key cut at its dots: `("actor", "optim", "lr")`; below a free dictionary a part may itself contain dots."""
+
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
+_NODES: dict[str, Any] = {"int": IntegerNode, "float": FloatNode, "bool": BooleanNode, "str": StringNode}
+_PART = r"""(?:"[^"]+"|'[^']+'|[^.\[\]"'\s]+)"""
+_KEY = re.compile(rf"{_PART}(?:\.{_PART}|\[[^\[\]]+\])*")
+SYNONYMS = {
+    "learning_rate": "actor.optim.lr",
+    "num_generations": "rollout.n",
+    "beta": "actor.kl_loss_coef",
+    "epochs": "trainer.total_epochs",
+    "num_train_epochs": "trainer.total_epochs",
+    "steps": "trainer.total_training_steps",
+    "max_steps": "trainer.total_training_steps",
+    "batch_size": "data.train_batch_size",
+    "max_completion_length": "data.max_response_length",
+    "output_dir": "trainer.default_local_dir",
+    "model_name_or_path": "model.path",
+}
+"""What other trainers call these options, for suggestions only."""
+
+
+class ConfigError(UserError):
+    """What is wrong with a configuration: every problem found, each naming key, value, expectation and remedy."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = list(problems)
+        count = f"{len(problems)} problems" if len(problems) > 1 else "one problem"
+        listing = "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems)
+        super().__init__(f"the configuration has {count}:\n{listing}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the schema.
+
+    kind: int | float | bool | str | list (of `item`) | dict (free: any entry may be added below it). expects: a
+    number's range, or the words that a text may be. read: see `opt`.
+    """
+
+    path: Path
+    kind: str
+    item: str
+    optional: bool
+    default: Any
+    doc: str
+    expects: Range | tuple[str, ...] | None
+    read: str | None
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    def describe(self) -> str:
+        """The type in words."""
+        words = f"a list of {'numbers' if self.item in ('int', 'float') else 'texts'}"
+        return _WORDS.get(self.kind, words) + (" or null" if self.optional else "")
+
+    def example(self) -> str:
+        """`key=value` with the default, or with a plausible value where the default is null or empty."""
+        if self.kind == "list":
+            return f"'{self.name}=[{','.join(str(v) for v in self.default or ['a.parquet', 'b.parquet'])}]'"
+        plausible = {"int": 8, "float": 0.5, "bool": True, "str": "NAME", "dict": "{KEY: VALUE}"}[self.kind]
+        value = plausible if self.default in (None, "", {}) else self.default
+        return f"{self.name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The keys of one root class of options, in the order of its fields."""
+
+    root: type
+    keys: dict[str, Key]
+
+    @cached_property
+    def sections(self) -> frozenset[str]:
+        """Dotted names of the groups of options."""
+        paths = [key.path for key in self.keys.values()]
+        return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
+
+    @cached_property
+    def free_dicts(self) -> tuple[str, ...]:
+        """Keys below which any entry may be added."""
+        return tuple(name for name, key in self.keys.items() if key.kind == "dict")
+
+    def find(self, path: Path) -> Key | None:
+        """The leaf that `path` names, or the free dictionary that it is an entry of; None if there is none."""
+        for depth in range(len(path), 0, -1):
+            key = self.keys.get(".".join(path[:depth]))
+            if key is not None and (depth == len(path) or key.kind == "dict"):
+                return key
+        return None
+
+    def nearest(self, name: str) -> list[str]:
+        """At most three keys that `name` may have meant: same last part first, then likeness of the whole path."""
+        leaf = name.rsplit(".", 1)[-1]
+        meant = [SYNONYMS[match] for match in difflib.get_close_matches(leaf, list(SYNONYMS), n=1, cutoff=0.9)]
+        if meant and meant[0] in self.keys:
+            return meant
+        leaves: dict[str, list[str]] = {}
+        for known in self.keys:
+            leaves.setdefault(known.rsplit(".", 1)[-1], []).append(known)
+        if leaf in leaves:  # a bare name says nothing about its section; the actor's options are most often meant
+            order = {key: difflib.SequenceMatcher(None, name, key).ratio() for key in leaves[leaf]}
+            is_bare = "." not in name
+            return sorted(order, key=lambda key: (not key.startswith("actor.") if is_bare else -order[key], key))[:3]
+        whole = difflib.get_close_matches(name, list(self.keys), n=1, cutoff=0.85)
+        close = difflib.get_close_matches(leaf, list(leaves), n=2, cutoff=0.75)
+        return list(dict.fromkeys(whole + [known for match in close for known in leaves[match]]))[:3]
+
+
+_SCHEMAS: dict[type, Schema] = {}
+
+
+def schema_of(root: type) -> Schema:
+    """The schema of a root dataclass such as `PPOConfig`."""
+    if root not in _SCHEMAS:
+        _SCHEMAS[root] = Schema(root, {key.name: key for key in _walk(root, ())})
+    return _SCHEMAS[root]
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value at a dotted key; None where the command has no such option."""
+    return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
+
+
+def _walk(cls: type, prefix: Path) -> typing.Iterator[Key]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        path, annotation = (*prefix, field.name), hints[field.name]
+        if dataclasses.is_dataclass(annotation):
+            yield from _walk(typing.cast(type, annotation), path)
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        said = field.metadata
+        yield Key(path, *_kind(annotation), default, said.get("doc", ""), said.get("expects"), said.get("read"))
+
+
+def _kind(annotation: Any) -> tuple[str, str, bool]:
+    """(kind, item kind, optional) of a field's annotation."""
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    (plain,) = (member for member in members if member is not type(None))
+    kind = typing.get_origin(plain) or plain
+    return kind.__name__, typing.get_args(plain)[0].__name__ if kind is list else "", len(members) > 1
+
+
+def join(path: Path) -> str:
+    """A path as text; a part that contains a dot is quoted."""
+    return ".".join(f'"{part}"' if "." in part else part for part in path)
+
+
+def split(text: str) -> Path:
+    """`a.b."c.d"` or `a[b]` -> parts.
+
+    Raises:
+        ValueError: an empty part, a blank, or an open quote or bracket.
+    """
+    text = text.strip()
+    if not _KEY.fullmatch(text):
+        raise ValueError(f"{text!r} is not a key: parts separated by single dots are expected, such as actor.optim.lr")
+    return tuple(part.strip("\"'[]") for part in re.findall(rf"\[[^\[\]]+\]|{_PART}", text))
+
+
+KEYS: dict[str, Key] = schema_of(PPOConfig).keys
+
+
+def is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def convert(key: Key, value: Any, raw: str | None = None) -> Any:
+    """`value` (as YAML understood it) in the type of `key`; `raw` is the text of a command line.
+
+    A single value becomes a list of one where a list is expected, nested lists of files are flattened, numbers that
+    YAML read as text (`"1e-6"`) become numbers, and a text that YAML read as something else (`experiment_name=0012`)
+    stays the text that was typed, with any # and line end in it. Interpolations pass: they are converted when they are
+    resolved.
+
+    Raises:
+        ValueError: the value cannot have that type.
+    """
+    if key.kind == "str" and raw is not None and _is_typed_text(value, raw):
+        return raw.strip()
+    if key.kind == "dict" and isinstance(value, dict | None):
+        return value or {}
+    if value is None and (key.optional or key.kind == "list"):
+        return [] if key.kind == "list" else None
+    if key.kind == "list":
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, str) and raw is not None and not is_interpolation(value) and raw.strip()[:1] not in "'\"":
+            items = [part.strip() for part in value.split(",") if part.strip()]
+        flat = [one for item in items for one in (item if isinstance(item, list) else [item])]
+        return [_convert_scalar(key.item, item) for item in flat]
+    return _convert_scalar(key.kind, value)
+
+
+def _is_typed_text(value: Any, raw: str) -> bool:
+    """True where the text of a command line is meant as typed, although YAML reads less in it or something else: a #
+    begins no comment there, and {prompt} is a place in a text."""
+    text = raw.strip()
+    if isinstance(value, dict):
+        return text[:1] not in "{[" or (text[:1] == "{" and set(value.values()) == {None})
+    if value is None:
+        return text[:1] in ("", "#")
+    is_marked = text[:1] in ("'", '"', "|", ">", "&", "!")
+    return not isinstance(value, list) and not is_marked and not is_interpolation(value)
+
+
+def _convert_scalar(kind: str, value: Any) -> Any:
+    if is_interpolation(value):
+        return value
+    if isinstance(value, dict | list | None) or (kind == "str" and isinstance(value, bool)) or value != value:
+        raise ValueError
+    if kind == "bool" and isinstance(value, int | float) and value not in (0, 1):
+        raise ValueError
+    if kind == "int" and (isinstance(value, float) or (isinstance(value, str) and "e" in value.lower())):
+        value = int(value) if (value := float(value)).is_integer() else value
+    try:
+        return _NODES[kind](value, is_optional=False)._value()
+    except OmegaConfBaseException as error:
+        raise ValueError from error
