@@ -258,7 +258,8 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
         order: BatchOrder = SamplerBatches(_make_sampler(data, replace(options, seed=seed)), len(data), size, **shared)
     else:
         order = BatchOrder(len(data), size, shuffle=options.shuffle, **shared)
-    if order.rows < size:  # verl drops a short last batch, and refuses data of which nothing would be left
+    # verl drops a short last batch, and refuses data of which nothing would be left
+    if order.rows < size and not config.trainer.val_only:
         raise UserError(
             f"data.train_batch_size={size}: an epoch has only {order.rows} prompts, so no step would have as many as "
             f"asked for. Set data.train_batch_size={order.rows} or less, or give more rows in data.train_files"

@@ -106,6 +106,8 @@ def test_a_step_that_asks_for_more_prompts_than_an_epoch_has_is_refused(make: Ca
     with pytest.raises(UserError, match="data.train_batch_size=5: an epoch has only 4 prompts.*Set .*=4 or less"):
         build_order(make(4), config)
     assert [len(batch) for batch in build_order(make(5), config)] == [5]
+    config.trainer.val_only = True  # then no step is made
+    assert build_order(make(4), config).rows == 4
 
 
 # --- sources by weight -----------------------------------------------------------------------------------------------
