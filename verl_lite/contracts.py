@@ -4,16 +4,15 @@
     check_adv_estimator(my_estimator)
     check_policy_loss(my_loss)
 
-in a test of yours; the project's tests run them over every registered entry. Each calls the function on small random
-batches with ragged rows, holes, rows without a valid token and a group of one, and raises `BrokenPromise` (an
-AssertionError) that says which promise does not hold. The promises are the functions in `ESTIMATOR_PROMISES` and
-`LOSS_PROMISES`; their first line states each.
+in a test of yours; the project's tests run them over every registered entry. Each calls the function on a small random
+batch with ragged rows, holes, rows without a valid token and a group of one, and raises `BrokenPromise` (an
+AssertionError), which says what does not hold, why, and what to write instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,10 @@ from verl_lite.metrics import Metric, reduce_metrics
 
 ROWS, WIDTH = 24, 7
 EMPTY_ROWS = (3, 17)
-REWARD_KEYS = ("correct", "short")
 Columns = dict[str, Any]
-Estimator = Callable[[Columns], tuple[torch.Tensor, torch.Tensor]]
-Loss = Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
+_WHERE = (
+    "take torch.where(response_mask.bool(), x, 0) of each column first, not a product with the mask: 0 * NaN is NaN"
+)
 
 
 class BrokenPromise(AssertionError):
@@ -37,43 +36,128 @@ class BrokenPromise(AssertionError):
 
 
 def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = True, **columns: Any) -> None:
-    """Raises `BrokenPromise` unless the advantage estimator keeps every promise in `ESTIMATOR_PROMISES`.
+    """Raises `BrokenPromise` unless the advantage estimator does what the trainer relies on.
 
-    function: as for `register_adv_est`. columns: what it needs beyond `estimator_batch`, or in place of it; an array or
-    tensor of ROWS entries moves with the rows. groups_of_one: whether it accepts a group of one row.
+    Args:
+        function: as for `register_adv_est`.
+        groups_of_one: whether it accepts a group of one row.
+        columns: what it needs beyond `estimator_batch`, or in place of it; an array or tensor of ROWS entries moves
+            with the rows.
     """
-    for promise in ESTIMATOR_PROMISES:
-        promise(lambda given: function(**given), estimator_batch(groups_of_one=groups_of_one) | columns)
+    batch = estimator_batch(groups_of_one=groups_of_one) | columns
+    mask, before = batch["response_mask"], _copied(batch)
+    result = function(**batch)
+    _require(isinstance(result, tuple) and len(result) == 2, "an estimator gives (advantages, returns)")
+    for name, found in zip(("advantages", "returns"), result, strict=True):
+        _require(tuple(found.shape) == (ROWS, WIDTH), f"{name} are (B, T), found {tuple(found.shape)}")
+        _require(found.dtype.is_floating_point, f"{name} are floating-point, found {found.dtype}")
+        _require(_finite(found), f"{name} are finite, also with empty rows: divide by a count clamped to 1 at least")
+        _require(bool((found != 0).any()), f"{name} are not all zero")
+        _require(not bool(found[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
+    _require_unchanged(batch, before)
+    hidden = all(map(torch.equal, function(**hide(batch, math.nan)), result))
+    _require(hidden, f"values under mask 0 never matter: {_WHERE}")
+    kept = mask.any(dim=1).nonzero().squeeze(1)
+    few = zip(function(**take_rows(batch, kept)), result, strict=True)
+    repair = "count valid rows only, with response_mask.any(dim=1)"
+    _require(all(_close(a, b[kept]) for a, b in few), f"rows without a valid token have no weight: {repair}")
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
+    moved = zip(function(**take_rows(batch, order)), result, strict=True)
+    _require(all(_close(a, b[order]) for a, b in moved), "the order of the rows does not matter: group by `index`")
+    for tokens in (0, 1):
+        hardly = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
+        hardly[0, :tokens] = 1
+        promise = f"a batch with hardly a token is finite ({tokens} tokens): no deviation of one value, no 0 / 0"
+        _require(all(map(_finite, function(**batch | {"response_mask": hardly}))), promise)
+    _require_own_device(lambda: function(**batch), result)
 
 
 def check_policy_loss(function: Callable[..., Any], config: Any = None, **columns: torch.Tensor) -> None:
-    """Raises `BrokenPromise` unless the policy loss keeps every promise in `LOSS_PROMISES`.
+    """Raises `BrokenPromise` unless the policy loss does what the trainer relies on.
 
-    function: as for `register_policy_loss`. config: the object with its options, null = an ActorConfig. columns:
-    tensors (ROWS, ...) that it takes by keyword beyond the usual ones.
+    Args:
+        function: as for `register_policy_loss`.
+        config: the object with its options, None = an ActorConfig.
+        columns: tensors (ROWS, ...) that it takes by keyword beyond the usual ones.
     """
     options = config or ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.5))
 
-    def loss(given: Columns, mode: str = "token-mean", **counts: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        named = dict(given)
+    def loss(
+        given: Columns, mode: str = "token-mean", counts: tuple[int, int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]:
+        """(loss, its gradient, metrics). counts: tokens and sequences of the mini-batch; None = of given."""
+        named, log_prob = dict(given), given["log_prob"].clone().requires_grad_()
         usual = ("old_log_prob", "log_prob", "advantages", "response_mask", "rollout_is_weights")
-        old, new, advantages, mask, weights = (named.pop(name) for name in usual)
-        arguments = (old, new, advantages, mask, mode, options, weights)
-        return call_policy_loss(function, *arguments, counts=counts, columns=named)
+        old, _, advantages, mask, weights = (named.pop(name) for name in usual)
+        tokens, sequences = counts or (int(mask.sum()), int(mask.any(dim=1).sum()))
+        whole = {"batch_num_tokens": tokens, "global_batch_size": sequences}
+        arguments = (old, log_prob, advantages, mask, mode, options, weights)
+        value, metrics = call_policy_loss(function, *arguments, counts=whole, columns=named)
+        _require(value.dim() == 0 and value.requires_grad, "a loss is a scalar with a gradient by log_prob")
+        value.backward()
+        gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
+        return value.detach(), gradient, metrics
 
-    for promise in LOSS_PROMISES:
-        promise(loss, loss_batch() | columns)
+    batch = loss_batch() | columns
+    before = _copied(batch)
+    value, gradient, metrics = loss(batch)
+    _require(_finite(value), "the loss is finite, also with empty rows: let agg_loss take the mean")
+    _require(bool((gradient != 0).any()), "the gradient is not all zero")
+    _require(all(isinstance(m, Metric | int | float) for m in metrics.values()), "metrics are Metric or numbers")
+    _require(_finite(reduce_metrics(metrics).values()), "metrics are finite")
+    _require_unchanged(batch, before)
+    for mode in LOSS_AGG_MODES:
+        _check_cut(loss, batch, mode)
+        _check_mask(loss, batch, mode)
+    for sign in (1, -1):
+        moved = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
+        for name in ("log_prob", "old_log_prob"):
+            far = loss(batch | {name: moved})[:2]
+            _require(_finite(far[0]) and _finite(far[1]), f"a log-ratio out of bounds stays finite ({name}): clamp it")
+    _require_own_device(lambda: loss(batch)[:1], (value,))
+
+
+def _check_cut(loss: Callable[..., Any], batch: Columns, mode: str) -> None:
+    """The sum over the parts of a mini-batch, rows in any order, is the loss of the whole; so is the gradient. Empty
+    rows stand in some of the parts only; one part is nothing but an empty row."""
+    mask = batch["response_mask"]
+    counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))
+    order = torch.cat([torch.tensor(EMPTY_ROWS[:1]), order[order != EMPTY_ROWS[0]]])
+    whole, whole_gradient, _ = loss(batch, mode, counts)
+    for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):
+        total, gradient = torch.zeros_like(whole), torch.zeros_like(whole_gradient)
+        for rows in order.split(cut):
+            value, part, _ = loss(take_rows(batch, rows), mode, counts)
+            total += value
+            gradient[rows] += part
+        promise = (
+            f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): it divides by what it counts "
+            "in its own micro-batch; divide by batch_num_tokens and global_batch_size, as agg_loss does"
+        )
+        _require(_close(total, whole) and _close(gradient, whole_gradient), promise)
+    for empty_counts in ((0, 0), (9, 3)):
+        value, gradient, metrics = loss(batch | {"response_mask": torch.zeros_like(mask)}, mode, empty_counts)
+        promise = (
+            f"a part without a token has loss 0 and finite metrics ({mode}): divide by a count clamped to 1 at least"
+        )
+        _require(value.item() == 0 and not bool(gradient.any()), promise)
+        _require(_finite(reduce_metrics(metrics).values()), promise)
+
+
+def _check_mask(loss: Callable[..., Any], batch: Columns, mode: str) -> None:
+    """Values under mask 0, finite or NaN, reach neither loss nor gradient nor metrics."""
+    value, gradient, _ = loss(batch, mode)
+    for hidden in (1.5, math.nan):
+        found, found_gradient, metrics = loss(hide(batch, hidden), mode)
+        where = f"({mode}, here {hidden:g}): {_WHERE}"
+        _require(torch.equal(found, value), f"values under mask 0 never reach the loss {where}")
+        _require(torch.equal(found_gradient, gradient), f"values under mask 0 never reach the gradient {where}")
+        _require(not bool(gradient[batch["response_mask"] == 0].any()), f"no gradient under mask 0 {where}")
+        _require(_finite(reduce_metrics(metrics).values()), f"metrics do not read under mask 0 {where}")
 
 
 # ---------------------------------------------------------------------------------------------------- batches
-
-
-def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
-    lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
-    mask = (torch.arange(WIDTH) < lengths[:, None]) & (torch.rand(ROWS, WIDTH, generator=generator) > 0.25)
-    mask[list(EMPTY_ROWS)] = False
-    mask[-1] = True
-    return mask.long()
 
 
 def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
@@ -86,7 +170,7 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
     chosen = columns["old_log_probs"].exp()
     columns["sum_pi_squared"] = chosen**2 + columns["sum_pi_squared"].sigmoid() * (1 - chosen) ** 2
     columns["token_level_rewards"] *= mask
-    alone = ROWS - 1 if groups_of_one else None
+    alone, keys = ROWS - 1 if groups_of_one else None, ["correct", "short"]
     index = np.array([f"task-{'alone' if row == alone else row % 5}" for row in range(ROWS)], dtype=object)
     return {
         **columns,
@@ -96,11 +180,11 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
         "traj_id": np.array([f"{index[row]}/{row % 2}" for row in range(ROWS)], dtype=object),
         "step": np.arange(ROWS)[::-1].copy(),
         "state_hash": np.array([f"state-{row % 3}" for row in range(ROWS)], dtype=object),
-        "non_tensor_batch": {key: torch.randn(ROWS, generator=generator).numpy() for key in REWARD_KEYS},
+        "non_tensor_batch": {key: torch.randn(ROWS, generator=generator).numpy() for key in keys},
         "gamma": 0.9,
         "lam": 0.8,
         "config": AlgorithmConfig(
-            gamma=0.9, gdpo_reward_keys=list(REWARD_KEYS), gdpo_reward_weights=[1.0, 0.5], norm_adv_by_std_in_grpo=True
+            gamma=0.9, gdpo_reward_keys=keys, gdpo_reward_weights=[1.0, 0.5], norm_adv_by_std_in_grpo=True
         ),
     }
 
@@ -124,36 +208,58 @@ def loss_batch(seed: int = 0, spread: float = 0.6) -> Columns:
 
 def take_rows(columns: Columns, rows: torch.Tensor) -> Columns:
     """The batch with these rows (k,) of every column that has ROWS of them."""
-    return {name: _take(value, rows) for name, value in columns.items()}
 
+    def taken(value: Any) -> Any:
+        if isinstance(value, dict):
+            return take_rows(value, rows)
+        has_rows = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0 and len(value) == ROWS
+        return value[rows if isinstance(value, torch.Tensor) else rows.numpy()] if has_rows else value
 
-def _take(value: Any, rows: torch.Tensor) -> Any:
-    if isinstance(value, dict):
-        return take_rows(value, rows)
-    if isinstance(value, torch.Tensor) and value.dim() and len(value) == ROWS:
-        return value[rows]
-    if isinstance(value, np.ndarray) and len(value) == ROWS:
-        return value[rows.numpy()]
-    return value
+    return {name: taken(value) for name, value in columns.items()}
 
 
 def hide(columns: Columns, value: float) -> Columns:
-    """The batch with `value` at each place of a (B, T) column where the mask is 0."""
+    """The batch with `value` at each place of a (B, T) column of numbers where the mask is 0."""
     hidden = columns["response_mask"] == 0
-    return {
-        name: torch.where(hidden, value, column) if _is_token_column(name, column) else column
-        for name, column in columns.items()
-    }
+
+    def is_hidden(name: str, column: Any) -> bool:
+        is_numbers = isinstance(column, torch.Tensor) and column.dtype.is_floating_point and column.dim() == 2
+        return is_numbers and name != "response_mask"
+
+    return {name: torch.where(hidden, value, x) if is_hidden(name, x) else x for name, x in columns.items()}
 
 
-def _is_token_column(name: str, column: Any) -> bool:
-    is_values = isinstance(column, torch.Tensor) and column.dtype.is_floating_point and column.dim() == 2
-    return is_values and name != "response_mask"
+def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
+    lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
+    mask = (torch.arange(WIDTH) < lengths[:, None]) & (torch.rand(ROWS, WIDTH, generator=generator) > 0.25)
+    mask[list(EMPTY_ROWS)] = False
+    mask[-1] = True
+    return mask.long()
 
 
-def _require(holds: bool, promise: str, detail: str = "") -> None:
+def _require(holds: bool, promise: str) -> None:
     if not holds:
-        raise BrokenPromise(promise + (f" ({detail})" if detail else ""))
+        raise BrokenPromise(promise)
+
+
+def _require_unchanged(columns: Columns, before: Columns) -> None:
+    changed = [name for name, x in columns.items() if isinstance(x, torch.Tensor) and not torch.equal(x, before[name])]
+    _require(not changed, f"arguments are not written to: {', '.join(changed)}; use clamp for clamp_, and the like")
+
+
+def _require_own_device(call: Callable[[], tuple[torch.Tensor, ...]], expected: tuple[torch.Tensor, ...]) -> None:
+    """New tensors are made where the arguments are: here the default device is one without data."""
+    promise = "new tensors are made on the device of the arguments: torch.zeros(..., device=x.device), torch.zeros_like"
+    try:
+        with torch.device("meta"):
+            found = call()
+    except (RuntimeError, NotImplementedError) as error:
+        raise BrokenPromise(f"{promise} ({error})") from error
+    _require(all(x.device == y.device for x, y in zip(found, expected, strict=True)), promise)
+
+
+def _finite(values: torch.Tensor | Iterable[float]) -> bool:
+    return bool(torch.isfinite(torch.as_tensor(values if isinstance(values, torch.Tensor) else list(values))).all())
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -162,182 +268,3 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _copied(columns: Columns) -> Columns:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in columns.items()}
-
-
-def _unchanged(columns: Columns, before: Columns) -> Iterator[str]:
-    for name, value in columns.items():
-        if isinstance(value, torch.Tensor) and not torch.equal(value, before[name]):
-            yield name
-
-
-# ---------------------------------------------------------------------------------------------------- estimators
-
-
-def gives_two_columns(estimator: Estimator, columns: Columns) -> None:
-    """Gives (advantages, returns), floating-point (B, T), finite, not all zero; leaves its arguments as they were."""
-    before = _copied(columns)
-    result = estimator(columns)
-    _require(isinstance(result, tuple) and len(result) == 2, "an estimator gives (advantages, returns)")
-    for name, found in zip(("advantages", "returns"), result, strict=True):
-        _require(tuple(found.shape) == (ROWS, WIDTH), f"{name} are (B, T)", f"found {tuple(found.shape)}")
-        _require(found.dtype.is_floating_point, f"{name} are floating-point", str(found.dtype))
-        _require(bool(torch.isfinite(found).all()), f"{name} are finite")
-        _require(bool((found != 0).any()), f"{name} are not all zero")
-    _require(not (changed := list(_unchanged(columns, before))), "arguments are not written to", ", ".join(changed))
-
-
-def never_reads_under_mask_0(estimator: Estimator, columns: Columns) -> None:
-    """Values under mask 0 never matter, not even NaN, and the result is 0 there."""
-    for found, expected in zip(estimator(hide(columns, math.nan)), estimator(columns), strict=True):
-        _require(torch.equal(found, expected), "values under mask 0 never matter")
-        _require(bool((found[columns["response_mask"] == 0] == 0).all()), "the result is 0 under mask 0")
-
-
-def gives_empty_rows_no_weight(estimator: Estimator, columns: Columns) -> None:
-    """Rows without a valid token count in no statistic: the result is the same without them."""
-    kept = columns["response_mask"].any(dim=1).nonzero().squeeze(1)
-    for found, expected in zip(estimator(columns), estimator(take_rows(columns, kept)), strict=True):
-        _require(_close(found[kept], expected), "rows without a valid token have no weight")
-
-
-def ignores_row_order(estimator: Estimator, columns: Columns) -> None:
-    """The order of the rows does not matter."""
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
-    for found, expected in zip(estimator(take_rows(columns, order)), estimator(columns), strict=True):
-        _require(_close(found, expected[order]), "the order of the rows does not matter")
-
-
-def survives_hardly_a_token(estimator: Estimator, columns: Columns) -> None:
-    """A batch with one valid token, or with none, gives finite numbers."""
-    for kept in (0, 1):
-        mask = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
-        mask[0, :kept] = 1
-        for found in estimator(columns | {"response_mask": mask}):
-            _require(bool(torch.isfinite(found).all()), "a batch with hardly a token is finite", f"{kept} tokens")
-
-
-def stays_on_the_device(estimator: Estimator, columns: Columns) -> None:
-    """New tensors are made where the arguments are: here the default device is one without data."""
-    expected = estimator(columns)
-    with torch.device("meta"):
-        try:
-            results = estimator(columns)
-        except (RuntimeError, NotImplementedError) as error:
-            raise BrokenPromise(f"new tensors are made on the device of the arguments ({error})") from error
-    for found, wanted in zip(results, expected, strict=True):
-        _require(
-            found.device == wanted.device, "new tensors are made on the device of the arguments", str(found.device)
-        )
-
-
-ESTIMATOR_PROMISES: tuple[Callable[[Estimator, Columns], None], ...] = (
-    gives_two_columns,
-    never_reads_under_mask_0,
-    gives_empty_rows_no_weight,
-    ignores_row_order,
-    survives_hardly_a_token,
-    stays_on_the_device,
-)
-
-# ---------------------------------------------------------------------------------------------------- losses
-
-
-def _with_gradient(
-    loss: Loss, columns: Columns, mode: str = "token-mean", tokens: int | None = None, sequences: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]:
-    """(loss, its gradient by log_prob, metrics); the counts are those of `columns` unless given."""
-    mask, log_prob = columns["response_mask"], columns["log_prob"].clone().requires_grad_()
-    value, metrics = loss(
-        columns | {"log_prob": log_prob},
-        mode,
-        batch_num_tokens=int(mask.sum()) if tokens is None else tokens,
-        global_batch_size=int(mask.any(dim=1).sum()) if sequences is None else sequences,
-    )
-    _require(value.dim() == 0 and value.requires_grad, "a loss is a scalar with a gradient by log_prob")
-    value.backward()
-    gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
-    return value.detach(), gradient, metrics
-
-
-def gives_a_scalar_and_metrics(loss: Loss, columns: Columns) -> None:
-    """Gives (scalar, metrics by name); the gradient is not all zero; leaves its arguments as they were."""
-    before = _copied(columns)
-    value, gradient, metrics = _with_gradient(loss, columns)
-    _require(bool(torch.isfinite(value)), "the loss is finite")
-    _require(bool((gradient != 0).any()), "the gradient is not all zero")
-    _require(all(isinstance(m, Metric | int | float) for m in metrics.values()), "metrics are Metric or numbers")
-    _require(all(math.isfinite(x) for x in reduce_metrics(metrics).values()), "metrics are finite")
-    _require(not (changed := list(_unchanged(columns, before))), "arguments are not written to", ", ".join(changed))
-
-
-def never_trains_under_mask_0(loss: Loss, columns: Columns) -> None:
-    """Values under mask 0, NaN included, reach neither loss nor gradient nor metrics."""
-    for mode in LOSS_AGG_MODES:
-        value, gradient, _ = _with_gradient(loss, columns, mode)
-        found, found_gradient, metrics = _with_gradient(loss, hide(columns, math.nan), mode)
-        _require(torch.equal(found, value), "values under mask 0 never reach the loss", mode)
-        _require(torch.equal(found_gradient, gradient), "values under mask 0 never reach the gradient", mode)
-        _require(bool((found_gradient[columns["response_mask"] == 0] == 0).all()), "no gradient under mask 0", mode)
-        _require(all(math.isfinite(x) for x in reduce_metrics(metrics).values()), "metrics do not read under mask 0")
-
-
-def does_not_depend_on_the_cut(loss: Loss, columns: Columns) -> None:
-    """The sum over the parts of a mini-batch, rows in any order, is the loss of the whole; so is the gradient.
-
-    Empty rows stand in some of the parts only; one part is nothing but an empty row.
-    """
-    mask = columns["response_mask"]
-    counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))
-    order = torch.cat([torch.tensor(EMPTY_ROWS[:1]), order[order != EMPTY_ROWS[0]]])
-    for mode in LOSS_AGG_MODES:
-        whole, whole_gradient, _ = _with_gradient(loss, columns, mode, *counts)
-        for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):
-            total, gradient = torch.zeros_like(whole), torch.zeros_like(whole_gradient)
-            for rows in order.split(cut):
-                value, part, _ = _with_gradient(loss, take_rows(columns, rows), mode, *counts)
-                total += value
-                gradient[rows] += part
-            promise = "the parts of a mini-batch sum to the whole: divide by the counts that are given"
-            _require(_close(total, whole) and _close(gradient, whole_gradient), promise, f"{mode}, {len(cut)} parts")
-
-
-def survives_no_token(loss: Loss, columns: Columns) -> None:
-    """A part without a valid token has loss 0 and gradient 0."""
-    empty = columns | {"response_mask": torch.zeros(ROWS, WIDTH, dtype=torch.int64)}
-    for mode in LOSS_AGG_MODES:
-        for counts in ((0, 0), (9, 3)):
-            value, gradient, metrics = _with_gradient(loss, empty, mode, *counts)
-            _require(value.item() == 0 and not bool(gradient.any()), "a part without a token has loss 0", mode)
-            _require(all(math.isfinite(x) for x in reduce_metrics(metrics).values()), "and finite metrics", mode)
-
-
-def survives_far_policies(loss: Loss, columns: Columns) -> None:
-    """Policies 700 nats apart, either way, give finite numbers."""
-    for sign in (1, -1):
-        moved = torch.where(columns["advantages"] * sign > 0, columns["log_prob"], -700.0)
-        for pair in ({"log_prob": moved}, {"old_log_prob": moved}):
-            value, gradient, _ = _with_gradient(loss, columns | pair)
-            is_finite = bool(torch.isfinite(value)) and bool(torch.isfinite(gradient).all())
-            _require(is_finite, "a log-ratio out of bounds stays finite", ", ".join(pair))
-
-
-def trains_on_the_device(loss: Loss, columns: Columns) -> None:
-    """New tensors are made where the arguments are: here the default device is one without data."""
-    expected, *_ = _with_gradient(loss, columns)
-    with torch.device("meta"):
-        try:
-            found, *_ = _with_gradient(loss, columns)
-        except (RuntimeError, NotImplementedError) as error:
-            raise BrokenPromise(f"new tensors are made on the device of the arguments ({error})") from error
-    _require(found.device == expected.device, "new tensors are made on the device of the arguments", str(found.device))
-
-
-LOSS_PROMISES: tuple[Callable[[Loss, Columns], None], ...] = (
-    gives_a_scalar_and_metrics,
-    never_trains_under_mask_0,
-    does_not_depend_on_the_cut,
-    survives_no_token,
-    survives_far_policies,
-    trains_on_the_device,
-)

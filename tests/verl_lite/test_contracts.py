@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +231,10 @@ def multiplies_nan_by_zero(
     return agg_loss(-advantages * new * mask, mask, mode, **counts), {}
 
 
+def is_a_mean_over_its_rows(old: Any, new: Any, advantages: Any, mask: Any, *_: Any, **__: Any) -> Any:
+    return -(advantages * new * mask).sum() / mask.sum().clamp(min=1), {}  # the mask's product is not what is told
+
+
 def measures_under_the_mask(*args: Any, **counts: Any) -> Any:
     return sound_loss(*args, **counts)[0], {"kl": float((args[0] - args[1]).detach().mean())}
 
@@ -266,9 +271,10 @@ def has_no_gradient(old: Any, new: Any, *rest: Any, **counts: Any) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "promise"),
     [
-        (divides_by_its_own_tokens, "the parts of a mini-batch sum to the whole"),
+        (divides_by_its_own_tokens, "sum to the whole.*divides by what it counts in its own.*as agg_loss does"),
         (divides_by_its_own_rows, "the parts of a mini-batch sum to the whole"),
-        (multiplies_nan_by_zero, "values under mask 0 never reach the (loss|gradient)"),
+        (is_a_mean_over_its_rows, "the parts of a mini-batch sum to the whole"),
+        (multiplies_nan_by_zero, "under mask 0 never reach the (loss|gradient) .*torch.where.*not a product"),
         (measures_under_the_mask, "metrics do not read under mask 0"),
         (takes_a_mean_over_nothing, "the loss is finite"),
         (divides_by_no_tokens, "a part without a token has loss 0"),
@@ -281,6 +287,34 @@ def has_no_gradient(old: Any, new: Any, *rest: Any, **counts: Any) -> Any:
 def test_a_wrong_loss_is_caught(wrong: Any, promise: str) -> None:
     with pytest.raises(BrokenPromise, match=promise):
         check_policy_loss(wrong)
+
+
+def code_that_users_copy() -> dict[str, str]:
+    """Every block and template of the guides that registers a loss or an estimator, by file and place."""
+    found: dict[str, str] = {}
+    for path in ("README.md", "verl_lite/README.md", "recipes/README.md", "trainer/recipe_template/estimator.py.txt"):
+        text = (ROOT / path).read_text()
+        blocks = [text] if path.endswith(".txt") else re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        for place, block in enumerate(blocks):
+            if "@register_policy_loss" in block or "@register_adv_est" in block:
+                found[f"{path} {place}"] = block
+    return found
+
+
+@pytest.mark.parametrize("code", code_that_users_copy().items(), ids=lambda item: item[0])
+def test_what_guides_and_templates_show_keeps_the_promises(code: tuple[str, str]) -> None:
+    """Issue 16, 15: the README's own loss broke the contract."""
+    kept = [(registry, dict(registry)) for registry in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY)]
+    try:
+        exec(code[1].replace("NAME", "named_here"), {"__name__": "copied"})
+        for (registry, before), check in zip(kept, (check_adv_estimator, check_policy_loss), strict=True):
+            for name in set(registry) - set(before):
+                check(registry[name])
+        assert any(set(registry) - set(before) for registry, before in kept)
+    finally:
+        for registry, before in kept:
+            registry.clear()
+            registry.update(before)
 
 
 # ---------------------------------------------------------------------------------------------------- precision
