@@ -124,7 +124,7 @@ class PPOJob(Job[PPOConfig]):
         validate(self.config, slots=self.slots, available=available)
 
     def request(self) -> ResourceRequest:
-        return request_of(self.config, self.slots, self.run_dir)
+        return request_of(self.config, self.slots)
 
     def read_data(self) -> int:
         kind = self.trainer_class
@@ -219,13 +219,12 @@ def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
         pool.close()
 
 
-def request_of(config: PPOConfig, slots: int, run_dir: Path) -> ResourceRequest:
+def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
     """What the run takes of one machine."""
     on_cpu = device_type(config.trainer.device) == "cpu"
     with_vllm = resolve_engine_name(config.rollout.name) == "vllm"
     return ResourceRequest(
         count=slots // config.trainer.nnodes,
-        run=str(run_dir),
         memory_share=config.rollout.gpu_memory_utilization if with_vllm else 0.0,
         shared=config.trainer.share_devices,
         host_bytes=host_bytes(config, slots, with_vllm) if on_cpu else 0,
@@ -260,7 +259,7 @@ def worker_classes(
     """
     roles = {}
     if config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda":
-        roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(request_of(config, 1, run_dir), count=1))
+        roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(request_of(config, 1), count=1))
     if needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
     if needs_reference_model(config):

@@ -1,4 +1,4 @@
-"""What a run gets before anything trains: its devices (see `verl_lite.machine.claim`), Ray, and its worker groups. All
+"""What a run gets before anything trains: its devices (see `verl_lite.machine.gpus`), Ray, and its worker groups. All
 end with the run."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from trainer.requirements import needs_critic, needs_reference_model
 from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.device import cpu_count, device_type
 from verl_lite.errors import UserError
-from verl_lite.machine.claim import Wish as ResourceRequest
-from verl_lite.machine.claim import claimed_gpus, tell_of_busy_host
+from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
+from verl_lite.machine.host import warn_if_busy
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.critic import critic_network
@@ -35,9 +35,9 @@ def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable
     request: of one machine. log: takes sentences worth knowing. Raises UserError if the devices cannot be had.
     """
     if device_type(config.trainer.device) == "cpu":
-        tell_of_busy_host(request, log)
+        warn_if_busy(request.count, request.host_bytes, log)
     elif config.ray_kwargs.ray_init.address is None:
-        with claimed_gpus(request, log):
+        with reserve_gpus(request, log):
             yield
         return
     yield

@@ -38,7 +38,7 @@ from trainer.tracking import Tracking, check_trackers
 from verl_lite.config import LoadedConfig, RunConfig, RunOptions, help_text, load_schema, print_config, save_config
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
-from verl_lite.machine.claim import Wish as ResourceRequest
+from verl_lite.machine.gpus import ResourceRequest
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller.guard import guarded
 
@@ -104,7 +104,7 @@ class Job(Generic[Options]):
     def request(self) -> ResourceRequest:
         """What the run takes of one machine."""
         trainer: RunConfig = self.config.trainer
-        return ResourceRequest(self.slots // trainer.nnodes, str(self.run_dir), shared=trainer.share_devices)
+        return ResourceRequest(self.slots // trainer.nnodes, shared=trainer.share_devices)
 
     def read_data(self) -> int:
         """Reads the data and tries all that can fail cheaply; returns the training steps of the whole run."""

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from verl_lite.machine.claim import Wish, claimed_gpus
+from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 
 
 class DeviceHolder(Worker):
-    """Leases the process's device for as long as the process lives. Its constructor raises UserError if it is taken.
+    """Looks at the process's device before anything is loaded onto it: its constructor raises UserError if it is taken.
 
-    wish: for one device.
+    request: for one device.
     """
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, request: ResourceRequest) -> None:
         self._held = ExitStack()
-        self._held.enter_context(claimed_gpus(wish, print))
+        self._held.enter_context(reserve_gpus(request, print))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -29,7 +29,7 @@ def test_memory_grows_with_slots_models_and_the_engine(model: str, tmp_path: Pat
     parameters = count_parameters(config_of(model).model)
 
     def asked(slots: int, *options: str) -> int:
-        return request_of(config_of(model, *options), slots, tmp_path).host_bytes
+        return request_of(config_of(model, *options), slots).host_bytes
 
     one = asked(1)
     assert GIB < one < 3 * GIB
@@ -39,19 +39,16 @@ def test_memory_grows_with_slots_models_and_the_engine(model: str, tmp_path: Pat
     assert asked(1, "rollout.name=vllm", "rollout.kv_cache_memory_mb=1024") - one == GIB // 4 + GIB
 
 
-def test_others_are_told_the_run_folder_and_sharing_is_asked_for(model: str, tmp_path: Path) -> None:
-    wish = request_of(config_of(model, "rollout.gpu_memory_utilization=0.4", "rollout.name=vllm"), 2, tmp_path)
-    assert (wish.count, wish.run, wish.shared, wish.memory_share) == (2, str(tmp_path), False, 0.4)
-    wish = request_of(config_of(model, "trainer.share_devices=true", "trainer.nnodes=2"), 4, tmp_path)
-    assert (wish.count, wish.shared, wish.memory_share) == (2, True, 0.0)
+def test_a_run_asks_for_its_share_of_one_machine(model: str) -> None:
+    request = request_of(config_of(model, "rollout.gpu_memory_utilization=0.4", "rollout.name=vllm"), 2)
+    assert (request.count, request.shared, request.memory_share) == (2, False, 0.4)
+    request = request_of(config_of(model, "trainer.share_devices=true", "trainer.nnodes=2"), 4)
+    assert (request.count, request.shared, request.memory_share) == (2, True, 0.0)
 
 
-def test_on_a_cpu_nothing_is_claimed_and_a_run_too_large_is_told(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VERL_LITE_LEASES", str(tmp_path / "none"))
+def test_on_a_cpu_nothing_is_claimed_and_a_run_too_large_is_told(model: str) -> None:
     told: list[str] = []
     config = config_of(model, "rollout.name=vllm", "rollout.kv_cache_memory_mb=100000000")
-    with reserved_devices(config, request_of(config, 1, tmp_path), told.append):
+    with reserved_devices(config, request_of(config, 1), told.append):
         pass
-    assert "this run takes about 97" in told[0] and not (tmp_path / "none").exists()
+    assert "this run takes about 97" in told[0]

@@ -1,4 +1,4 @@
-"""In a joined cluster each worker leases the device that it was given, before anything else is built on it."""
+"""In a joined cluster each worker looks at the device that it was given, before anything is built on it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ import pytest
 from trainer.build import worker_classes
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.machine import claim
-from verl_lite.machine.claim import Wish
-from verl_lite.machine.gpus import GIB, Gpu
+from verl_lite.machine import gpus
+from verl_lite.machine.gpus import GIB, Gpu, GpuProcess, ResourceRequest
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from workers.device_holder import DeviceHolder
 
 
-def test_the_device_is_held_as_long_as_the_worker_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [Gpu(index, f"GPU-{index}", "x", 80 * GIB, 79 * GIB) for index in range(4)]
-    monkeypatch.setattr(claim, "list_gpus", lambda: gpus)
-    monkeypatch.setenv("VERL_LITE_LEASES", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray sets it
-    roles = {"devices": ClassWithInitArgs(DeviceHolder, Wish(1, "/runs/one"))}
-    group = create_worker_groups("inline", ResourcePool([1]), roles)["devices"]
-    group.init_model()
-    assert [path.name for path in tmp_path.iterdir()] == ["GPU-3"]
-    with pytest.raises(UserError, match="run /runs/one") as caught:
+def test_a_device_that_is_taken_is_refused_by_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = (GpuProcess(1, 40 * GIB),)
+    monkeypatch.setattr(gpus, "list_gpus", lambda: [Gpu(0, "GPU-0", "x", 80 * GIB, 39 * GIB, taken)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as Ray sets it
+    roles = {"devices": ClassWithInitArgs(DeviceHolder, ResourceRequest(1))}
+    with pytest.raises(UserError, match="GPU 0 .* is in use") as caught:
         create_worker_groups("inline", ResourcePool([1]), roles)
     assert "raised in devices, rank 0, its constructor" in caught.value.__notes__
 

@@ -46,7 +46,7 @@ from trainer.requirements import needs_old_log_prob, needs_reference
 from trainer.tracking import read_metrics
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.machine.claim import Host
+from verl_lite.machine.host import HostLoad
 
 MOST_REMEDIES = 12
 
@@ -241,7 +241,7 @@ def launch_device(config: PPOConfig) -> Accelerator:
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
     """GiB of one of this machine's devices; of a CPU worker its part of what is free."""
-    return device.memory_gib or Host.now().available_bytes / GIB / slots_here
+    return device.memory_gib or HostLoad.now().available_bytes / GIB / slots_here
 
 
 def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> list[PlanRow]:

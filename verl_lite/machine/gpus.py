@@ -43,7 +43,6 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     processes: tuple[GpuProcess, ...] = ()
-    utilisation: int | None = None
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
@@ -213,9 +212,15 @@ def reserve_gpus(
         yield
         return
     visible = visible_gpus(gpus)
-    reasons = [unavailable(one.gpu, request) for one in visible]
-    taken = [one for one, reason in zip(visible, reasons, strict=True) if reason is None][: request.count]
-    refused = [f"{one.gpu} {reason}" for one, reason in zip(visible, reasons, strict=True) if reason is not None]
+    taken: list[VisibleGpu] = []
+    refused: list[str] = []
+    for one in visible:
+        if len(taken) == request.count:
+            break
+        if reason := unavailable(one.gpu, request):
+            refused.append(f"{one.gpu} {reason}")
+        else:
+            taken.append(one)
     setting = os.environ.get(_VARIABLE)
     if len(taken) < request.count:
         seen = f"{_VARIABLE}={setting}" if setting is not None else f"{_VARIABLE} is not set"

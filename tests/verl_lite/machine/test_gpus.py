@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from verl_lite.errors import UserError
-from verl_lite.machine.claim import Host, Wish, claimed_gpus, tell_of_busy_host
-from verl_lite.machine.gpus import GIB, Gpu, GpuProcess, is_busy, list_gpus, visible_gpus, without_processes
-from verl_lite.machine.lease import Holder, leased
+from verl_lite.machine.gpus import (
+    GIB,
+    Gpu,
+    GpuProcess,
+    ResourceRequest,
+    is_busy,
+    list_gpus,
+    reserve_gpus,
+    visible_gpus,
+    without_processes,
+)
+from verl_lite.machine.host import HostLoad, warn_if_busy
 
 
 class FakeNvml:
@@ -157,65 +165,54 @@ def test_when_a_device_is_busy(processes: list[tuple[int, int | None]], used: in
     assert is_busy(Gpu(0, "GPU-a", "x", 80 * GIB, 80 * GIB - used, others)) is busy
 
 
-def claim(wish: Wish, gpus: list[Gpu], leases: Path) -> tuple[str, list[str]]:
+def reserve(request: ResourceRequest, gpus: list[Gpu]) -> tuple[str, list[str]]:
     told: list[str] = []
-    with claimed_gpus(wish, told.append, gpus=gpus, leases=leases):
+    with reserve_gpus(request, told.append, gpus):
         return os.environ["CUDA_VISIBLE_DEVICES"], told
 
 
-def test_the_first_free_devices_are_taken_and_only_those_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_free_devices_are_taken_and_only_those_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert claim(Wish(2, "run"), four(), tmp_path) == ("0,1", [])
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ and not list(tmp_path.iterdir())
+    assert reserve(ResourceRequest(2), four()) == ("0,1", [])
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-dd44,1,2")
     busy = four((os.getppid(), 12 * GIB))
-    seen, told = claim(Wish(2, "run"), busy, tmp_path)
+    seen, told = reserve(ResourceRequest(2), busy)
     assert seen == "GPU-dd44,2" and os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-dd44,1,2"
     assert len(told) == 1 and "GPU 1 " in told[0] and f"pid {os.getppid()} of user" in told[0]
     assert "12.0 GiB" in told[0]
 
 
-def test_too_few_devices_says_who_has_the_others_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_devices_says_who_has_the_others_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     busy = four((2**22 + 1, 12 * GIB))
-    with leased("GPU-cc33", Holder(77, "ann", "/home/ann/runs/x", "today"), folder=tmp_path):
-        with pytest.raises(UserError) as caught:
-            claim(Wish(3, "run"), busy, tmp_path)
-        message = str(caught.value)
-        for part in (
-            "trainer.n_gpus_per_node=3, but only 1 of 3", "CUDA_VISIBLE_DEVICES=0,1,2", "GPU 1 (NVIDIA H200, GPU-ab22)",
-            "12.0 GiB, not visible from here", "GPU 2 ",
-            "is held by pid 77 of user ann, run /home/ann/runs/x, since today",
-            "trainer.share_devices=true",
-        ):  # fmt: skip
-            assert part in message, message
-        assert claim(Wish(1, "run"), busy, tmp_path) == ("0", [])
-        seen, told = claim(Wish(3, "run", shared=True), busy, tmp_path)
-        assert seen == "0,1,2" and any("ann" in sentence for sentence in told) and len(told) == 2
+    with pytest.raises(UserError) as caught:
+        reserve(ResourceRequest(3), busy)
+    for part in (
+        "trainer.n_gpus_per_node=3, but only 2 of 3", "CUDA_VISIBLE_DEVICES=0,1,2", "GPU 1 (NVIDIA H200, GPU-ab22)",
+        "12.0 GiB, not visible from here", "trainer.share_devices=true",
+    ):  # fmt: skip
+        assert part in str(caught.value)
+    assert reserve(ResourceRequest(1), busy) == ("0", [])
+    seen, told = reserve(ResourceRequest(3, shared=True), busy)
+    assert seen == "0,1,2" and len(told) == 1 and "GPU 1 " in told[0]
 
 
-def test_memory_that_the_engine_will_not_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_engine_will_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     with pytest.raises(UserError, match=r"has 19.5 of 80.0 GiB free, rollout.gpu_memory_utilization=0.5 .* 0.24 fits"):
-        claim(Wish(1, "run", memory_share=0.5, shared=True), four((1, 60 * GIB)), tmp_path)
-    assert claim(Wish(1, "run", memory_share=0.2, shared=True), four((1, 60 * GIB)), tmp_path)[0] == "1"
+        reserve(ResourceRequest(1, memory_share=0.5, shared=True), four((1, 60 * GIB)))
+    assert reserve(ResourceRequest(1, memory_share=0.2, shared=True), four((1, 60 * GIB)))[0] == "1"
 
 
 def test_a_busy_host_is_told_in_one_sentence_each() -> None:
-    def told(host: Host, wish: Wish) -> str:
+    def told(host: HostLoad) -> str:
         sentences: list[str] = []
-        tell_of_busy_host(wish, sentences.append, host)
+        warn_if_busy(2, 6 * GIB, sentences.append, host)
         return "\n".join(sentences)
 
-    idle = Host(available_bytes=20 * GIB, load=0.3, cores=8, own_cores=4)
-    wish = Wish(2, "run", host_bytes=6 * GIB)
-    assert told(idle, wish) == ""
-    assert "4.0 GiB of memory are free here, and this run takes about 6.0" in told(
-        Host(available_bytes=4 * GIB, load=0.3, cores=8, own_cores=4), wish
-    )
-    assert "load 7.5 on 8 cores" in told(Host(available_bytes=20 * GIB, load=7.5, cores=8, own_cores=4), wish)
-    assert Host.now().available_bytes > 0
+    assert told(HostLoad(available_bytes=20 * GIB, load=0.3, cores=8, own_cores=4)) == ""
+    short = told(HostLoad(available_bytes=4 * GIB, load=0.3, cores=8, own_cores=4))
+    assert "4.0 GiB of memory are free here, and this run takes about 6.0" in short
+    assert "load 7.5 on 8 cores" in told(HostLoad(available_bytes=20 * GIB, load=7.5, cores=8, own_cores=4))
+    assert HostLoad.now().available_bytes > 0
