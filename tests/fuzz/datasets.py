@@ -71,7 +71,7 @@ def draw_dataset(seed: int, index: int, root: Path) -> Case:
     rng = random.Random(f"{seed} dataset {index}")
     files, names = draw_files(rng)
     split = rng.choice(["train", "train", "train", "val"])
-    parts = [f"data.{split}_files=[{','.join(names)}]", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"]
+    parts = [f"data.{split}_files=[{','.join(names)}]", "data.train_batch_size=16", "actor.ppo_mini_batch_size=16"]
     parts += [f"data.val_files={names[0]}"] if rng.random() < 0.1 else []
     parts += ["trainer.val_before_train=true"] if split == "val" else []
     parts += [text.replace("{root}", str(root)) for text in rng.sample(OPTIONS, rng.choice([0, 0, 0, 1, 2]))]

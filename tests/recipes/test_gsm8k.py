@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.embedded import byte_tokenizer
-from recipes.gsm8k import prepare, problems, recipe
+from recipes.gsm8k import prepare, problems
 from trainer.recipe import recipe_overrides
 from verl_lite.config import load_config
-from verl_lite.config.checks import validate
 from verl_lite.rewards import default_compute_score
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,44 +169,3 @@ def test_the_files_share_no_question_and_fit_the_settings(tmp_path: Path, monkey
             answer = row["extra_info"]["answer"] if "extra_info" in row else row["messages"][1]["content"]
             tokens = tokenizer(answer)["input_ids"]
             assert len(tokens) + 1 <= config.data.max_response_length and tokenizer.decode(tokens) == answer
-
-
-# ----------------------------------------------------------------------------------------------------------- settings
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The recipe's cache, with files that are there and no more."""
-    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
-    folder = recipe.START.folder
-    for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text("{}")
-    return folder
-
-
-def test_the_settings_are_sound_and_say_what_a_real_run_takes(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config(["recipe=gsm8k"], recipe_loader=recipe_overrides).config
-    config.trainer.n_gpus_per_node = 2
-    validate(config, slots=2, available=2)
-    recipe.prepare(config)
-    told = capsys.readouterr().out
-    assert "python -m recipes.gsm8k.prepare --from" in told and "recipes/gsm8k/real_model.yaml" in told
-
-
-def test_the_settings_for_a_real_model_are_sound(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # then the name of a model is not looked up
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.parquet").write_text("")
-    files = [f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/test.parquet"]
-    yaml = str(ROOT / "recipes/gsm8k/real_model.yaml")
-    config = load_config(
-        ["recipe=gsm8k", "--config", yaml, "model.path=a/model", *files], recipe_loader=recipe_overrides
-    ).config
-    config.trainer.n_gpus_per_node = 2
-    validate(config, slots=2, available=2)
-    assert config.trainer.total_training_steps is None and config.data.max_response_length == 1024
-    recipe.prepare(config)
-    assert capsys.readouterr().out == "", "nothing is made for a run that has its own model and data"

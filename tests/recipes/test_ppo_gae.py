@@ -6,37 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.ppo_gae import recipe
-from recipes.quickstart import recipe as quickstart
 from tests.e2e.test_main_job import metrics, run
-from trainer.recipe import recipe_overrides
-from trainer.requirements import needs_critic
-from verl_lite.config import load_config
-from verl_lite.config.checks import validate
 
 SMALL = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "critic.ppo_mini_batch_size=16"]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The quickstart's cache, empty."""
-    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    return quickstart.START.folder
-
-
-def test_it_is_valid_and_takes_model_and_data_from_the_quickstart(cache: Path) -> None:
-    config = load_config(["recipe=ppo_gae"], recipe_loader=recipe_overrides).config
-    for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
-        (cache / file).parent.mkdir(parents=True, exist_ok=True)
-        (cache / file).write_text("{}")
-    config.trainer.n_gpus_per_node = 2
-    validate(config, available=2)
-    assert needs_critic(config)
-    assert config.model.path == str(cache / "model") and config.critic.model.path is None
-    assert recipe.prepare is quickstart.prepare
-    # as many samples a step as the quickstart, so that the two compare
-    grpo = quickstart.overrides()
-    assert config.data.train_batch_size * config.rollout.n == grpo["data.train_batch_size"] * grpo["rollout.n"]  # type: ignore[operator]
 
 
 @pytest.mark.slow

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from recipes.embedded import byte_tokenizer
-from recipes.reasoning_gym import data, recipe
+from recipes.reasoning_gym import data
 from recipes.reasoning_gym.curriculum import BOUND, STEPS, Curriculum
 from recipes.reasoning_gym.data import LEVELS, TOKENS, WEIGHTS, source
 from trainer.data.order import SamplerBatches
 from trainer.recipe import recipe_overrides
 from verl_lite.config import DataConfig, load_config
-from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import default_compute_score
@@ -150,14 +149,6 @@ def test_a_level_opens_when_the_answers_of_some_steps_were_right_and_not_before(
         assert opened == {1} if step <= STEPS else 2 in opened, "half of the questions are of the new level"
 
 
-def test_the_highest_level_stays() -> None:
-    sampler = curriculum()
-    everything = {(source(task), level): 1.0 for task in LEVELS for level in (1, 2, 3)}
-    for _ in range(12):
-        sampler.update(answered(list(islice(sampler, 20)), everything))
-    assert set(sampler.levels.values()) == {3}
-
-
 def test_it_goes_on_exactly_where_it_was() -> None:
     def step(batches: SamplerBatches, served: Iterator[list[int]]) -> tuple[list[int], dict[str, float]]:
         positions = next(served)
@@ -188,26 +179,6 @@ def test_rows_without_a_level_and_batches_larger_than_a_level_are_refused() -> N
         Curriculum(data_source=Rows("easy"), data_config=DataConfig(train_batch_size=4, seed=1))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="data.train_batch_size=31: the curriculum has a level of 30 questions"):
         curriculum(batch_size=31)
-
-
-# ----------------------------------------------------------------------------------------------------------- settings
-
-
-def test_the_settings_are_sound_with_the_curriculum_and_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
-    for file in ("model/config.json", "data/train.parquet", "data/test.parquet"):
-        (recipe.START.folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (recipe.START.folder / file).write_text("{}")
-    mixed, real = (["--config", str(ROOT / f"recipes/reasoning_gym/{name}.yaml")] for name in ("mixed", "real_model"))
-    for arguments in ([], real, mixed):
-        config = load_config(["recipe=reasoning_gym", *arguments], recipe_loader=recipe_overrides).config
-        config.trainer.n_gpus_per_node = 2
-        validate(config, slots=2, available=2)
-        assert (config.data.sampler.class_path is None) == (arguments is mixed)
-    weights = {name: entry["weight"] for name, entry in config.data.sources.items()}
-    assert weights == {source(task): weight for task, weight in WEIGHTS.items()}
 
 
 def test_shares_of_a_batch_are_random_but_seeded() -> None:

@@ -14,10 +14,6 @@ from recipes.quickstart import recipe as quickstart
 from recipes.quickstart.data import add_questions, sort_questions
 from recipes.reward_model import pairs, recipe
 from trainer.build import run_ppo
-from trainer.recipe import recipe_overrides
-from trainer.requirements import needs_reference
-from verl_lite.config import load_config
-from verl_lite.config.checks import validate
 
 # -------------------------------------------------------------------------------------------------------------- pairs
 
@@ -64,25 +60,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Both caches, empty; gives the recipe's folder."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
     return recipe.cache_folder()
-
-
-def test_the_score_is_the_models_and_the_truth_is_only_logged(cache: Path) -> None:
-    for folder, files in (
-        (cache, ("model/config.json", "model/tokenizer_config.json")),
-        (quickstart.START.folder, ("model/config.json", "data/train.parquet", "data/test.parquet")),
-    ):
-        for file in files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_text("{}")
-    for arguments in ([], ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.001"]):
-        config = load_config(["recipe=reward_model", *arguments], recipe_loader=recipe_overrides).config
-        config.trainer.n_gpus_per_node = 2
-        validate(config, slots=2, available=2)
-        assert needs_reference(config) == (not arguments)
-    assert config.reward.functions == {"truth": {"weight": 0.0}}
-    assert config.reward_model.model.path == str(cache / "model")
-    recipe.prepare(config)  # everything is there
-    assert sorted(path.name for path in cache.iterdir()) == ["model"]
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_an_epoch_has_every_prompt_once_in_a_new_order_each_time(make: Callable)
 MIXED = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
 
 
-@pytest.mark.parametrize("stop", range(1, 12))
+@pytest.mark.parametrize("stop", [1, 2, 3, 7, 11])
 @pytest.mark.parametrize("sources", [{}, MIXED], ids=["epochs", "mixture"])
 def test_a_loader_with_a_loaded_state_continues_as_if_never_interrupted(
     make: Callable, stop: int, sources: dict[str, Any]
@@ -336,7 +336,7 @@ def sampled(name: str, **data: Any) -> PPOConfig:
 
 
 @pytest.mark.parametrize("name", ["Backwards", "Learning", "Counting"])
-@pytest.mark.parametrize("stop", range(1, 8))
+@pytest.mark.parametrize("stop", [1, 2, 3, 6])
 @pytest.mark.parametrize("rows", [10, 8])
 def test_a_sampler_is_resumed_exactly(make: Callable, name: str, stop: int, rows: int) -> None:
     """With a state of its own or replayed; in the middle of an epoch, at its end, in a later one."""
