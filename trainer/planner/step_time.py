@@ -14,8 +14,6 @@ from trainer.planner.model_shape import ModelShape
 from verl_lite.config import did_you_mean
 from verl_lite.errors import UserError
 
-GB = 10**9
-
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -32,15 +30,15 @@ class Accelerator:
     size: int = 2
 
 
-# NVIDIA's data sheets: H100 SXM, H200 SXM, A100 80GB SXM, L40S; network: one 400 Gb/s (A100 200, L40S 100) adapter
-# each, assumed. cpu: one core of the Zen 4 machine on which this project is measured.
+# NVIDIA's data sheets: H100 SXM, H200 SXM, A100 80GB SXM, L40S; memory: what torch reports of one. network: one adapter
+# each of 400 Gb/s (A100 200, L40S 100), assumed. cpu: one core of the Zen 4 machine on which this project is measured.
 ACCELERATORS = {
     device.name: device
     for device in (
-        Accelerator("h100", 80 * GB / 2**30, 989e12, 3.35e12, 450e9, 50e9),
-        Accelerator("h200", 141 * GB / 2**30, 989e12, 4.8e12, 450e9, 50e9),
-        Accelerator("a100", 80 * GB / 2**30, 312e12, 2.039e12, 300e9, 25e9),
-        Accelerator("l40s", 48 * GB / 2**30, 362e12, 0.864e12, 32e9, 12.5e9),
+        Accelerator("h100", 79.1, 989e12, 3.35e12, 450e9, 50e9),
+        Accelerator("h200", 139.8, 989e12, 4.8e12, 450e9, 50e9),
+        Accelerator("a100", 79.2, 312e12, 2.039e12, 300e9, 25e9),
+        Accelerator("l40s", 44.4, 362e12, 0.864e12, 32e9, 12.5e9),
         Accelerator("cpu", None, 92e9, 20e9, 10e9, 1e9, size=4),
     )
 }
