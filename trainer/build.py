@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -163,9 +164,9 @@ class PPOJob(Job[PPOConfig]):
         if config.is_agentic and config.agentic.val_batch_size > 0:
             more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
         commands = {
-            "look": f"python -m trainer.report {run_dir}",
-            "evaluate": f"python -m trainer.main_eval {run_dir} {more}",
-            "export": f"python -m trainer.export {run_dir} --to {run_dir / 'hf'}",
+            "look": shlex.join(["python", "-m", "trainer.report", str(run_dir)]),
+            "evaluate": shlex.join(["python", "-m", "trainer.main_eval", str(run_dir), more]),
+            "export": shlex.join(["python", "-m", "trainer.export", str(run_dir), "--to", str(run_dir / "hf")]),
         }
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import shlex
 import shutil
 import sys
 import threading
@@ -90,7 +91,7 @@ def write_dump(trainer: FailedTrainer, run_dir: Path, folder: Path, error: BaseE
     if failed is None:
         return f"Stacks, versions and the ends of all logs: {folder}"
     DataProto(meta_info={"failed": failed}).save_to_disk(folder / "step.pkl")
-    return f"To run the failed step again, inline: python -m trainer.replay {folder}"
+    return f"To run the failed step again, inline: python -m trainer.replay {shlex.quote(str(folder))}"
 
 
 def read_dump(folder: Path) -> FailedStep:

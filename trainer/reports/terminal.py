@@ -5,6 +5,7 @@ What models wrote is printed without control characters (`trainer.final_report.p
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,7 +132,7 @@ def findings_shown(findings: Sequence[Finding], most: int | None = None, run: st
         told.append(f"\nto do:  {finding.advice}", "dim")
         table.add_row(Text(finding.grade, _STYLES[finding.grade]), told)
     if len(found[:most]) < len(found):
-        table.add_row("", Text(f"and {len(found[most:])} more: python -m trainer.inspect {run}", "dim"))
+        table.add_row("", Text(f"and {len(found[most:])} more: python -m trainer.inspect {shlex.quote(run)}", "dim"))
     table.add_row(Text(OK, _STYLES[OK]), f"{len(findings) - len(found)} checks are fine")
     return Group(Text("Findings", style="bold"), table)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def summary(study: Study, go_on: str) -> str:
     if counts["running"] or counts["waiting"]:
         lines.append(f"To go on: {go_on}")
     lines.append(f"All trials with their commands: {study.folder / 'trials.csv'}")
-    lines.append(f"As a page, with curves: python -m trainer.report {study.folder}")
+    lines.append(f"As a page, with curves: python -m trainer.report {shlex.quote(str(study.folder))}")
     return "\n".join(lines)
 
 

@@ -20,7 +20,8 @@ async function opened(name, width) {
     document.body.append(frame);
   });
   await until(() => frame.contentWindow.Plotly);
-  await answered();
+  const plots = () => [...frame.contentDocument.querySelectorAll(".plot")];
+  await until(() => plots().length && plots().every((plot) => plot.data));
   const page = frame.contentDocument;
   const all = (selector) => [...page.querySelectorAll(selector)];
   const texts = (selector) => all(selector).map((one) => one.textContent);
