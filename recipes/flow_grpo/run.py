@@ -25,6 +25,8 @@ from verl_lite.single_controller import ClassWithInitArgs
 from workers.diffusion.sde_actor import FlowActorWorker
 
 NAME = "flow_grpo"
+SHOWN_PROMPTS = 6
+"""That the picture of before and after shows."""
 PANELS = (
     series_panel("Reward in training, mean over the samples of a step", "score", {"critic/score/mean": ""}),
     draw_validation,
@@ -120,7 +122,7 @@ def read_prompts(files: list[str]) -> list[str]:
 
 
 def before_and_after(prompts: list[str], first: DataProto, last: DataProto) -> list[tuple[str, list[Strip]]]:
-    """Of each prompt the first frames of its samples, with the mean of those that were scored, to draw."""
+    """Of the first few prompts the first frames of their samples, with the mean of those that were scored, to draw."""
     groups = []
     halves = (samples.chunk(len(prompts)) for samples in (first, last))
     for prompt, *sampled in zip(prompts, *halves, strict=True):
@@ -130,4 +132,4 @@ def before_and_after(prompts: list[str], first: DataProto, last: DataProto) -> l
             Strip(f"after\n{after:.2f}", as_frames(sampled[1].batch["frames"][:, 0]), is_better=after > before),
         ]
         groups.append((prompt, strips))
-    return groups
+    return groups[:SHOWN_PROMPTS]

@@ -9,13 +9,11 @@ AssertionError) that says which promise does not hold.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from verl_lite.contracts import BrokenPromise
 from verl_lite.errors import UserError
-from verl_lite.visual_rewards.base import VisualReward, VisualScore, score_frames
+from verl_lite.visual_rewards.base import VisualReward, score_frames
 
 
 def random_clip(seed: int, frames: int = 3, height: int = 48, width: int = 32) -> torch.Tensor:
@@ -42,33 +40,27 @@ def check_visual_reward(
     other = random_clip(2) if other is None else other
     reference, foreign = reward.prepare(clip), reward.prepare(other)
     frames = clip * 2 - 1
-    score = _score_with_gradient(reward, frames, reference)
-    again = score_frames(reward, frames, reference).value
-    _require(torch.equal(score.value.detach(), again), "the same frames have the same score")
-    for value in (again, score_frames(reward, frames.bfloat16(), reference).value):
-        _require(value.dtype == torch.float32, "the score is fp32, of frames of any precision", str(value.dtype))
-    if depends_on_reference:
-        unlike = score_frames(reward, other * 2 - 1, reference).value.item()
-        _require(
-            unlike < again.item(),
-            "the reference's own frames score best (prepare takes them in [0, 1], score in [-1, 1])",
-            f"own {again.item():.4f}, those of another clip {unlike:.4f}",
-        )
-        moved = score_frames(reward, frames, foreign).value.item()
-        _require(moved != again.item(), "the score depends on the reference", f"{moved:.4f} with either")
-
-
-def _score_with_gradient(reward: VisualReward, frames: torch.Tensor, reference: Any) -> VisualScore:
     leaf = frames.clone().requires_grad_()
     try:
         score = score_frames(reward, leaf * 0.9, reference)
+        again, own, half = (score_frames(reward, x, reference).value for x in (frames, frames, frames.bfloat16()))
     except UserError as error:
         raise BrokenPromise(str(error)) from None
     _require(score.counted, "the clip that it was prepared for counts")
     (gradient,) = torch.autograd.grad(score.value, leaf, allow_unused=True)
     _require(gradient is not None and bool(gradient.abs().sum() > 0), "the score is differentiable in the frames")
     _require(bool(torch.isfinite(gradient).all()), "the gradient is finite")
-    return score_frames(reward, frames.clone().requires_grad_(), reference)
+    _require(torch.equal(own, again), "the same frames have the same score")
+    _require({own.dtype, half.dtype} == {torch.float32}, "the score is fp32, of frames of any precision")
+    if depends_on_reference:
+        unlike = score_frames(reward, other * 2 - 1, reference).value.item()
+        _require(
+            unlike < own.item(),
+            "the reference's own frames score best (prepare takes them in [0, 1], score in [-1, 1])",
+            f"own {own.item():.4f}, those of another clip {unlike:.4f}",
+        )
+        moved = score_frames(reward, frames, foreign).value.item()
+        _require(moved != own.item(), "the score depends on the reference", f"{moved:.4f} with either")
 
 
 def _require(holds: bool, promise: str, found: str = "") -> None:

@@ -88,11 +88,6 @@ def test_all_that_is_wrong_with_files_is_said_at_once_with_rows(table: Path) -> 
         VideoDataset(options(path))[2]
 
 
-def test_options_are_checked_before_files_are_opened(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.num_frames=16: 4 k"):
-        VideoDataset(options(tmp_path / "missing.csv", num_frames=16))
-
-
 def test_clips_of_several_sizes_are_refused_with_the_setting_to_give(table: Path) -> None:
     write_folder(table.parent / "tall", grey_frames(5, 64, 32))
     path = write_table(table.parent, [["a", "p"], ["tall", "p"], ["b.gif", "p"]])

@@ -103,19 +103,6 @@ def test_steps_recomputed_save_their_arguments_alone() -> None:
     assert recomputed.numbers <= STEPS * x.numel()
 
 
-def test_without_gradients_a_step_runs_once() -> None:
-    calls = []
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return x * 2
-
-    step = checkpointed_step(double, True)
-    with torch.no_grad():
-        assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
-    assert len(calls) == 1
-
-
 def sharded_gradient(checkpoint_steps: bool) -> torch.Tensor:
     """Every rank has the same rows, and FSDP takes the mean over ranks."""
     network = Network(checkpoint_steps)
@@ -186,28 +173,6 @@ def test_each_chunk_of_decoding_is_recomputed_alone(vae: Any) -> None:
     assert events == ["run"] * 3 + ["run", "back"] * 3
 
 
-def test_tiles_are_differentiable_and_recomputed_alike(vae: Any) -> None:
-    """Numeric derivative of a tiled decoding, blends at the seams included; and the same by checkpoints."""
-    try:
-        vae.enable_tiling(8, 8, 6, 6)  # latents of 6 x 6 are 2 x 2 tiles of 4 with stride 3
-        plain, recomputed = decoded(vae, False), decoded(vae, True)
-        assert torch.equal(plain[0], recomputed[0])
-        torch.testing.assert_close(recomputed[1], plain[1], rtol=1e-12, atol=1e-14)
-        latents = torch.randn(1, 4, 2, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        weights = torch.randn(plain[0].shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        for place in ((0, 1, 0, 3, 3), (0, 3, 1, 4, 2)):
-            nudge = torch.zeros_like(latents)
-            nudge[place] = 1e-3  # the upsampling inside is in single precision
-            with torch.no_grad():
-                above, below = (
-                    float((vae.decode(z).sample * weights).sum()) for z in (latents + nudge, latents - nudge)
-                )
-            numeric = (above - below) / 2e-3
-            assert float(plain[1][place]) == pytest.approx(numeric, rel=0.01)
-    finally:
-        vae.use_tiling = False
-
-
 def test_any_other_decoder_is_one_checkpoint() -> None:
     decoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     found = []
@@ -248,17 +213,6 @@ def test_offload_moves_activations_and_no_weights(monkeypatch: pytest.MonkeyPatc
     assert all(tensor.shape == x.shape for tensor in moved)  # never a (WIDTH, WIDTH) weight
 
 
-@pytest.mark.parametrize("enabled", [False, True])
-def test_offload_on_a_cpu_changes_nothing(enabled: bool) -> None:
-    network, x = Network(), torch.randn(3, WIDTH)
-    expected = gradient(network, x)
-    with activation_offload(enabled):
-        loss = network(x).square().sum()
-    network.zero_grad()
-    loss.backward()
-    assert torch.equal(weight_gradient(network), expected)
-
-
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,13 +245,6 @@ def test_a_placed_module_goes_home_after_an_error() -> None:
     assert module.weight.data_ptr() == home
     with placement.at_work(module):
         pass
-
-
-def test_without_offload_a_module_stays() -> None:
-    module, placement = frozen(), Placement(torch.device("cpu"), offload=False)
-    placement.add(module)
-    with placement.at_work(module):
-        assert not module(torch.ones(2, requires_grad=True)).requires_grad
 
 
 def test_what_learns_cannot_be_placed() -> None:

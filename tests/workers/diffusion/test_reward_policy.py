@@ -10,7 +10,7 @@ import torch
 from tests.workers.diffusion.tiny_wan import ALL_CHECKPOINTS, clips, flow_config, planned, tiny_pipeline
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.protocol import DataProto
-from workers.diffusion.reward_policy import RewardFlowPolicy, denoise, reward_flow_network
+from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
 from workers.engine.network import BuildArguments
 
 pytest.importorskip("diffusers")
@@ -117,49 +117,6 @@ def test_the_gradient_is_the_slope_of_the_loss(path: str) -> None:
 
     slope = (loss_at(2e-2) - loss_at(-2e-2)) / 4e-2
     assert slope == pytest.approx(norm, rel=2e-2)
-
-
-def test_steps_are_not_detached_from_each_other() -> None:
-    """v = a x with three steps: d x_3 / d a by hand, (1 + a d_1)(1 + a d_2)(1 + a d_3)."""
-    a = torch.tensor(0.5, requires_grad=True)
-    sigmas = [1.0, 0.7, 0.4, 0.2]
-    x, _ = denoise(torch.ones(1, 1), sigmas, range(3), lambda x, _: a * x, lambda x: x)
-    x.sum().backward()
-    factors = [1 + 0.5 * (after - before) for before, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
-    slopes = [after - before for before, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
-    whole = factors[0] * factors[1] * factors[2]
-    assert float(x.detach()) == pytest.approx(whole)
-    assert a.grad is not None
-    assert float(a.grad) == pytest.approx(sum(whole / f * s for f, s in zip(factors, slopes, strict=True)))
-
-
-def test_weights_used_in_steps_without_gradient_get_none(path: str) -> None:
-    """The last step alone is learnt: a parameter that acts in the steps before changes the frames and has no part."""
-    policy, data = moved(build(path, mid_timestep=3)), batch(1)
-    early = torch.zeros((), requires_grad=True)
-    used: list[bool] = []
-    velocity = policy._velocity
-
-    def with_early(expert: Any, inputs: Any) -> Any:
-        plain = velocity(expert, inputs)
-
-        def changed(x: torch.Tensor, sigma: float) -> torch.Tensor:
-            if sigma > 0.63:  # every step but the last
-                used.append(True)
-                return plain(x, sigma) + early
-            return plain(x, sigma)
-
-        return changed
-
-    policy._velocity = with_early  # type: ignore[method-assign]
-    before = outputs_of(policy, data)["frames"]
-    with torch.no_grad():
-        early.fill_(0.5)
-    after = outputs_of(policy, data)
-    assert len(used) == 6 and not torch.equal(before, after["frames"])
-    after["loss"].sum().backward()
-    assert early.grad is None
-    assert any(value.grad is not None for value in policy.parameters())
 
 
 @pytest.mark.parametrize("options", [ALL_CHECKPOINTS, {"checkpoint_steps": True}, {"activation_offload": True}])
