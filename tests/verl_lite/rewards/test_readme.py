@@ -5,26 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import verl_lite.rewards
-from verl_lite.config import CustomRewardConfig, PPOConfig, RemoteRewardConfig, RewardConfig, load_config, schema_of
+from verl_lite.config import CustomRewardConfig, PPOConfig, RewardConfig, load_config, schema_of
 from verl_lite.rewards import (
     REWARDS,
-    AwaitingScorer,
-    ListScorer,
     RewardItem,
     SampleScorer,
-    default_compute_score,
-    find_reward,
     load_scorer,
 )
 from verl_lite.rewards.scoring import part_problems
-from workers.rewards.pool import RewardPool
 
 GUIDE = (Path(verl_lite.rewards.__file__).parent / "README.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, flags=re.DOTALL))
@@ -33,17 +26,14 @@ ITEMS = [RewardItem(i, "s", answer, "yes", {"index": i}, [{"role": "user", "cont
 
 
 def test_every_code_block_is_one_of_the_examples_below() -> None:
-    assert GUIDE.count("```python") == len(EXAMPLES) == 7
+    assert GUIDE.count("```python") == len(EXAMPLES) == 2
 
 
 @pytest.mark.parametrize(
     ("file", "style", "kind", "expected"),
     [
         ("length.py", "sample", SampleScorer, [1.0, 0.0, 0.0]),
-        ("judge.py", "sample", AwaitingScorer, [1.0, 0.0, 1.0]),
         ("rubric.py", "sample", SampleScorer, [1.1, 0.0 + 0.1, 1.0]),
-        ("lists.py", "batch", ListScorer, [1.0, 0.0, 0.0]),
-        ("trl_style.py", "trl", ListScorer, [1.0, 0.0, 0.0]),
     ],
 )
 def test_the_functions_score(tmp_path: Path, file: str, style: str, kind: type, expected: list[float]) -> None:
@@ -73,51 +63,11 @@ def test_the_several_rewards_score(tmp_path: Path) -> None:
     assert list(changed) == ["accuracy", "format"] and changed["format"]["weight"] == 0.2
 
 
-def test_the_registered_function_is_found() -> None:
-    before = dict(REWARDS)
-    try:
-        exec(EXAMPLES["registered.py"], {})
-        assert default_compute_score("my/palindromes-2", "abba", None) == 1.0
-    finally:
-        REWARDS.clear()
-        REWARDS.update(before)
-        find_reward.cache_clear()
-
-
-def test_the_server_serves() -> None:
-    namespace: dict[str, Any] = {"__name__": "server"}
-    exec(EXAMPLES["server.py"], namespace)
-    server = namespace["serve"](0)
-    server.RequestHandlerClass.log_message = lambda *arguments: None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    pool = RewardPool(RewardConfig(remote=RemoteRewardConfig(url=f"http://127.0.0.1:{server.server_port}/score")), 1)
-    try:
-        pool.submit(ITEMS)
-        assert [result.score for result in pool.collect([0, 1, 2]).values()] == [1.0, 0.0, 0.0]
-    finally:
-        pool.close()
-        server.shutdown()
-        server.server_close()
-
-
-def test_the_table_has_every_option_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(reward\.[\w.]+)` \| `?([^|`]*)`? \|", GUIDE, flags=re.MULTILINE))
-    keys = {name: key for name, key in schema_of(PPOConfig).keys.items() if name.startswith("reward.")}
-    assert set(rows) == set(keys)
-    for name, key in keys.items():
-        default = "none" if key.default is None else str(key.default)
-        default = default.lower() if isinstance(key.default, bool) else default
-        assert rows[name].strip() in (default, f"{key.default:g}" if isinstance(key.default, float) else default), name
+def test_the_options_that_it_names_exist() -> None:
+    keys = {name for name in schema_of(PPOConfig).keys if name.startswith("reward.")}
     mentioned = set(re.findall(r"\breward\.\w[\w.]*\w", GUIDE))
-    below = ("reward.functions.", "reward.custom_reward_function")
+    below = ("reward.functions.", "reward.custom_reward_function", "reward.remote")
     assert [name for name in mentioned if name not in keys and not name.startswith(below)] == []
-
-
-def test_the_builtin_sources_are_those_named() -> None:
-    named = re.search(r"Without an option.*?\n\n", GUIDE, flags=re.DOTALL)
-    assert named is not None
-    for pattern in re.findall(r"`([\w*/_]+)`", named[0]):
-        assert pattern == "data_source" or pattern in REWARDS, pattern
 
 
 def test_the_table_of_rewards_has_each_of_them_with_its_sources_and_arguments() -> None:
