@@ -42,7 +42,7 @@ from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.rollout.base import SamplingParams
-from workers.rollout.groups import GroupPlan, GroupResults
+from workers.rollout.group_run import GroupPlan, GroupResults
 
 Metrics = dict[str, Metric]
 

@@ -28,7 +28,7 @@ from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams, derive_seed
 from workers.rollout.episodes import EpisodeSpec
-from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
+from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 REPLACEMENTS_FROM = 1_000_003
 """The episode_id of a group's n-th replacement is its own plus n times this: a prime, because seeds follow the ids, and

@@ -22,8 +22,7 @@ from workers.phase import Phase
 from workers.policy.tokenizer import stop_token_ids
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
-from workers.rollout.group_run import GroupRun
-from workers.rollout.groups import GroupPlan, GroupResults
+from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.rollout.trajectories import trajectory_rows
 
 

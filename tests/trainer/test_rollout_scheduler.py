@@ -21,7 +21,7 @@ from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeSpec
-from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
+from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 Filter = Callable[[EpisodeSpec], bool]
 

@@ -25,7 +25,7 @@ from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_
 from verl_lite.single_controller.local_worker_group import LocalTransport
 from workers.agent_rollout import AgentRolloutWorker
 from workers.rollout.base import SamplingParams
-from workers.rollout.groups import EpisodeCounts
+from workers.rollout.group_run import EpisodeCounts
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ from typing import Any
 
 from trainer.advantage import Numbers
 from trainer.agentic.advantage import normalize_rewards, token_estimator
-from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_of, write_episodes
+from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_of, save_renders, write_episodes
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
-from trainer.agentic.renders import save_renders
 from trainer.evaluate.chunks import val_samplings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.rewards.failures import Failures
@@ -25,7 +24,7 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.groups import EpisodeCounts
+from workers.rollout.group_run import EpisodeCounts
 
 EPISODES_SHOWN = 2
 FREQUENCIES = ("test_freq", "save_freq")

@@ -1,7 +1,8 @@
 """A rank's part of the batches on their way: runs groups of episodes, and replaces those that the filter drops.
 
-Takes `GroupPlan`s under a key (`begin`), goes on in slices of time (`advance`, `pump`), and gives `GroupResults` when
-all of a key have ended (`finish`).
+The driver (`trainer.rollout_scheduler`) makes a `GroupPlan` for each place in a batch. `GroupRun` takes them under
+a key (`begin`), goes on in slices of time (`advance`, `pump`), and gives `GroupResults` when all of a key have ended
+(`finish`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,10 +19,66 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeSpec, Trajectory
-from workers.rollout.groups import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 MOST_SLICE_S = 1.0
 WAIT_S = 0.05
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One place in a batch: a group of episodes, and the groups that replace it in turn where the filter drops one."""
+
+    slot: int
+    attempts: tuple[tuple[EpisodeSpec, ...], ...]
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What became of one place.
+
+    attempts: groups that were run for it. is_dropped: the filter dropped the last of them too, whose rows are given all
+    the same. is_exhausted: the environment has no more episodes; then there are no rows. num_rows: rows of the last.
+    """
+
+    slot: int
+    attempts: int
+    is_dropped: bool
+    is_exhausted: bool
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class EpisodeCounts:
+    """Episodes that ended in a batch, dropped ones too; of these failed, and of these by a deadline; the first
+    failure, as text."""
+
+    episodes: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    first_failure: str | None = None
+
+    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
+        return EpisodeCounts(
+            self.episodes + other.episodes,
+            self.failed + other.failed,
+            self.timeouts + other.timeouts,
+            self.first_failure or other.first_failure,
+        )
+
+    @classmethod
+    def total(cls, parts: Iterable[EpisodeCounts]) -> EpisodeCounts:
+        return sum(parts, start=cls())
+
+
+@dataclass(frozen=True)
+class GroupResults:
+    """A rank's part of a batch. reports: in the order of slots; rows: theirs, in that order, None where there are
+    none."""
+
+    reports: list[GroupReport]
+    rows: DataProto | None
+    counts: EpisodeCounts = EpisodeCounts()
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 class Runner(Protocol):

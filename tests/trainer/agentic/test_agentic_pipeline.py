@@ -35,7 +35,7 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import Trajectory, Turn
-from workers.rollout.groups import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
+from workers.rollout.group_run import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
 from workers.rollout.trajectories import trajectory_rows
 
 P, R = 4, 8

@@ -20,8 +20,7 @@ from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Request, SamplingParams
 from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
-from workers.rollout.group_run import GroupRun
-from workers.rollout.groups import GroupPlan, GroupResults
+from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.rollout.trajectories import trajectory_rows
 
 TURNS = 3
