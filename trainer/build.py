@@ -39,7 +39,7 @@ from trainer.run import Job, Report, ResourceRequest, Trainer, run
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, handed_over
 from verl_lite.config.checks import validate
 from verl_lite.config.loader import DEFAULT_RECIPE
 from verl_lite.device import device_type
@@ -235,6 +235,7 @@ def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> Ser
     """The reward pool as a service, its processes starting; it ends with `stack`. None if no function is called."""
     if not needs_reward_function(config):
         return None
+    handed_over(config.reward)
     pool = start_service(
         config.trainer.backend,
         ClassWithInitArgs(

@@ -81,6 +81,8 @@ def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: 
     num_gpus = (trainer.n_gpus_per_node or 0) if device_type(trainer.device) == "cuda" else 0
     stack.enter_context(ray_running(config.ray_kwargs.ray_init, name, num_gpus=num_gpus, tell=tell))
 
+_groups: list[WorkerGroup] = []
+
 
 def start_workers(
     config: RunOptions,
@@ -107,4 +109,11 @@ def start_workers(
         stack.callback(group.shutdown)
     for group in groups.values():
         group.init_model()
+    _groups.extend(groups.values())
+    stack.callback(_groups.clear)
     return groups
+
+
+def worker_reads() -> list[set[str]]:
+    """The options that each worker of this process's run has read."""
+    return [reads for group in _groups for reads in group.execute_all_sync("option_reads")]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state
-from verl_lite.config import OptimConfig, RunOptions
+from verl_lite.config import OptimConfig, RunOptions, uncounted
 from verl_lite.errors import UserError
 
 FREE = (
@@ -81,7 +81,8 @@ def flat_config(config: Any) -> dict[str, Any]:
     """A configuration as dotted keys and plain values; free dictionaries stay whole."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        with uncounted():
+            value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             flat |= {f"{field.name}.{name}": inner for name, inner in flat_config(value).items()}
         else:

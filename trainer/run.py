@@ -30,12 +30,23 @@ from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.reports.terminal import closing_findings
-from trainer.resources import reserved_devices
+from trainer.resources import reserved_devices, worker_reads
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking, check_trackers
-from verl_lite.config import LoadedConfig, RunConfig, RunOptions, help_text, load_schema, print_config, save_config
+from verl_lite.config import (
+    LoadedConfig,
+    RunConfig,
+    RunOptions,
+    help_text,
+    idle_options,
+    load_schema,
+    print_config,
+    record_reads,
+    save_config,
+    uncounted,
+)
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
 from verl_lite.machine.gpus import ResourceRequest
@@ -148,6 +159,7 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
     if loaded.action == "help":
         print(help_text(loaded))
         return 0
+    record_reads(config)
     slots = resolve_slots(config)
     if loaded.action == "print":
         print(print_config(loaded))
@@ -173,10 +185,12 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     total_steps = job.read_data()
     make_run_dir(config)
     stack.enter_context(locked_folder(run_dir, console.note))
-    check_run_dir(job, total_steps)
+    with uncounted():
+        check_run_dir(job, total_steps)
+        plan = job.plan()
     save_config(loaded, run_dir / "config.yaml")
     seed_random_state(config.trainer.seed)
-    if plan := job.plan():
+    if plan:
         console.print(plan)
         console.start(total_steps)
     with (
@@ -185,7 +199,9 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         stopping_on_signal(trainer.steps.stop, console.note),
         dump_on_failure(trainer, run_dir),
     ):
+        tracking.after_first_step = lambda: tell_idle_options(loaded, console)
         result = trainer.fit()
+        tell_idle_options(loaded, console, at_end=True)
     report = job.report(trainer, result)
     for part in [*report.lines, closing_findings(run_dir) if plan else None]:
         if part:
@@ -195,6 +211,12 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         console.print(how_to_continue(command, run_dir))
         return INTERRUPTED
     return 0
+
+
+def tell_idle_options(loaded: LoadedConfig[Options], console: Console, at_end: bool = False) -> None:
+    """A line about what the user set and nothing has read, here and in the workers."""
+    if line := idle_options(loaded, worker_reads(), at_end):
+        console.note(line)
 
 
 def dry_run(job: Job[Options], loaded: LoadedConfig[Options]) -> int:

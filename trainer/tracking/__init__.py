@@ -6,7 +6,7 @@ record says by a thread of its own (`trainer.tracking.follower`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.console import Console, following
@@ -25,6 +25,8 @@ class Tracking:
 
     Raises UserError for a name in `trainer.logger` that is not known, and for one whose package is missing.
     """
+
+    after_first_step: Callable[[], None] | None = None
 
     def __init__(self, run_dir: Path, config: RunOptions, console: Console) -> None:
         names = list(config.trainer.logger)
@@ -50,6 +52,9 @@ class Tracking:
             self._console.log(metrics, step)
         self._record.log(metrics, step)
         self._wake()
+        if step > 0 and (callback := self.after_first_step) is not None:
+            self.after_first_step = None
+            callback()
 
     def note(self, text: str) -> None:
         """Shows a sentence to the user."""

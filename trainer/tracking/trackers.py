@@ -20,7 +20,7 @@ import yaml
 
 from trainer.console import Console
 from trainer.evaluate.sample import Sample
-from verl_lite.config import RunOptions
+from verl_lite.config import RunOptions, uncounted
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
@@ -45,7 +45,8 @@ class TrackedRun:
     @classmethod
     def of(cls, run_dir: Path, config: RunOptions, console: Console) -> TrackedRun:
         """The run of a configuration."""
-        trainer, options = config.trainer, dataclasses.asdict(config)
+        with uncounted():
+            trainer, options = config.trainer, dataclasses.asdict(config)
         return cls(Path(run_dir), trainer.project_name, trainer.experiment_name or Path(run_dir).name, options, console)
 
     @classmethod

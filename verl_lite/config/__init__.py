@@ -36,7 +36,7 @@ from verl_lite.config.networks import (
     WrapPolicyConfig,
 )
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.printing import help_config, help_text, print_config, save_config
+from verl_lite.config.printing import help_config, help_text, idle_options, print_config, save_config
 from verl_lite.config.reads import Options, handed_over, option_reads, record_reads, uncounted
 from verl_lite.config.reward import CustomRewardConfig, OverlongBufferConfig, RemoteRewardConfig, RewardConfig
 from verl_lite.config.rollout import RolloutConfig, ValKwargs

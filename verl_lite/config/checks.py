@@ -53,9 +53,9 @@ def validate(
     Raises:
         ConfigError: all problems together.
     """
-    if slots is None and config.trainer.n_gpus_per_node is not None:
-        slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
     with uncounted():
+        if slots is None and config.trainer.n_gpus_per_node is not None:
+            slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
         problems = [
             *section_problems(config),
             *loss_problems(config.actor),

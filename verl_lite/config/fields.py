@@ -42,7 +42,7 @@ def opt(default: Any, doc: str, expects: Range | tuple[str, ...] | None = None, 
     """A dataclass field with its documentation; each instance gets its own copy of the default.
 
     expects: the range of a number, or the words that a text may be. read: when it is read, for what the first step does
-    not read yet ("save", "validation", "end"), or "load" for what the loader itself reads.
+    not read yet ("save", "validation"); "load" for what is read while options and data are, or not again.
     """
     return field(default_factory=lambda: copy.copy(default), metadata={"doc": doc, "expects": expects, "read": read})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config.loader import LoadedConfig
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.reads import uncounted
-from verl_lite.config.schema import Key, Schema, join, schema_of, value_of
+from verl_lite.config.reads import option_reads, uncounted
+from verl_lite.config.schema import Key, Schema, join, schema_of, split, value_of
 from verl_lite.config.sources import SWITCHES
 from verl_lite.errors import UserError
 
@@ -44,6 +45,26 @@ def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(print_config(loaded), encoding="utf-8")
     return path
+
+
+def idle_options(loaded: LoadedConfig[Any], elsewhere: Iterable[set[str]] = (), at_end: bool = False) -> str | None:
+    """A sentence about what the user set and nothing has read since `record_reads`; None where there is nothing.
+
+    Args:
+        elsewhere: what other processes have read.
+        at_end: the run is over, so that nothing will be read later.
+    """
+    read, schema, idle = option_reads().union(*elsewhere), schema_of(type(loaded.config)), {}
+    with uncounted():
+        for name in loaded.given():
+            key = schema.find(split(name))
+            if key is None or key.name in read or key.read == "load" or (key.read and not at_end):
+                continue
+            if (value := value_of(loaded.config, key.name)) != key.default:
+                idle[key.name] = _flow(value)
+    when = "nothing in this run has read them" if at_end else "nothing has read them in the first step"
+    shown = ", ".join(f"{name}={value}" for name, value in idle.items())
+    return f"Options without effect ({when}): {shown}" if idle else None
 
 
 def help_text(loaded: LoadedConfig[Any]) -> str:

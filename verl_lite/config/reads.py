@@ -31,9 +31,15 @@ class Options:
             return trapped[name]
 
 
-def record_reads(options: Options, at: str = "") -> None:
-    """Notes from now on which options are read, here and where `options` is sent; what was noted before stays."""
+def record_reads(options: Any, at: str = "") -> None:
+    """Notes from now on which options are read, here and where `options` is sent.
+
+    Args:
+        at: what stands before the names of this section; empty for a whole configuration, which begins a new record.
+    """
     if "_unread" not in vars(options):
+        if not at:
+            _READ.clear()
         leaves = {name: value for name, value in vars(options).items() if not isinstance(value, Options)}
         for name in leaves:
             delattr(options, name)

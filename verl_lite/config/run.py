@@ -38,7 +38,7 @@ class RunConfig(Options):
         3600.0, "a call of workers that takes longer ends the run, with all stacks in the logs; null = never", POSITIVE
     )
     max_retries: int = opt(0, "new starts from the last checkpoint after a lost worker, at most", at_least(0))
-    save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never", at_least(-1))
+    save_freq: int = opt(-1, "steps between checkpoints; -1 = at the end; 0 = never", at_least(-1), read="save")
     max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all", at_least(1), read="save")
     max_best_ckpt_to_keep: int = opt(0, "checkpoints kept besides, for the best validation", at_least(0), read="save")
     best_ckpt_metric: str | None = opt(None, "which metric is best; null = mean of val-core/*", read="validation")
@@ -46,7 +46,7 @@ class RunConfig(Options):
     async_save: bool = opt(False, "write checkpoints while training goes on, from a copy in host memory", read="save")
     resume_mode: str = opt("disable", "disable | auto (newest checkpoint of the run folder) | resume_path", _RESUME)
     resume_from_path: str | None = opt(None, "a global_step_N folder, for resume_mode=resume_path")
-    resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide the result")
+    resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide", read="load")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after", at_least(-1))
     val_before_train: bool = opt(True, "validate before the first step")
     dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml and start nothing")

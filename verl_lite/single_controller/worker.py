@@ -80,6 +80,12 @@ class Worker:
         """(dp_rank, dp_size, is_collect) of this rank in each mesh."""
         return dict(self._meshes)
 
+    def option_reads(self) -> set[str]:
+        """Dotted names of the options that this process has read, for the driver's line about those without effect."""
+        from verl_lite.config.reads import option_reads
+
+        return option_reads()
+
     def init_process_group(self, backend: str, timeout_s: float = 600.0) -> None:
         """Join torch.distributed's default group of all ranks; a second call in the same process does nothing.
 

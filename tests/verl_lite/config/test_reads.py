@@ -1,0 +1,83 @@
+"""What the user set and nothing reads is found: on the driver, in workers that get a pickled configuration, at once and
+at the end; and reading costs nothing after the first time."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from verl_lite.config import (
+    LoadedConfig,
+    PPOConfig,
+    handed_over,
+    idle_options,
+    load_config,
+    option_reads,
+    print_config,
+    record_reads,
+    uncounted,
+)
+from verl_lite.config.checks import validate
+from verl_lite.single_controller.worker import Worker
+
+
+@pytest.fixture
+def loaded() -> LoadedConfig[PPOConfig]:
+    given = ["actor.tau_pos=3", "actor.optim.lr=1e-4", "trainer.max_actor_ckpt_to_keep=2", "rollout.n=8"]
+    loaded = load_config(["model.path=m", *given, "reward.reward_kwargs.a=1", "data.seed=null", "trainer.save_freq=5"])
+    record_reads(loaded.config)
+    return loaded
+
+
+def test_what_nothing_read_is_one_line_and_later_reads_wait_for_the_end(loaded: LoadedConfig[PPOConfig]) -> None:
+    config = loaded.config
+    assert (config.actor.optim.lr, config.rollout.n, config.model.path) == (1e-4, 8, "m")
+    line = idle_options(loaded)
+    assert line is not None and "actor.tau_pos=3" in line and "reward.reward_kwargs={a: 1}" in line
+    assert "lr" not in line and "seed" not in line and "ckpt" not in line  # read, a default, read at a save
+    assert "trainer.max_actor_ckpt_to_keep=2" in (idle_options(loaded, at_end=True) or "")
+    assert "tau_pos" not in (idle_options(loaded, [{"actor.tau_pos"}]) or ""), "a worker has read it"
+    handed_over(config.reward)
+    assert "reward_kwargs" not in (idle_options(loaded) or "")
+
+
+def test_checks_printing_and_comparing_saved_settings_do_not_count(loaded: LoadedConfig[PPOConfig]) -> None:
+    before = option_reads()
+    text = print_config(loaded)
+    with pytest.raises(ValueError):
+        validate(loaded.config)
+    with uncounted():
+        assert dataclasses.asdict(loaded.config)["actor"]["tau_pos"] == 3
+    assert option_reads() == before and "tau_pos: 3.0" in text
+
+
+def test_values_stay_what_they_are(loaded: LoadedConfig[PPOConfig]) -> None:
+    config = loaded.config
+    for other in (copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))):
+        assert (other.actor.tau_pos, other.model.path) == (3, "m")
+    config.actor.tau_neg = 7.0
+    assert (config.actor.tau_neg, dataclasses.replace(config.actor, tau_pos=4.0).tau_neg) == (7.0, 7.0)
+    assert "tau_pos" not in vars(load_config(["model.path=m"]).config.actor).get("_unread", {})
+    with pytest.raises(AttributeError, match="ActorConfig has no option clip"):
+        getattr(config.actor, "cl" + "ip")
+
+
+def test_the_first_read_leaves_a_plain_attribute(loaded: LoadedConfig[PPOConfig]) -> None:
+    assert "clip_ratio" not in vars(loaded.config.actor)
+    assert loaded.config.actor.clip_ratio == vars(loaded.config.actor)["clip_ratio"] == 0.2
+
+
+def test_a_process_that_gets_the_configuration_notes_its_own_reads(loaded: LoadedConfig[PPOConfig]) -> None:
+    code = (
+        "import pickle, sys; config = pickle.load(sys.stdin.buffer); config.actor.tau_pos\n"
+        "from verl_lite.single_controller.worker import Worker; print(sorted(Worker().option_reads()))"
+    )
+    sent = pickle.dumps(loaded.config)
+    out = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert out.stdout.decode().strip() == "['actor.tau_pos']"
+    assert Worker().option_reads() == option_reads()
