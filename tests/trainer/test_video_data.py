@@ -123,4 +123,4 @@ def test_options_are_listed_and_wrong_ones_refused(folder: Path, capsys: pytest.
     assert main([str(folder), "data.num_frams=5"]) == 2
     assert "did you mean data.num_frames" in capsys.readouterr().err
     assert main([str(folder), "data.num_frames=6"]) == 2
-    assert "data.num_frames=5 or 9" in capsys.readouterr().err
+    assert "such as 5 or 9" in capsys.readouterr().err
