@@ -99,11 +99,9 @@ class Target:
 
     def prepare(self, values: Mapping[str, Value]) -> None:
         """Lets the recipe make its model and data, once and not in all runs at the same time."""
-        if self._schema is not None and "recipe" in self._schema.keys:
-            from trainer.recipe import prepare_recipe
+        from trainer.recipe import prepare_recipe
 
-            loaded = self.load(values)
-            assert loaded is not None
+        if self.has("recipe") and (loaded := self.load(values)) is not None:
             prepare_recipe(loaded.config)
 
     def _check(self, config: Any) -> None:
@@ -119,9 +117,9 @@ class Target:
 
             validate(config, slots=resolve_slots(config), available=self.gpus)
         else:
-            from verl_lite.config.diffusion_checks import validate_reward_flow as validate_flow
+            from verl_lite.config.diffusion_checks import validate_reward_flow
 
-            validate_flow(config, count=self.gpus, available=self.gpus)
+            validate_reward_flow(config, count=self.gpus, available=self.gpus)
 
 
 def find_target(question: Question) -> Target:
