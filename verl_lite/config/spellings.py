@@ -201,7 +201,7 @@ NO_EFFECT: dict[str, str] = {
     "the engine never decodes; ids go in and come out": "rollout.skip_tokenizer_init",
     "one turn per sample; agents have recipes of their own (trainer/AGENTIC.md)": "rollout.multi_turn rollout.agent",
     "each sample is scored by itself, while other samples generate": (
-        "reward.reward_manager reward_model.launch_reward_fn_async"
+        "reward_model.launch_reward_fn_async"
     ),
     "code runs in a sandbox beside the reward process, without a server": (
         "reward.sandbox_fusion sandbox_fusion reward_model.sandbox_fusion"
@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
        "reward_model.sandbox_fusion")},
     **{f"{section}.memory_limit_mb": _SANDBOX_MB for section in ("reward.sandbox_fusion", "sandbox_fusion",
        "reward_model.sandbox_fusion")},
-    "reward.reward_manager.name": _MANAGER,
+    "reward.reward_manager": _MANAGER,
     "reward.reward_manager.source": ("write a function: reward.custom_reward_function.path", "register"),
     "reward_model.reward_manager": _MANAGER,
     "reward.reward_model.enable_resource_pool": _DEVICES,

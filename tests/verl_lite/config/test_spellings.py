@@ -165,6 +165,7 @@ def test_every_key_that_is_not_taken_as_it_is_has_its_sentence(gsm8k: LoadedConf
         ("reward.reward_model.enable_resource_pool=True", "separate devices"),
         ("reward_model.reward_manager=prime", "naive"),
         ("reward.reward_manager.name=gdpo", "naive"),
+        ("reward.reward_manager=batch", "reward.custom_reward_function.style=batch"),
         ("data.tool_config_path=tools.yaml", "list of schemas in data.tools_path"),
         ("reward.sandbox_fusion.url=http://x/run_code", "beside the reward process"),
         ("sandbox_fusion.memory_limit_mb=512", "memory_mb among the kwargs"),
