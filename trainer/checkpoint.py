@@ -265,6 +265,21 @@ def why_not_written(path: Path, error: OSError) -> str:
     return f"{path} cannot be written: {error.strerror or error}; {free / 1e9:.3g} GB are free there"
 
 
+@contextmanager
+def beside_training(path: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Inside, files are written that the training does without, such as samples: where that fails, a sentence, once for
+    each path, and the training goes on."""
+    try:
+        yield
+    except OSError as error:
+        if path not in _TOLD:
+            _TOLD.add(path)
+            log(f"{why_not_written(path, error)}. The training goes on without these files, until there is room")
+
+
+_TOLD: set[Path] = set()
+
+
 # --- what survives a power cut --------------------------------------------------------------------------------------
 
 

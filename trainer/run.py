@@ -7,9 +7,6 @@ Cheap things come first: processes are started when options, data and disk have 
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import shlex
 import sys
 import tempfile
@@ -20,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import psutil
 from rich.console import RenderableType
+from verl_lite.machine.lock import FileLocked, locked_file
 
 from trainer import final_report
 from trainer.checkpoint import saved_steps, whole_checkpoint
@@ -323,48 +320,19 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
     Raises:
         UserError: one does already.
     """
-    path, user = run_dir / LOCK, psutil.Process().username()
-    holder = {"pid": os.getpid(), "user": user, "run": str(run_dir), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    try:
-        descriptor = _locked(path)
-    except BlockingIOError:
-        raise UserError(
-            f"trainer.default_local_dir={run_dir} is in use by {_holder(path)}: choose another "
-            "trainer.experiment_name, or wait"
-        ) from None
-    except OSError as error:
-        log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
-        yield
-        return
-    try:
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path) -> int:
-    """A descriptor with the lock on the file of this name; BlockingIOError if another process has it."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    path = run_dir / LOCK
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the one who had it removed the file in between
-
-
-def _holder(path: Path) -> str:
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return f"pid {known['pid']} of user {known['user']}, since {known['since']}"
-    except (OSError, ValueError, KeyError):
-        return "a run that does not tell its name"
+            stack.enter_context(locked_file(path))
+            stack.callback(path.write_text, "")  # nobody has it any more
+        except FileLocked as error:
+            raise UserError(
+                f"trainer.default_local_dir={run_dir} is in use by {error}: choose another trainer.experiment_name, "
+                "or wait"
+            ) from None
+        except OSError as error:
+            log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
+        yield
 
 
 def check_run_dir(job: Job[Options], total_steps: int) -> None:

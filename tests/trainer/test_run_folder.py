@@ -20,7 +20,7 @@ def test_a_folder_in_use_is_refused_with_the_name_of_its_user(tmp_path: Path) ->
                 pass
     with locked_folder(tmp_path, pytest.fail):
         pass
-    assert not list(tmp_path.iterdir())
+    assert (tmp_path / "in_use").read_text() == "", "who had it is no longer told"
 
 
 def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from trainer.advantage import Numbers
 from trainer.agentic.advantage import normalize_rewards, token_estimator
 from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_of, save_renders, write_episodes
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
+from trainer.checkpoint import beside_training
 from trainer.evaluate.chunks import val_samplings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.rewards.failures import Failures
@@ -145,7 +146,7 @@ class AgenticPipeline(RayPPOTrainer):
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)
             episodes = episodes_of(batch, self.steps.global_step)
-            write_episodes(self.config.trainer.validation_data_dir, episodes, self.steps.global_step)
+            self._write_episodes(self.config.trainer.validation_data_dir, episodes)
             shown = [sample_of(episode, limit=None) for episode in episodes]
             self.samples.write_validation(shown, self.steps.global_step, prefix.strip("/"))
             if not prefix:
@@ -183,11 +184,16 @@ class AgenticPipeline(RayPPOTrainer):
         """Writes this step's episodes to files, and every logging_steps some to the log."""
         config, step = self.config, self.steps.global_step
         episodes = episodes_of(batch, step)
-        write_episodes(config.trainer.rollout_data_dir, episodes, step)
+        self._write_episodes(config.trainer.rollout_data_dir, episodes)
         self.samples.write_training([sample_of(episode, limit=None) for episode in episodes], step)
         if config.agentic.logging_steps and step % config.agentic.logging_steps == 0:
             for episode in episodes[:EPISODES_SHOWN]:
                 self.tracking.show(readable(episode))
+
+    def _write_episodes(self, folder: str | None, episodes: list[Episode]) -> None:
+        if folder is not None:
+            with beside_training(Path(folder), self.tracking.note):
+                write_episodes(folder, episodes, self.steps.global_step)
 
     def _end_early(self) -> FitResult:
         """The step at hand has no episode: the one before it was the last, and what ends a run is done now."""

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from trainer.checkpoint import beside_training
 from trainer.evaluate.sample import Sample
 
 FOLDER, TRAIN, VAL = "samples", "train", "val"
@@ -66,13 +67,15 @@ class SampleFiles:
 
     def write_training(self, samples: Sequence[Sample], step: int) -> None:
         """Keeps a step's samples in place of what was there of that step."""
-        self._write(TRAIN, f"{step:06d}", samples)
-        _append(self.rollout_dir, samples, step)
+        with beside_training(self.folder / TRAIN, self.tell):
+            self._write(TRAIN, f"{step:06d}", samples)
+        self._append(self.rollout_dir, samples, step)
 
     def write_validation(self, samples: Sequence[Sample], step: int, way: str = "") -> None:
         """Keeps a validation's samples. way: tells several validations of one step apart, such as greedy."""
-        self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
-        _append(self.validation_dir, samples, step)
+        with beside_training(self.folder / VAL, self.tell):
+            self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
+        self._append(self.validation_dir, samples, step)
 
     def rewind(self, step: int) -> None:
         """Forgets what came after `step`: a run that was resumed there goes through it again."""
@@ -110,12 +113,13 @@ class SampleFiles:
     def _files(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*.parquet"))
 
-
-def _append(folder: str | None, samples: Sequence[Sample], step: int) -> None:
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with (Path(folder) / f"{step}.jsonl").open("a") as file:
-            file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
+    def _append(self, folder: str | None, samples: Sequence[Sample], step: int) -> None:
+        if folder is None:
+            return
+        with beside_training(Path(folder), self.tell):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with (Path(folder) / f"{step}.jsonl").open("a") as file:
+                file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
 
 
 def step_of(file: Path) -> int:

@@ -6,7 +6,6 @@ Reads files only: nothing is locked, no model is loaded, and the run does not no
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -188,9 +187,9 @@ def _is_held(path: Path) -> bool:
     """Whether the process that wrote its name into the folder still is on this machine; a later one may have its
     number. The lock is not asked: that would take it for a moment."""
     try:
-        process = psutil.Process(int(json.loads(path.read_text(encoding="utf-8"))["pid"]))
+        process = psutil.Process(int(path.read_text(encoding="utf-8").split()[1]))
         return process.create_time() <= path.stat().st_mtime + 1.0
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+    except (OSError, ValueError, IndexError, psutil.Error):
         return False
 
 

@@ -37,7 +37,7 @@ def test_a_line_that_was_cut_off_and_a_run_that_went_back(tmp_path: Path) -> Non
 
 def test_a_run_is_alive_while_the_process_that_holds_its_folder_is(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", total=9)
-    (folder / "in_use").write_text(json.dumps({"pid": os.getpid()}))
+    (folder / "in_use").write_text(f"pid {os.getpid()} of user x, since now")
     assert read_run(folder).state == "running"
     process = psutil.Process().create_time()
     os.utime(folder / "in_use", (process - 60, process - 60))  # a killed run's, whose number this process got later
