@@ -68,6 +68,9 @@ class Agent(Parts):
         self.shown: list[str] = []
         self.samplings: list[SamplingParams] = []
 
+    def note(self, text: str) -> None:
+        self.shown.append(text)
+
     def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         self.calls.append(f"begin {key.rpartition('/')[0]}")
         self.flying[key] = plans
