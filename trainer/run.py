@@ -7,6 +7,8 @@ Cheap things come first: processes are started when options, data and disk have 
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shlex
 import sys
 import tempfile
@@ -17,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import psutil
 from rich.console import RenderableType
-from verl_lite.machine.lock import FileLocked, locked_file
 
 from trainer import final_report
 from trainer.checkpoint import saved_steps, whole_checkpoint
@@ -323,15 +325,19 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
     path = run_dir / LOCK
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked_file(path))
-            stack.callback(path.write_text, "")  # nobody has it any more
-        except FileLocked as error:
+            file = stack.enter_context(path.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise UserError(
-                f"trainer.default_local_dir={run_dir} is in use by {error}: choose another trainer.experiment_name, "
-                "or wait"
+                f"trainer.default_local_dir={run_dir} is in use by {path.read_text() or 'another run'}: choose another "
+                "trainer.experiment_name, or wait"
             ) from None
         except OSError as error:
             log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
+        else:
+            since, user = time.strftime("%Y-%m-%d %H:%M:%S"), psutil.Process().username()
+            path.write_text(f"pid {os.getpid()} of user {user}, since {since}", encoding="utf-8")
+            stack.callback(path.write_text, "")  # nobody has it any more
         yield
 
 
