@@ -70,12 +70,12 @@ _GSM8K_LENIENT = re.compile(r"#### *(-?\$?-?[0-9.,]+)")
 
 @register_reward("openai/gsm8k", "rule/gsm8k")
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
-    """1.0 if the number after the last `#### `, without commas, is the ground truth, written alike; else 0.0.
+    """1.0 if the number after the last `#### ` is the ground truth, both without commas; else 0.0.
 
     Source: verl's strict rule: `####5`, `#### 5.` and `#### $5` are wrong for it. `gsm8k_lenient` takes them.
     """
     found = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
-    return float(bool(found) and found[-1].replace(",", "").replace("$", "") == str(ground_truth))
+    return float(bool(found) and found[-1].replace(",", "") == str(ground_truth).replace(",", ""))
 
 
 @register_reward("rule/gsm8k_lenient")
