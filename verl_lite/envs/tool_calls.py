@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
@@ -56,6 +56,8 @@ def _hermes_call(content: str) -> ToolCall:
 
 def _coder_calls(content: str) -> Iterator[ToolCall]:
     """Parameters are texts: a single line end after the opening and before the closing tag is the notation's."""
+    if _FUNCTION.search(content) is None:
+        yield ToolCall(problem="<function=NAME> is not closed by a >")
     for function in _FUNCTION.finditer(content):
         arguments = {
             parameter.group(1).strip(): parameter.group(2).removeprefix("\n").removesuffix("\n")
