@@ -37,7 +37,7 @@ _BASELINE = "trainer/rewards/baselines.py"
 _EPISODES = "workers/rollout/trajectories.py"
 _LOSS = "trainer/roles.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
-_CLIPS = "trainer/video_data.py"
+_CLIPS = "trainer/clips/dataset.py"
 _PATHS = "recipes/flow_grpo/trainer.py"
 _SDE = "workers/diffusion/sde_policy.py"
 

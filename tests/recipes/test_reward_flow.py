@@ -36,7 +36,7 @@ def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeyp
     monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path / "world")
     monkeypatch.setattr(recipe, "prepare", lambda config: pytest.fail("made"))
     folder = f"trainer.default_local_dir={tmp_path}"
-    with pytest.raises(ConfigError, match=r"sampler.final_timestep=9: sampler.num_inference_steps=8 has the steps 0"):
+    with pytest.raises(ConfigError, match="sampler.final_timestep=9: 0 to 7 are expected with num_inference_steps=8"):
         run(RewardFlowJob, [folder, "trainer.backend=inline", "trainer.device=cpu", "sampler.final_timestep=9"])
 
 

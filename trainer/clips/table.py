@@ -36,8 +36,8 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
 
     A folder stands for its metadata.csv. Raises UserError for a file or row that cannot be used.
     """
-    option = f"data.{split}_files"
-    rows = [row for place in getattr(config, f"{split}_files") for row in _read(_find(place, option), option, config)]
+    option, places = f"data.{split}_files", config.train_files if split == "train" else config.val_files
+    rows = [row for place in places for row in _read(_find(place, option), option, config)]
     return rows[: config.train_max_samples] if split == "train" and config.train_max_samples > 0 else rows
 
 

@@ -77,7 +77,7 @@ def test_registered_engine_gets_all_arguments(monkeypatch: pytest.MonkeyPatch) -
 def test_unknown_engine_lists_the_known_ones() -> None:
     import workers.rollout.hf_engine  # noqa: F401
 
-    with pytest.raises(ValueError, match="rollout engine: hff.*'hf'"):
+    with pytest.raises(ValueError, match="rollout engine: hff; did you mean hf"):
         _build("hff")
 
 
