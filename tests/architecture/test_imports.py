@@ -180,3 +180,31 @@ import json, {", ".join(LAYERS)}
 print(json.dumps([{", ".join(f"{layer}.__file__" for layer in LAYERS)}]))
 """
     assert json.loads(run_python(code)) == [str(ROOT / layer / "__init__.py") for layer in LAYERS]
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of files that import each other, however far around."""
+    reach = {name: set(others) for name, others in edges.items()}
+    for middle in edges:
+        for name in edges:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    found = [{other for other in reach[name] if name in reach[other]} for name in edges if name in reach[name]]
+    return [group for number, group in enumerate(found) if group not in found[:number]]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for types alone count as well."""
+    names = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in sources()}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    edges: dict[str, set[str]] = {}
+    for name, path in names.items():
+        module = f"{name}.__init__" if path.name == "__init__.py" else name
+        found = {imported for _, imported in imports(path.read_text(encoding="utf-8"), module)}
+        known = {part if part in names else part.rpartition(".")[0] for part in found}
+        edges[name] = (known & names.keys()) - {name}
+    assert not circles(edges)
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]

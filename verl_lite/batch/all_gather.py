@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from verl_lite.batch.columns import BatchError
+from verl_lite.batch.columns import Batch, BatchError
 
-if TYPE_CHECKING:
-    from verl_lite.protocol import DataProto
+B = TypeVar("B", bound=Batch)
 
 
-def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> DataProto:
+def all_gather_data_proto(data: B, process_group: dist.ProcessGroup | None = None) -> B:
     """Replace the rows of `data`, in place as in verl, by those of all ranks in rank order; returns `data`.
 
     Travels in the wire format (`wire.py`), so padding costs nothing and every number arrives as it was sent. The

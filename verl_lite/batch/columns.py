@@ -6,13 +6,35 @@ both of two batches must be equal (`same`), otherwise a BatchError names the key
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+
+class Batch(Protocol):
+    """What the functions of this folder use of a DataProto."""
+
+    batch: TensorDict
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
+
+    def __init__(
+        self, batch: TensorDict, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]
+    ) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def select(self, *, meta_info_keys: Sequence[str]) -> Self: ...
+
+    def pack(self) -> Any: ...
+
+    @classmethod
+    def from_parts(cls, parts: list[Any]) -> Self: ...
 
 
 class BatchError(AssertionError, ValueError):

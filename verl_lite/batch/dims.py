@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from verl_lite.batch.columns import BatchError, copy_meta, tensor_dict
+from verl_lite.batch.columns import Batch, BatchError, copy_meta, tensor_dict
 
-if TYPE_CHECKING:
-    from verl_lite.protocol import DataProto
+B = TypeVar("B", bound=Batch)
 
 
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+def fold_batch_dim(data: B, new_batch_size: int) -> B:
     """Columns (rows, ...) as (new_batch_size, rows / new_batch_size, ...), neighbours in one group; tensors are views.
 
     Raises BatchError unless new_batch_size divides the number of rows.
@@ -21,7 +20,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     return _reshaped(data, 1, (new_batch_size, rows // new_batch_size), new_batch_size)
 
 
-def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+def unfold_batch_dim(data: B, batch_dims: int = 2) -> B:
     """The inverse: the first `batch_dims` dimensions of every column become one, the rows; tensors are views if can be.
 
     Raises BatchError unless all columns, tensors or not, have the same sizes in these dimensions.
@@ -38,12 +37,12 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     return _reshaped(data, batch_dims, (rows,), rows)
 
 
-def _columns(data: DataProto) -> dict[str, Any]:
+def _columns(data: Batch) -> dict[str, Any]:
     tensors = {} if data.batch is None else dict(data.batch.items())
     return tensors | data.non_tensor_batch
 
 
-def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...], rows: int) -> DataProto:
+def _reshaped(data: B, old_dims: int, leading: tuple[int, ...], rows: int) -> B:
     """Every column with `leading` in place of its first `old_dims` dimensions."""
     columns = {name: value.reshape(*leading, *value.shape[old_dims:]) for name, value in _columns(data).items()}
     arrays = {name: columns.pop(name) for name in data.non_tensor_batch}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from verl_lite.protocol import DataProto
+from verl_lite.batch.columns import Batch
 
 
-def get_data_info(data: DataProto) -> str:
+def get_data_info(data: Batch) -> str:
     """A line each: tensors (shape, dtype, device), arrays (shape, what is in them), meta_info (type)."""
     tensors = {} if data.batch is None else dict(data.batch.items())
     sections = {
@@ -43,7 +42,7 @@ def _types(values: Any) -> str:
     return ", ".join(sorted({type(value).__name__ for value in values})) or "nothing"
 
 
-def size_in_words(data: DataProto) -> str:
+def size_in_words(data: Batch) -> str:
     """Bytes of tensors and of arrays. Objects in columns are counted as references, 8 bytes each, and named."""
     tensors = 0 if data.batch is None else data.batch.bytes()
     arrays = sum(array.nbytes for array in data.non_tensor_batch.values())

@@ -14,6 +14,7 @@ from verl_lite.single_controller.decorator import (
     register,
     register_dispatch_mode,
 )
+from verl_lite.single_controller.factory import create_worker_groups, start_service
 from verl_lite.single_controller.resource_pool import ResourcePool
 from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import (
@@ -21,8 +22,6 @@ from verl_lite.single_controller.worker_group import (
     ServiceHandle,
     WorkerFuture,
     WorkerGroup,
-    create_worker_groups,
-    start_service,
 )
 
 __all__ = [

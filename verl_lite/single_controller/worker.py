@@ -120,9 +120,7 @@ def open_store(host: str) -> int:
     if _held_store is None:
         listener = socket.create_server((host, 0))  # torch itself would listen on all interfaces
         port = listener.getsockname()[1]
-        _held_store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        _held_store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return _held_store.port
 
 
