@@ -7,7 +7,7 @@ async function answered() {
 }
 
 async function until(isSo) {
-  for (let tries = 0; !isSo() && tries < 100; tries++) await answered();
+  for (let tries = 0; !isSo() && tries < 500; tries++) await answered();
 }
 
 async function opened(name, width) {

