@@ -261,8 +261,9 @@ def with_retries(config: RunOptions, command: list[str], attempt: Callable[[Exit
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
     """The command that goes on where a stopped run ended."""
-    folder = f"trainer.default_local_dir={run_dir}"
-    return "Stopped. To go on:\n  " + shlex.join([*command, folder, "trainer.resume_mode=auto"])
+    again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
+    kept = [word for word in command if word.partition("=")[0] not in again]
+    return "Stopped. To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
 
 
 def available_devices(config: RunOptions) -> int:

@@ -32,3 +32,11 @@ def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, mo
         patched.setattr(fcntl, "flock", no_locks)
         with locked_folder(tmp_path, told.append):
             assert "cannot be locked (No locks available)" in told[0]
+
+
+def test_the_command_that_goes_on_says_nothing_twice(tmp_path: Path) -> None:
+    from trainer.run import how_to_continue
+
+    given = ["python", "-m", "trainer.main_ppo", "trainer.default_local_dir=x", "trainer.resume_mode=disable"]
+    said = how_to_continue(given, tmp_path).splitlines()[-1].split()
+    assert said == [*given[:3], f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"]
