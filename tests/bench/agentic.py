@@ -12,42 +12,23 @@ plain generation, where hundreds of prompts wait for each slot, hardly does. So 
 
 Printed for each: tokens a second against plain's (the goal: at least 0.9 for continuous at 50 ms), the share of the
 time that the engine works, and how many sequences it works on. Up to the beginning of the last episode (for plain: of
-the last turn), and in brackets over all, with the end when ever fewer episodes are left. Options: --rounds N; --clock
-cpu counts processor seconds of this process and lets environments take their time in these, for a machine that is busy
-otherwise.
+the last turn), and in brackets over all, with the end when ever fewer episodes are left. Options: --rounds N.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import statistics
 import tempfile
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
-
-from tests.bench.agentic_env import Slow
 
 SLOTS = ENVIRONMENTS = 64
 EPISODES_EACH = 2
 TURN_TOKENS = 96
 MODEL_LENGTH = 640
 LATENCIES_MS = (0, 50, 200)
-
-
-class Clock:
-    """Seconds: of the wall, or of this process's processors and of what was skipped because nothing was to be done."""
-
-    def __init__(self, kind: str) -> None:
-        self.is_wall, self._skipped = kind == "wall", 0.0
-
-    def now(self) -> float:
-        return time.perf_counter() if self.is_wall else time.process_time() + self._skipped
-
-    def skip_to(self, moment: float) -> None:
-        self._skipped += max(0.0, moment - self.now())
 
 
 @dataclass
@@ -74,10 +55,10 @@ class Trace:
 class Recorder:
     """An engine that notes what it does."""
 
-    def __init__(self, engine: Any, clock: Clock) -> None:
-        self.engine, self.clock, self.trace = engine, clock, Trace()
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.trace = engine, Trace()
         self.prompts: dict[str, tuple[int, ...]] = {}
-        self.started, self.busy_s, self.tokens, self.sequences, self.steps = clock.now(), 0.0, 0, 0, 0
+        self.started, self.busy_s, self.tokens, self.sequences, self.steps = time.perf_counter(), 0.0, 0, 0, 0
 
     def submit(self, request: Any) -> None:
         self.prompts[request.request_id] = request.prompt_ids
@@ -91,9 +72,9 @@ class Recorder:
         return self.engine.unfinished
 
     def step(self) -> list[Any]:
-        before, started = len(self.engine._running), self.clock.now()
+        before, started = len(self.engine._running), time.perf_counter()
         completions = self.engine.step()
-        now, running = self.clock.now(), len(self.engine._running) + len(completions)
+        now, running = time.perf_counter(), len(self.engine._running) + len(completions)
         self.busy_s += now - started
         self.tokens += running
         self.sequences += running
@@ -102,45 +83,6 @@ class Recorder:
             self.trace.requests.append((self.prompts.pop(completion.request_id), len(completion.token_ids)))
         self.trace.marks.append((now - self.started, self.tokens, self.busy_s, self.sequences, self.steps))
         return completions
-
-
-class TimedPool:
-    """Environments by the clock of processors: an answer is there when its seconds have passed."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
-        self.environments: dict[Hashable, Slow] = {}
-        self.coming: list[tuple[float, int, Any]] = []
-        self.number = 0
-
-    def _answer(self, key: Hashable, after_s: float, *values: Any, info: Any) -> None:
-        from workers.envs.reply import EnvReply
-
-        self.number += 1
-        heapq.heappush(self.coming, (self.clock.now() + after_s, self.number, EnvReply(key, *values, info=info)))
-
-    def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None:
-        environment = self.environments[key] = Slow(0.0)
-        observation, info = environment.reset(seed)
-        self._answer(key, 0.0, observation, info=info)
-
-    def step(self, key: Hashable, action: str) -> None:
-        *values, info = self.environments[key].step(action)
-        self._answer(key, self.seconds, *values, info=info)
-
-    def discard(self, key: Hashable) -> None:
-        self.environments.pop(key, None)
-
-    def poll(self, timeout_s: float = 0.0) -> list[Any]:
-        if timeout_s and self.coming:
-            self.clock.skip_to(min(self.coming[0][0], self.clock.now() + timeout_s))
-        replies = []
-        while self.coming and self.coming[0][0] <= self.clock.now():
-            replies.append(heapq.heappop(self.coming)[2])
-        return replies
-
-    def close(self) -> None:
-        self.environments.clear()
 
 
 class LockStep:
@@ -171,7 +113,7 @@ class LockStep:
 class Bench:
     """Model, tokenizer and engine, once; runs of the three schedules."""
 
-    def __init__(self, folder: str, clock: Clock) -> None:
+    def __init__(self, folder: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -181,7 +123,7 @@ class Bench:
 
         torch.set_num_threads(1)
         path = tiny_qwen2(folder, hidden=128, layers=4, heads=4, max_positions=MODEL_LENGTH, initializer_range=0.02)
-        self.clock, self.tokenizer = clock, AutoTokenizer.from_pretrained(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.engine = HFEngine(
             path,
             RolloutConfig(name="hf", max_num_seqs=SLOTS, kv_cache_memory_mb=1024),
@@ -206,12 +148,9 @@ class Bench:
         template = EnvTemplate(
             "slow", "tests.bench.agentic_env:Slow", env_config=config, max_tokens_per_step=TURN_TOKENS
         )
-        if self.clock.is_wall:
-            pool: Any = EnvPool(EnvPoolConfig(num_workers=1, threads=ENVIRONMENTS), {"slow": template})
-            pool.dry_run(["slow"])
-        else:
-            pool = TimedPool(self.clock, latency_ms / 1000)
-        recorder = Recorder(self.engine, self.clock)
+        pool: Any = EnvPool(EnvPoolConfig(num_workers=1, threads=ENVIRONMENTS), {"slow": template})
+        pool.dry_run(["slow"])
+        recorder = Recorder(self.engine)
         runner = EpisodeRunner(
             recorder,  # type: ignore[arg-type]
             LockStep(pool, recorder) if lock_step else pool,
@@ -227,7 +166,7 @@ class Bench:
             for n in range(ENVIRONMENTS * EPISODES_EACH)
         ]
         runner.begin(specs, SamplingParams(1.0, 1.0, -1, TURN_TOKENS))
-        recorder.started = self.clock.now()
+        recorder.started = time.perf_counter()
         while runner.unfinished(0):
             runner.advance(1.0)
             if recorder.trace.steady < 0 and not runner._queue:
@@ -238,8 +177,8 @@ class Bench:
     def plain(self, requests: list[tuple[tuple[int, ...], int]]) -> Trace:
         from workers.rollout.base import Request, SamplingParams
 
-        recorder = Recorder(self.engine, self.clock)
-        recorder.started = self.clock.now()
+        recorder = Recorder(self.engine)
+        recorder.started = time.perf_counter()
         for number, (prompt, tokens) in enumerate(requests):
             sampling = SamplingParams(1.0, 1.0, -1, tokens, seed=number, ignore_eos=True)
             recorder.submit(Request(str(number), prompt, sampling))
@@ -253,16 +192,14 @@ class Bench:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench agentic", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--latencies-ms", type=int, nargs="+", default=list(LATENCIES_MS))
     options = parser.parse_args(arguments)
-    _print_round_trips()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(folder, Clock(options.clock))
+        bench = Bench(folder)
         requests = bench.episodes(0, lock_step=False).requests  # warms up, too
         print(
             f"{ENVIRONMENTS} environments, {SLOTS} slots, {len(requests)} turns, "
-            f"{sum(tokens for _, tokens in requests)} tokens; seconds of the {options.clock}; (the end included)"
+            f"{sum(tokens for _, tokens in requests)} tokens; (the end included)"
         )
         print(f"{'':22}{'tokens/s':>16}{'of plain':>16}{'busy':>8}{'sequences':>11}", flush=True)
         found: dict[str, list[tuple[Trace, Trace]]] = {}
@@ -276,29 +213,6 @@ def main(arguments: list[str]) -> None:
             print(f"round {number + 1} of {options.rounds}" if number + 1 < options.rounds else "medians")
             for name, pairs in found.items():
                 _print(name, pairs if number + 1 == options.rounds else pairs[-1:])
-
-
-def _print_round_trips(calls: int = 1000) -> None:
-    """What a step costs beside the environment's own time, from the call to its reply."""
-    from verl_lite.config import EnvPoolConfig
-    from verl_lite.envs import EnvTemplate
-    from workers.envs.pool import EnvPool
-
-    template = EnvTemplate("slow", "tests.bench.agentic_env:Slow", env_config={"seconds": 0.0})
-    for num_workers, where in ((1, "a process"), (0, "a thread")):
-        pool = EnvPool(EnvPoolConfig(num_workers=num_workers), {"slow": template})
-        pool.dry_run(["slow"])
-        seconds = []
-        for number in range(calls):
-            started = time.perf_counter()
-            pool.reset(number, "slow", number)
-            while not pool.poll(1.0):
-                pass
-            seconds.append(time.perf_counter() - started)
-            pool.discard(number)
-        pool.close()
-        median, late = statistics.median(seconds), statistics.quantiles(seconds, n=10)[-1]
-        print(f"a call and its reply through {where}: median {1e3 * median:.2f} ms, p90 {1e3 * late:.2f} ms")
 
 
 def _print(name: str, pairs: list[tuple[Trace, Trace]]) -> None:

@@ -87,14 +87,6 @@ def batch(rows: int, width: int, rows_per_group: int, seed: int = 0) -> Columns:
     }
 
 
-def group_columns(rows: int, rows_per_group: int) -> Columns:
-    """Answers of one token, so that the statistics of groups are all there is to do."""
-    generator = torch.Generator().manual_seed(0)
-    index = np.array([f"{row // rows_per_group:036d}" for row in range(rows)], dtype=object)
-    rewards = torch.randn(rows, 1, generator=generator)
-    return {"token_level_rewards": rewards, "response_mask": torch.ones(rows, 1), "index": index}
-
-
 def in_precision(columns: Columns, dtype: torch.dtype) -> Columns:
     """The floating-point columns in another precision."""
     return {

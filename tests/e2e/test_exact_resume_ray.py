@@ -29,7 +29,9 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        pytest.param(["rollout.name=hf", *GAE, "trainer.async_save=true"], CRITIC, id="hf, critic, background"),
+        pytest.param(
+            ["rollout.name=hf", *GAE, "trainer.async_save=true"], CRITIC, id="hf, critic, background", marks=pytest.mark.long
+        ),
         pytest.param([*VLLM, *ADAPTER], ACTOR, id="vllm, LoRA", marks=needs_vllm),
     ],
 )

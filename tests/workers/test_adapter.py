@@ -270,15 +270,6 @@ def test_checkpoints_hold_the_adapter_alone_and_continue_bit_equal(path: str, tm
     assert count_trained(ModelConfig(path=path)) == count_parameters(ModelConfig(path=path)) > 5 * learnt
 
 
-def test_a_checkpoint_of_two_ranks_continues_on_one_and_back(path: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    without_stop = trained_adapter(path, Case(), steps=4)
-    two_ranks.run(trained_adapter, path, Case(), 2, str(tmp_path / "two"))
-    alone = trained_adapter(path, Case(), steps=1, load=str(tmp_path / "two"), save=str(tmp_path / "one"))
-    assert alone["start"]
-    for result in two_ranks.run(trained_adapter, path, Case(), 1, "", str(tmp_path / "one")):
-        assert_close(result["adapter"], without_stop["adapter"], 2e-6)
-
-
 def test_a_checkpoint_of_another_adapter_is_refused(path: str, tmp_path: Path) -> None:
     engine_of(path).save(str(tmp_path / "adapter"))
     build_engine(path, Case()).save(str(tmp_path / "whole"))

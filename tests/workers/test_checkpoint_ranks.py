@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from tests.tiny_model import tiny_qwen2
-from tests.workers.critic_cases import build_critic, critic_batch, loss_named, write_critic
+from tests.workers.critic_cases import build_critic, critic_batch, value_loss, write_critic
 from tests.workers.engine_cases import Batch, Case, build_engine, loss_fn, planned, ragged_batch
 from tests.workers.ranks import Ranks
 from verl_lite.config import OptimConfig
@@ -39,7 +39,7 @@ def engine_of(kind: str, path: str) -> FSDPEngine:
 def train(engine: FSDPEngine, kind: str) -> None:
     """One call of two optimizer steps."""
     if kind == "critic":
-        engine.train(planned(critic_batch(BATCH), Case(), 4)[0], loss_named("token-mean"), epochs=1)
+        engine.train(planned(critic_batch(BATCH), Case(), 4)[0], value_loss, epochs=1)
         return
     data, _ = planned(ragged_batch(BATCH), Case(), mini_batch_size=4)
     engine.train(data, loss_fn, epochs=1, temperature=1.0, calculate_entropy=True)

@@ -88,12 +88,12 @@ def test_fp32_on_two_ranks(path: str, ranks: Ranks, tmp_path: Path) -> None:
     assert_within(fp32_table(path, str(tmp_path), one_mode_each(), ranks, worlds=(2,), cuts_of=few), FP32)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_table_in_fp64(path: str) -> None:
     assert_within(fp64_table(path, all_cases()), FP64)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fp32_by_every_cut_and_number_of_ranks(path: str, ranks: Ranks, tmp_path: Path) -> None:
     """One mode of each loss; `python -m tests.bench invariance` measures all of them."""
     assert_within(fp32_table(path, str(tmp_path), one_mode_each(), ranks, worlds=(1, 2, 4)), FP32)

@@ -1,62 +1,17 @@
-"""How the same is usually written, for `python -m tests.bench algos`: by dicts and columns, and by verl if it is there.
-
-Nothing here is verl's code; where verl is importable its own functions are called.
-"""
+"""verl's own functions for `python -m tests.bench algos`, where verl is importable. Nothing here is verl's code."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections import defaultdict
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.bench.algos_cases import CLIPRANGE_VALUE, LOSS_CONFIG, MODE, Case, Columns, Numbers
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
-
-
-def grpo_by_dict(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-    """GRPO with a dict of lists of scalar tensors: a loop over rows, over groups, and over rows again."""
-    scores = token_level_rewards.sum(dim=-1)
-    members: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for row in range(len(scores)):
-        members[index[row]].append(scores[row])
-    means, stds = {}, {}
-    for group, values in members.items():
-        stacked = torch.stack(values)
-        means[group] = stacked.mean() if len(values) > 1 else torch.tensor(0.0)
-        stds[group] = stacked.std() if len(values) > 1 else torch.tensor(1.0)
-    for row in range(len(scores)):
-        scores[row] = (scores[row] - means[index[row]]) / (stds[index[row]] + 1e-6)
-    return scores.unsqueeze(-1) * response_mask
-
-
-def gae_by_columns(
-    token_level_rewards: torch.Tensor, values: torch.Tensor, response_mask: torch.Tensor, gamma: float, lam: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE token by token from the last, each step a column of row-major tensors; then whitened."""
-    mask = response_mask.to(values.dtype)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
-    columns = []
-    for t in reversed(range(values.shape[1])):
-        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        next_value = values[:, t] * mask[:, t] + (1 - mask[:, t]) * next_value
-        next_advantage = advantage * mask[:, t] + (1 - mask[:, t]) * next_advantage
-        columns.append(next_advantage)
-    advantages = torch.stack(columns[::-1], dim=1)
-    returns = (advantages + values) * mask
-    count = mask.sum()
-    mean = (advantages * mask).sum() / count
-    variance = ((advantages - mean) ** 2 * mask).sum() / (count - 1)
-    return (advantages - mean) * torch.rsqrt(variance + 1e-8) * mask, returns
-
-
-# ---------------------------------------------------------------------------------------------------- verl
 
 
 class VerlConfig(SimpleNamespace):
