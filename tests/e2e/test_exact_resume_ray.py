@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 RAY = ["trainer.n_gpus_per_node=2", "trainer.save_freq=1", "actor.optim.lr=1e-3", "reward.num_workers=1"]
 ADAPTER = ["model.lora_rank=4", "model.lora_alpha=8", "actor.optim.lr=1e-2", "actor.use_kl_loss=true"]
+HF = ["rollout.name=hf", *GAE, "trainer.async_save=true"]
 VLLM = ["rollout.name=vllm", "rollout.kv_cache_memory_mb=32", "rollout.max_num_seqs=16"]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -29,9 +30,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        pytest.param(
-            ["rollout.name=hf", *GAE, "trainer.async_save=true"], CRITIC, id="hf, critic, background", marks=pytest.mark.long
-        ),
+        pytest.param(HF, CRITIC, id="hf, critic, background", marks=pytest.mark.long),
         pytest.param([*VLLM, *ADAPTER], ACTOR, id="vllm, LoRA", marks=needs_vllm),
     ],
 )
