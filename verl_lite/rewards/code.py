@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,24 @@ def compute_score(
     Extras: acc (all passed), passed (share), compiled, timeouts (tests), error (the first one).
     Raises ValueError for a ground truth without tests, UserError on a machine without protection.
     """
-    tests = read_tests(ground_truth, max_tests)
-    code = extract_code(solution_str)
-    if not code.strip():
-        return _report([Outcome(False, error="the answer has no code")], [False], 1, partial)
-    limits = Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb)
-    with _ONE_AT_A_TIME:
-        sandbox = _sandbox(limits, allow_unsafe, os.getpid())
-        return _report(*_run_tests(sandbox, code, tests, not partial, time.monotonic() + total_timeout_s), partial)
+    tests, code = read_tests(ground_truth, max_tests), extract_code(solution_str)
+    if code.strip():
+        limits = Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb)
+        with _ONE_AT_A_TIME:
+            sandbox = _sandbox(limits, allow_unsafe, os.getpid())
+            outcomes, passed, count = _run_tests(sandbox, code, tests, not partial, time.monotonic() + total_timeout_s)
+    else:
+        outcomes, passed, count = [Outcome(False, error="the answer has no code")], [False], 1
+    errors = [o.error or "wrong output" for o, is_right in zip(outcomes, passed, strict=True) if not is_right]
+    share, acc = sum(passed) / count, float(sum(passed) == count)
+    return {
+        "score": share if partial else acc,
+        "acc": acc,
+        "passed": share,
+        "compiled": float(all(outcome.is_compiled for outcome in outcomes)),
+        "timeouts": float(sum(outcome.is_timeout for outcome in outcomes)),
+        "error": next(iter(errors), ""),
+    }
 
 
 def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> Iterator[str]:
@@ -82,64 +92,48 @@ def extract_code(solution_str: str) -> str:
     text = solution_str.rpartition("</think>")[2]
     blocks = _BLOCK.findall(text)
     for languages in (_PYTHON, ("",)):
-        found = [code for language, code in blocks if language.lower() in languages]
-        if found:
-            return found[-1]
+        if found := [code for language, code in blocks if language.lower() in languages]:
+            return str(found[-1])
     return "" if blocks else text
 
 
 def _run_tests(
-    sandbox: Sandbox, code: str, tests: Tests, stop_early: bool, until: float
+    sandbox: Sandbox, code: str, tests: PairTests | SnippetTests, stop_early: bool, until: float
 ) -> tuple[list[Outcome], list[bool], int]:
     """Outcomes of the tests that ran, whether each was passed, and how many tests there are."""
-    if isinstance(tests, ScriptTests | CallTests):
-        is_right: Callable[[Any, Any], bool] = is_right_output
-        outcomes: list[Outcome] = []
-
-        def right(outcomes: list[Outcome]) -> list[bool]:
-            return [not o.error and is_right(o.value, truth) for o, truth in zip(outcomes, tests.outputs, strict=False)]
-
-        def is_enough(more: list[Outcome]) -> bool:
-            return time.monotonic() > until or (stop_early and not all(right([*outcomes, *more])))
-
-        while len(outcomes) < len(tests.outputs) and not (outcomes and is_enough([])):
-            left_s = until - time.monotonic()
-            if isinstance(tests, ScriptTests):
-                outcomes.append(sandbox.run_script(code, tests.inputs[len(outcomes)], left_s))
-            else:
-                is_right = is_right_value
-                calls = tests.arguments[len(outcomes) :]
-                outcomes += sandbox.call(code, tests.function, calls, left_s, is_enough)
-            if not outcomes[-1].is_compiled:
-                break
-        return outcomes, right(outcomes), len(tests.outputs)
-    left_s = until - time.monotonic()
-    outcomes, count = sandbox.run_snippets(
-        code, tests.snippets, setup=tests.setup, call=tests.call, stop_early=stop_early, total_s=left_s
-    )
-    return outcomes, [outcome.value is True for outcome in outcomes], count
-
-
-def _report(outcomes: list[Outcome], passed: list[bool], count: int, partial: bool) -> dict[str, float | str]:
-    errors = [o.error or "wrong output" for o, is_right in zip(outcomes, passed, strict=True) if not is_right]
-    share, acc = sum(passed) / count, float(sum(passed) == count)
-    return {
-        "score": share if partial else acc,
-        "acc": acc,
-        "passed": share,
-        "compiled": float(all(outcome.is_compiled for outcome in outcomes)),
-        "timeouts": float(sum(outcome.is_timeout for outcome in outcomes)),
-        "error": next(iter(errors), ""),
-    }
+    outcomes: list[Outcome] = []
+    passed: list[bool] = []
+    if isinstance(tests, SnippetTests):
+        outcomes, count = sandbox.run_snippets(
+            code,
+            tests.snippets,
+            setup=tests.setup,
+            call=tests.call,
+            stop_early=stop_early,
+            total_s=until - time.monotonic(),
+        )
+        return outcomes, [outcome.value is True for outcome in outcomes], count
+    while len(outcomes) < len(tests.outputs) and not (outcomes and time.monotonic() > until):
+        done, left_s = len(outcomes), until - time.monotonic()
+        if tests.function is None:
+            more = [sandbox.run_script(code, tests.inputs[done], left_s)]
+        else:  # wrong programs mostly fail at once: one call first, then ever more of them in one process
+            calls = tests.inputs[done : 2 * done + 1] if stop_early else tests.inputs[done:]
+            more = sandbox.call(code, tests.function, calls, left_s)
+        is_right = is_right_output if tests.function is None else is_right_value
+        outcomes += more
+        truths = tests.outputs[done : len(outcomes)]
+        passed += [not o.error and is_right(o.value, truth) for o, truth in zip(more, truths, strict=True)]
+        if not outcomes[-1].is_compiled or (stop_early and not all(passed)):
+            break
+    return outcomes, passed, len(tests.outputs)
 
 
 @functools.cache
 def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
     """One fork server for each set of limits, for the life of the process `pid`. What holds is printed once."""
     sandbox = Sandbox(limits, allow_unsafe=allow_unsafe)
-    protection = sandbox.protection
-    missing = ", ".join(protection.could) or "do nothing that was tried"
-    print(f"Code runs in a sandbox: {'; '.join(protection.layers)}. It could {missing}.")
+    print(f"Code runs in a sandbox. It could {', '.join(sandbox.could) or 'do nothing that was tried'}.")
     return sandbox
 
 
@@ -147,20 +141,13 @@ def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
 
 
 @dataclass(frozen=True)
-class ScriptTests:
-    """A script reads each input from stdin and prints the output."""
+class PairTests:
+    """A script reads each input from stdin and prints the output; or `function`, or the method of that name of a class
+    `Solution`, is called with the arguments in each input and returns the output."""
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CallTests:
-    """`function`, or the method of that name of a class `Solution`, is called with arguments and returns the output."""
-
-    function: str
-    arguments: tuple[tuple[Any, ...], ...]
+    inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    function: str | None = None
 
 
 @dataclass(frozen=True)
@@ -173,15 +160,7 @@ class SnippetTests:
     call: str | None = None
 
 
-Tests = ScriptTests | CallTests | SnippetTests
-
-_EXPECTED = (
-    '{"inputs": [...], "outputs": [...]}, with "fn_name" for a function; {"asserts": [...], "setup": ...}; '
-    '{"test": code, "entry_point": name}; a list of asserts; or test code'
-)
-
-
-def read_tests(ground_truth: Any, max_tests: int | None = None) -> Tests:
+def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | SnippetTests:
     """The tests of a ground truth: JSON text, test code, or what either stands for.
 
     max_tests: only so many, from the beginning. Raises ValueError with what was expected.
@@ -191,28 +170,32 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> Tests:
         try:
             found = json.loads(ground_truth)
         except ValueError:
-            return SnippetTests(_not_empty((ground_truth,) if ground_truth.strip() else ()))
-    if isinstance(found, list | tuple):
-        if found and all(isinstance(test, str) for test in found):
+            found = [ground_truth] if ground_truth.strip() else []
+    if isinstance(found, list | tuple) and found:
+        if all(isinstance(test, str) for test in found):
             return SnippetTests(tuple(found[:max_tests]))
-        if found and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in found):
+        if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in found):
             names = [test.get("fn_name") for test in found]
             return _pairs([t["input"] for t in found], [t["output"] for t in found], names[0], max_tests)
     if isinstance(found, dict):
-        if "inputs" in found and "outputs" in found and not found.get("assert_case"):
+        setup, asserts = str(found.get("setup") or ""), found.get("asserts", found.get("assert_case"))
+        if "outputs" in found and len(found.get("inputs", "")) and not found.get("assert_case"):
             return _pairs(list(found["inputs"]), list(found["outputs"]), found.get("fn_name"), max_tests)
-        asserts = found.get("asserts", found.get("assert_case"))
-        if asserts is not None:
-            return SnippetTests(_not_empty(tuple(asserts))[:max_tests], str(found.get("setup") or ""))
+        if asserts is not None and len(asserts):
+            return SnippetTests(tuple(asserts)[:max_tests], setup)
         if isinstance(found.get("test"), str):
-            return SnippetTests((found["test"],), str(found.get("setup") or ""), found.get("entry_point"))
-    raise ValueError(f"The ground truth has no tests; expected {_EXPECTED}; found {str(ground_truth)[:200]!r}")
+            return SnippetTests((found["test"],), setup, found.get("entry_point"))
+    raise ValueError(
+        'The ground truth has no tests; expected {"inputs": [...], "outputs": [...]}, with "fn_name" for a function; '
+        '{"asserts": [...], "setup": ...}; {"test": code, "entry_point": name}; a list of asserts; or test code; found '
+        f"{str(ground_truth)[:200]!r}"
+    )
 
 
 def is_right_output(printed: str, expected: str) -> bool:
     """Whether a script's output is the expected one: line by line, apart from white space at ends of lines and of the
     text; words that are numbers with a point or an exponent within one millionth."""
-    lines, right = _lines(printed), _lines(expected)
+    lines, right = ([line.rstrip() for line in text.strip().split("\n")] for text in (printed, expected))
     if lines == right:
         return True
     words, right_words = [line.split() for line in lines], [line.split() for line in right]
@@ -229,29 +212,21 @@ def is_right_value(returned: Any, expected: Any) -> bool:
 
     returned: as `sandbox.values.encode` writes it, bounded JSON that may be forged; nothing in it is evaluated.
     """
+    is_single = isinstance(expected, list) and len(expected) == 1
     try:
         value = _as_json(returned)
-        return _is_close(value, expected) or (
-            isinstance(expected, list) and len(expected) == 1 and _is_close(value, expected[0])
-        )
+        return _is_close(value, expected) or (is_single and _is_close(value, expected[0]))
     except (ValueError, TypeError, ArithmeticError, RecursionError):  # no value, or no number that arithmetic can hold
         return False
 
 
-def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tests: int | None) -> Tests:
+def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tests: int | None) -> PairTests:
     if len(inputs) != len(outputs):
         raise ValueError(f"The ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
-    inputs, outputs = _not_empty(tuple(inputs[:max_tests])), tuple(outputs[:max_tests])
+    inputs, outputs = inputs[:max_tests], outputs[:max_tests]
     if function:
-        arguments = tuple(_arguments(each) for each in inputs)
-        return CallTests(str(function), arguments, tuple(_parsed(output) for output in outputs))
-    return ScriptTests(tuple(_text(each) for each in inputs), tuple(_text(each) for each in outputs))
-
-
-def _not_empty(tests: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not tests:
-        raise ValueError(f"The ground truth has no tests; expected {_EXPECTED}")
-    return tests
+        return PairTests(tuple(map(_arguments, inputs)), tuple(map(_parsed, outputs)), str(function))
+    return PairTests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
 
 
 def _text(entry: Any) -> str:
@@ -267,25 +242,18 @@ def _arguments(entry: Any) -> tuple[Any, ...]:
 
 
 def _parsed(output: Any) -> Any:
-    if not isinstance(output, str):
-        return output
     try:
-        return json.loads(output)
+        return json.loads(output) if isinstance(output, str) else output
     except ValueError:
         return output
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().split("\n")]
-
-
 def _is_right_word(word: str, truth: str) -> bool:
-    if word == truth:
-        return True
-    if not any(mark in truth for mark in ".eE"):
-        return False
     try:
-        return math.isclose(float(word), float(truth), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        is_number = any(mark in truth for mark in ".eE")
+        return word == truth or (
+            is_number and math.isclose(float(word), float(truth), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        )
     except ValueError:
         return False
 

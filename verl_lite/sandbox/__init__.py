@@ -5,6 +5,6 @@ and what is not: the section "Code" of verl_lite/rewards/README.md.
 """
 
 from verl_lite.sandbox.client import Outcome, Sandbox, SandboxError
-from verl_lite.sandbox.confine import Limits, Protection
+from verl_lite.sandbox.confine import Limits
 
-__all__ = ["Limits", "Outcome", "Protection", "Sandbox", "SandboxError"]
+__all__ = ["Limits", "Outcome", "Sandbox", "SandboxError"]

@@ -12,23 +12,33 @@ import io
 import json
 import math
 import os
-import select
 import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import verl_lite
 from verl_lite.errors import UserError
-from verl_lite.sandbox.confine import Limits, Protection
+from verl_lite.sandbox.confine import Limits
 from verl_lite.sandbox.values import Unreadable, as_line, encode, read_line
 
-_START_S = 60.0
-_LOOK_S = 0.1
+READ = "read every file that this user may read"
+ATTEMPTS = (
+    ("open network connections", "import socket; socket.socket()"),
+    ("open network connections", "import socket; socket.socketpair()"),
+    ("start processes", "import os\nif os.fork() == 0: os._exit(0)"),
+    ("start processes", "import os; os.posix_spawn('/bin/true', ['true'], {})"),
+    ("signal other processes", "import os; os.kill(os.getppid(), 0)"),
+    ("write files outside its folder", "import os; f = '/tmp/verl_lite-sandbox-probe'; open(f, 'w'); os.unlink(f)"),
+    (READ, "open('/etc/passwd')"),
+    (READ, "import os; os.listdir('/proc')"),
+)
+"""What a program must not do, with a script that does it."""
+
 _ERROR_CHARACTERS = 500
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -37,24 +47,6 @@ Messages = list[dict[str, Any]]
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed; nothing is known about the code."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a process ended. met: the limit that it met (time, output, files, threads), "" for none. exit_code: minus the
-    signal if it was killed. messages: what it told, as far as that is readable; it is as untrusted as the text."""
-
-    met: str
-    exit_code: int
-    stdout: str
-    stderr: str
-    messages: Messages
-
-    def outcome(self, is_compiled: bool = True) -> Outcome:
-        """Of a test that it did not come through: the limit that it met, or the last line of its stderr."""
-        lines = self.stderr.strip().splitlines()
-        error = f"over its limit of {self.met}" if self.met else (lines or [f"exit code {self.exit_code}"])[-1]
-        return Outcome(is_compiled, error=error[:_ERROR_CHARACTERS], is_timeout=self.met == "time")
 
 
 @dataclass(frozen=True)
@@ -68,6 +60,24 @@ class Outcome:
     is_timeout: bool = False
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended. met: the limit that it met (time, output, files, threads), "" for none. exit_code: minus the
+    signal if it was killed. messages: what it told, as far as that is readable; it is as untrusted as the text."""
+
+    met: str
+    exit_code: int
+    stdout: str
+    stderr: str
+    messages: Messages
+
+    def outcome(self) -> Outcome:
+        """Of a test that it did not come through: the limit that it met, or the last line of its stderr."""
+        lines = self.stderr.strip().splitlines()
+        error = f"over its limit of {self.met}" if self.met else (lines or [f"exit code {self.exit_code}"])[-1]
+        return Outcome(True, error=error[:_ERROR_CHARACTERS], is_timeout=self.met == "time")
+
+
 class Sandbox:
     """Makes confined processes. limits: of each of them. allow_unsafe: run even where the machine lacks protection."""
 
@@ -76,47 +86,34 @@ class Sandbox:
         self._allow_unsafe = allow_unsafe
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._protection: Protection | None = None
+        self._could: tuple[str, ...] = ()
 
     @property
-    def protection(self) -> Protection:
-        """What holds on this machine; starts the fork server."""
+    def could(self) -> tuple[str, ...]:
+        """Which of `ATTEMPTS` a program could do on this machine, when it tried; starts the fork server. Reading alone
+        is no escape: nothing can be sent away."""
         self._start_server()
-        assert self._protection is not None
-        return self._protection
+        return self._could
 
     def run_script(self, code: str, stdin: str = "", total_s: float = math.inf) -> Outcome:
         """Runs code as a script; the value is its whole output. An exit code other than 0 is an error."""
         [ended] = self.run([("run_script", [{"code": code}])], stdin, total_s)
-        compiled = ended.messages[0] if ended.messages else {}
-        if compiled.get("compiled") is not True or ended.met or ended.exit_code:
-            return _told(compiled) or ended.outcome(compiled.get("compiled") is True)
+        if ended.met or ended.exit_code:
+            return next(filter(None, map(_told, ended.messages)), None) or ended.outcome()
         return Outcome(True, ended.stdout)
 
-    def call(
-        self,
-        code: str,
-        name: str,
-        calls: Sequence[Sequence[Any]],
-        total_s: float = math.inf,
-        is_enough: Callable[[list[Outcome]], bool] = lambda outcomes: False,
-    ) -> list[Outcome]:
+    def call(self, code: str, name: str, calls: Sequence[Sequence[Any]], total_s: float = math.inf) -> list[Outcome]:
         """Calls a function (or a method of the class `Solution`) with each list of plain arguments.
 
-        is_enough: asked ten times a second with the outcomes so far. There are fewer outcomes than calls if the process
-        ended; the last one says why.
+        There are fewer outcomes than calls if the process ended; the last one says why.
         """
-        requests = [{"do": "call", "on": name, "args": encode(list(args))} for args in calls]
-
-        def read(messages: Messages) -> list[Outcome]:
-            return [_told(message) or Outcome(True, message.get("value")) for message in messages[2 : 2 + len(calls)]]
-
-        task = [{"code": code, "has_requests": True}, *requests]
-        [ended] = self.run([("hold_functions", task)], "", total_s, lambda messages: is_enough(read(messages)))
-        if failed := next(filter(None, map(_told, ended.messages[:2])), None):
-            return [failed] * len(calls)
-        outcomes = read(ended.messages)
-        return outcomes if len(outcomes) == len(calls) else [*outcomes, ended.outcome(bool(ended.messages))]
+        requests = [{"call": name, "args": encode(list(args)), "kwargs": encode({})} for args in calls]
+        [ended] = self.run([("hold_functions", [{"code": code, "has_requests": True}, *requests])], "", total_s)
+        outcomes = [_told(message) or Outcome(True, message.get("value")) for message in ended.messages]
+        if outcomes and outcomes[0].error:  # of the code itself
+            return [outcomes[0]] * len(calls)
+        outcomes = outcomes[1 : 1 + len(calls)]
+        return outcomes if len(outcomes) == len(calls) else [*outcomes, ended.outcome()]
 
     def run_snippets(
         self,
@@ -154,35 +151,26 @@ class Sandbox:
         return outcomes, max(count, len(outcomes))
 
     def run(
-        self,
-        programs: Sequence[tuple[str, Sequence[dict[str, Any]]]],
-        stdin: str = "",
-        total_s: float = math.inf,
-        is_enough: Callable[[Messages], bool] = lambda messages: False,
+        self, programs: Sequence[tuple[str, Sequence[dict[str, Any]]]], stdin: str = "", total_s: float = math.inf
     ) -> list[Ended]:
         """Runs programs of `verl_lite.sandbox.programs`, each in a confined process, until the last one has ended.
 
-        programs: name, and the messages that it finds in its file. is_enough: asked ten times a second with the last
-        one's messages so far. Raises UserError where the machine cannot hold it, SandboxError.
+        programs: name, and the messages that it finds in its file. Raises UserError where the machine cannot hold it,
+        SandboxError.
         """
         self._start_server()
-        request = {
-            "limits": asdict(self.limits),
-            "total_s": min(total_s, 1e9),
-            "programs": [name for name, _ in programs],
-        }
+        names = [name for name, _ in programs]
+        request = {"limits": asdict(self.limits), "total_s": min(total_s, 1e9), "programs": names}
         files: list[int] = []
         try:
             for _, task in programs:
-                given = stdin.encode("utf-8", "surrogatepass"), None, None, b"".join(map(as_line, task)), None
+                given = stdin.encode("utf-8", "surrogatepass"), b"", b"", b"".join(map(as_line, task)), b""
                 files += map(_file, given)
-            reports = self._ask(request, files, lambda: is_enough(_messages(files[-1])))
-            return [
-                Ended(
-                    report["met"], report["exit"], _text(files[at + 1]), _text(files[at + 2]), _messages(files[at + 4])
-                )
-                for report, at in zip(reports, range(0, len(files), 5), strict=True)
-            ]
+            ended = []
+            for report, at in zip(self._ask(request, files), range(0, len(files), 5), strict=True):
+                stdout, stderr = (_content(fd).decode("utf-8", "replace") for fd in files[at + 1 : at + 3])
+                ended.append(Ended(report["met"], report["exit"], stdout, stderr, _messages(files[at + 4])))
+            return ended
         finally:
             for fd in files:
                 os.close(fd)
@@ -197,14 +185,10 @@ class Sandbox:
             self._server.wait()
             self._server = None
 
-    def _ask(self, request: dict[str, Any], fds: Sequence[int], is_enough: Callable[[], bool]) -> list[dict[str, Any]]:
+    def _ask(self, request: dict[str, Any], fds: Sequence[int]) -> list[dict[str, Any]]:
         assert self._control is not None
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
-            while not select.select([self._control], [], [], _LOOK_S)[0]:
-                if is_enough():
-                    self._control.send(b"stop")
-                    break
             body = self._control.recv(1 << 16)
         except OSError:
             body = b""
@@ -213,7 +197,7 @@ class Sandbox:
             raise
         if not body:
             self.close()
-            raise SandboxError("the fork server of the sandbox has died")
+            raise SandboxError("the fork server of the sandbox has died; its error is above")
         reports: list[dict[str, Any]] = json.loads(body)
         return reports
 
@@ -237,40 +221,31 @@ class Sandbox:
                 pass_fds=[theirs.fileno()],
                 cwd="/",
             )
-        ours.settimeout(_START_S)
-        hello = ours.recv(1 << 16)
-        if not hello:
-            ours.close()
-            raise SandboxError("the fork server of the sandbox did not start; its error is above")
-        ours.settimeout(None)
         self._control = ours
-        self._protection = Protection(**{name: tuple(each) for name, each in json.loads(hello).items()})
-        if not self._protection.is_safe and not self._allow_unsafe:
+        if self.run_script("print(1)").value != "1\n":
+            raise SandboxError("no program runs in the sandbox on this machine")
+        done = [what for what, attempt in ATTEMPTS if not self.run_script(attempt).error]
+        self._could = tuple(dict.fromkeys(done))
+        if set(self._could) - {READ} and not self._allow_unsafe:
             self.close()
             raise UserError(
-                f"Code of answers does not run on this machine: it could {', '.join(self._protection.could)} (needed: "
-                "Linux with seccomp on x86-64 or ARM). Run the rewards on another machine (reward.remote.url), or, "
-                "where nothing can be lost, set allow_unsafe: true in the reward's kwargs."
+                f"Code of answers does not run on this machine: it could {', '.join(self._could)} (needed: Linux with "
+                "seccomp on x86-64 or ARM). Run the rewards on another machine (reward.remote.url), or, where nothing "
+                "can be lost, set allow_unsafe: true in the reward's kwargs."
             )
 
 
-def _file(content: bytes | None) -> int:
-    """A descriptor of a file without a name in any folder: to be read, with this content, or to be written."""
+def _file(content: bytes) -> int:
+    """A descriptor of a file with this content, at its beginning; it has no name in any folder."""
     fd = os.memfd_create("sandbox")
-    if content is None:
-        return fd
-    with open(fd, "wb") as file:
+    with open(fd, "wb", closefd=False) as file:
         file.write(content)
-        file.flush()
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _content(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
-
-
-def _text(fd: int) -> str:
-    return _content(fd).decode("utf-8", "replace")
 
 
 def _messages(fd: int) -> Messages:

@@ -1,33 +1,27 @@
-"""Gives up rights, for good, before untrusted code runs: limits, user, capabilities, files, system calls.
+"""Gives up rights, for good, before untrusted code runs: limits, user, capabilities, files (Landlock), system calls.
 
-`confine` applies every layer that this machine has, `probe` tries in a child what a confined process still can do.
-Imports the standard library only.
+Every layer that this machine has is applied. Imports the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
-import json
-import math
 import os
 import resource
 import signal
-import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from verl_lite.sandbox.landlock import landlock_version, restrict_files
-from verl_lite.sandbox.system_calls import filter_calls, forbid_new_rights, is_known_machine, prepare
+from verl_lite.sandbox.system_calls import filter_calls, is_known_machine
 
 NOBODY = 65534
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITIES_VERSION_3 = 0x20080522
 _LONGEST_CPU_S = 3600
-READ = "read every file that this user may read"
 
 
 @dataclass(frozen=True)
@@ -49,33 +43,18 @@ class Limits:
     threads: int = 64
 
 
-@dataclass(frozen=True)
-class Protection:
-    """What holds on this machine, tried out by a confined process. could: what it could do. layers: what hinders it
-    from doing more."""
+def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
+    """Gives up all that code in `folder` does not need. readable: folders from which it may import.
 
-    could: tuple[str, ...]
-    layers: tuple[str, ...]
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether nothing outside can be changed or reached. (Reading alone is no escape: nothing can be sent away.)"""
-        return set(self.could) <= {READ}
-
-
-def confine(limits: Limits, folder: str, readable: Sequence[str], *, is_long: bool = False) -> None:
-    """Gives up all that code in `folder` does not need. readable: folders from which it may import. is_long: whether
-    cpu_s is for one of many tests, so that the kernel cannot see to it.
-
-    Layers that the machine lacks are left out; `probe` says what that means.
+    Layers that the machine lacks are left out; `Sandbox.could` says what that means. The server sees to the limits of
+    time, output, threads and the folder.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getppid()
     os.setsid()
     os.chdir(folder)
-    cpu_s = _LONGEST_CPU_S if is_long else math.ceil(limits.cpu_s) + 1  # the server ends it at cpu_s, if it is awake
     for name, value in (
-        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_CPU, _LONGEST_CPU_S),
         (resource.RLIMIT_AS, limits.memory_mb << 20),
         (resource.RLIMIT_FSIZE, limits.file_mb << 20),
         (resource.RLIMIT_NOFILE, limits.open_files),
@@ -86,103 +65,70 @@ def confine(limits: Limits, folder: str, readable: Sequence[str], *, is_long: bo
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-    _give_up_user(folder, readable)
+    if os.getuid() == 0 and all(map(_is_open_to_all, readable)):  # nobody can import what the code may import
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # a change of user takes it back: so after that
     if os.getppid() != parent:
         os._exit(1)
     libc.capset(struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), struct.pack("=6I", *[0] * 6))
     has_landlock = landlock_version(libc) > 0
-    forbid_new_rights(libc)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # the kernel wants that first
     if has_landlock:
-        restrict_files(libc, readable, folder)
+        _restrict_files(libc, readable, folder)
     if is_known_machine():
-        with contextlib.suppress(OSError):  # a kernel without seccomp: the probe finds out
+        with contextlib.suppress(OSError):  # a kernel without seccomp: `Sandbox.could` finds out
             filter_calls(libc, may_write=has_landlock)
-
-
-def probe(folder: str, readable: Sequence[str]) -> Protection:
-    """What a confined child still can do on this machine."""
-    if is_known_machine():
-        prepare()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            confine(Limits(), folder, readable)
-            os.write(writer, json.dumps(_attempts()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        found = pipe.read()
-    os.waitpid(child, 0)
-    if not found:
-        return Protection(("not be tried: a confined process died",), ())
-    return Protection(tuple(json.loads(found)), tuple(_layers(readable)))
-
-
-def _attempts() -> list[str]:
-    """What succeeds."""
-    outside = f"/tmp/verl_lite-sandbox-probe-{os.getpid()}"
-
-    def fork() -> None:
-        if os.fork() == 0:
-            os._exit(0)
-
-    def write() -> None:
-        with open(outside, "w"):
-            os.unlink(outside)
-
-    attempts: dict[str, tuple[Callable[[], object], ...]] = {
-        "open network connections": (lambda: socket.socket().close(), socket.socketpair),
-        "start processes": (fork, lambda: os.posix_spawn("/bin/true", ["true"], {})),
-        "signal other processes": (lambda: os.kill(os.getppid(), 0),),
-        "write files outside its folder": (write,),
-        READ: (lambda: open("/etc/passwd").close(), lambda: os.listdir("/proc")),
-    }
-    return [name for name, ways in attempts.items() if not all(map(_fails, ways))]
-
-
-def _fails(attempt: Callable[[], object]) -> bool:
-    try:
-        attempt()
-    except OSError as error:
-        return error.errno not in (errno.EMFILE, errno.ENFILE)  # no file left to open: nobody has forbidden it
-    return False
-
-
-def _layers(readable: Sequence[str]) -> list[str]:
-    libc = ctypes.CDLL(None, use_errno=True)
-    layers = ["limits of time, memory, output and files", "no capabilities"]
-    if is_known_machine():
-        layers.append("a list of allowed system calls (seccomp)")
-    if (version := landlock_version(libc)) > 0:
-        layers.append(f"files by Landlock, version {version}")
-    else:
-        layers.append("no file opened for writing (seccomp; this kernel has no Landlock)")
-    if os.getuid() == 0:
-        is_nobody = all(_is_open_to_all(path) for path in readable)
-        layers.append(f"user {NOBODY}" if is_nobody else "still user 0: Python's folder is closed to other users")
-    return layers
-
-
-def _give_up_user(folder: str, readable: Sequence[str]) -> None:
-    """As root: becomes nobody, where nobody can still import what the code may import."""
-    if os.getuid() != 0 or not all(_is_open_to_all(path) for path in readable):
-        return
-    os.chown(folder, NOBODY, NOBODY)
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 @functools.cache
 def _is_open_to_all(path: str) -> bool:
     """Whether other users can go there; a path that does not exist is no obstacle."""
-    if not os.path.exists(path):
-        return True
-    parts = [path]
-    while os.path.dirname(parts[-1]) != parts[-1]:
-        parts.append(os.path.dirname(parts[-1]))
-    needed = {part: 0o005 if os.path.isdir(part) else 0o004 for part in parts}
-    return all(os.stat(part).st_mode & bits == bits for part, bits in needed.items())
+    needed = {part: 0o005 if part.is_dir() else 0o004 for part in (Path(path), *Path(path).parents)}
+    return not os.path.exists(path) or all(part.stat().st_mode & bits == bits for part, bits in needed.items())
+
+
+# ------------------------------------------------------------ Landlock: Linux 5.13 and later, without any privilege
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_VERSION_FLAG, _PATH_BENEATH = 1, 1
+_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
+_BASIC, _REFER, _TRUNCATE, _IOCTL = (1 << 13) - 1, 1 << 13, 1 << 14, 1 << 15
+_TCP, _SIGNALS_AND_SOCKETS = 0b11, 0b11
+
+
+def landlock_version(libc: ctypes.CDLL) -> int:
+    """The kernel's version of Landlock, 0 if it has none or it is switched off."""
+    return max(0, libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
+
+
+def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
+    """From now on this process opens files below `read` for reading, in the folder `write` for both, and no others,
+    /proc included. That a file exists, and how long it is, can still be seen."""
+    version = landlock_version(libc)
+    handled = _BASIC | (_REFER if version >= 2 else 0)
+    handled |= (_TRUNCATE if version >= 3 else 0) | (_IOCTL if version >= 5 else 0)
+    network, scoped = (_TCP if version >= 4 else 0), (_SIGNALS_AND_SOCKETS if version >= 6 else 0)
+    attributes = struct.pack("=QQQ", handled, network, scoped)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
+    own = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | (_TRUNCATE & handled)
+    allowed = dict.fromkeys(read, _READ_FILE | _READ_DIR) | {"/dev/null": _READ_FILE | _WRITE_FILE, write: own}
+    for path, access in (dict.fromkeys(("/dev/zero", "/dev/urandom", "/dev/random"), _READ_FILE) | allowed).items():
+        try:
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # a machine without it: nothing to allow
+            continue
+        rule = struct.pack("=Qi", access if os.path.isdir(path) else access & ~_READ_DIR, opened)
+        _checked(libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
+        os.close(opened)
+    _checked(libc.syscall(_RESTRICT_SELF, ruleset, 0))
+    os.close(ruleset)
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"Landlock refused: {os.strerror(number)}")
+    return result

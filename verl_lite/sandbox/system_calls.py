@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import os
 import platform
 import struct
@@ -56,10 +55,10 @@ ALLOWED: dict[str, tuple[int, int]] = {
 """Numbers on x86-64 and ARM; NONE where it does not exist."""
 
 CHANGING: dict[str, tuple[int, int]] = {
-    "creat": (85, NONE), "rename": (82, NONE), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, NONE),
-    "mkdirat": (258, 34), "rmdir": (84, NONE), "unlink": (87, NONE), "unlinkat": (263, 35),
+    "creat": (85, NONE), "rename": (82, NONE), "renameat": (264, 38), "renameat2": (316, 276), "unlink": (87, NONE),
+    "unlinkat": (263, 35),
 }  # fmt: skip
-"""Changes of the file tree: allowed only where Landlock confines them to the code's own folder."""
+"""Changes of files: allowed only where Landlock confines them to the code's own folder. It makes no folders there."""
 
 OPEN = {"open": (2, NONE), "openat": (257, 56)}
 ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}
@@ -77,10 +76,7 @@ _WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400  # O_WRONLY, O_RDWR, O_CREAT, O_TRUN
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCHITECTURE = 0, 4  # where they lie in seccomp_data
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
-
-_OWN_PID = b"\xfe\xca\xed\x7e"
-"""Stands for the number of a process that does not exist yet; no number in the filter looks like it."""
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 _Instruction = tuple[int, int, int, int]
 
@@ -90,38 +86,18 @@ def is_known_machine() -> bool:
     return sys.platform == "linux" and platform.machine() in ARCHITECTURES
 
 
-def prepare() -> None:
-    """Makes the filters, so that copies of this process have them."""
-    for may_write in (False, True):
-        _bytes(may_write)
-
-
-def forbid_new_rights(libc: ctypes.CDLL) -> None:
-    """From now on no program gives this process rights that it does not have; the kernel wants that first."""
-    zero = ctypes.c_ulong(0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
-
-
 def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
     """From now on this process makes allowed calls only; so do its threads. There is no way back.
 
     may_write: whether files may be opened for writing, created and removed at all. Raises OSError where the kernel has
     no seccomp filters.
     """
-    code = _bytes(may_write).replace(_OWN_PID, struct.pack("=I", os.getpid()))
+    code = b"".join(struct.pack("=HBBI", *line) for line in _program(os.getpid(), may_write))
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
-    forbid_new_rights(libc)
     if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp filter refused: {os.strerror(number)}")
-
-
-@functools.cache
-def _bytes(may_write: bool) -> bytes:
-    """The filter as the kernel reads it, with a place for the process number; made once, before the copies."""
-    [pid] = struct.unpack("=I", _OWN_PID)
-    return b"".join(struct.pack("=HBBI", *line) for line in _program(pid, may_write))
 
 
 def _program(pid: int, may_write: bool) -> list[_Instruction]:
@@ -140,7 +116,7 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
             lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
     for numbers in ABSENT.values():
         lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    lines += _if_called(CLONE[column], [_load_argument(0), (_JUMP_BITS, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)])
+    lines += _if_called(CLONE[column], 0, [(_JUMP_BITS, 0, 1, _CLONE_THREAD)])
     for call, argument, values in (
         (KILL, 0, (pid,)),
         (TGKILL, 0, (pid,)),
@@ -148,25 +124,17 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
         (IOCTL, 1, _IOCTLS),
         (FCNTL, 1, _FCNTLS),
     ):
-        lines += _if_called(call[column], [_load_argument(argument), *_allow_any_of(values)])
+        lines += _if_called(call[column], argument, [(_JUMP_EQUAL, 0, 1, value) for value in values])
     if not may_write:
         for name, argument in (("open", 1), ("openat", 2)):
             if (number := OPEN[name][column]) != NONE:
-                body = [_load_argument(argument), (_JUMP_BITS, 1, 0, _WRITING), (_RETURN, 0, 0, _ALLOW)]
-                lines += _if_called(number, body)
+                lines += _if_called(number, argument, [(_JUMP_BITS, 1, 0, _WRITING)])
     return [*lines, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
 
 
-def _if_called(number: int, body: list[_Instruction]) -> list[_Instruction]:
-    """`body` for one system call; what it does not return from is refused."""
-    refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    return [(_JUMP_EQUAL, 0, len(body) + 1, number), *body, refuse]
-
-
-def _allow_any_of(values: tuple[int, ...]) -> list[_Instruction]:
-    return [line for value in values for line in ((_JUMP_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW))]
-
-
-def _load_argument(index: int) -> _Instruction:
-    """The lower half, which is all that the kernel reads of these arguments. Both machines are little-endian."""
-    return (_LOAD, 0, 0, 16 + 8 * index)
+def _if_called(number: int, argument: int, tests: list[_Instruction]) -> list[_Instruction]:
+    """A system call, refused unless one of the tests of its argument jumps to what follows it. Of the argument only the
+    lower half counts, which is all that the kernel reads of these. Both machines are little-endian."""
+    body = [line for test in tests for line in (test, (_RETURN, 0, 0, _ALLOW))]
+    load, refuse = (_LOAD, 0, 0, 16 + 8 * argument), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    return [(_JUMP_EQUAL, 0, len(body) + 2, number), load, *body, refuse]

@@ -10,7 +10,7 @@ import datetime
 import importlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from itertools import islice
@@ -36,16 +36,11 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (dict, *_COLLECTIONS,
 
 
 class Unreadable(ValueError):
-    """What came from the other side is not a value of this module."""
+    """What came from the other side, or should go there, is not a value of this module."""
 
 
-def no_objects(value: Any) -> Any:
-    """For a side that knows plain values only. Raises Unreadable."""
-    raise Unreadable(f"no plain value: {type(value).__name__}")
-
-
-def encode(value: Any, export: Callable[[Any], Any] = no_objects) -> Any:
-    """A value as JSON can hold it. export: stands for what is not plain."""
+def encode(value: Any) -> Any:
+    """A value as JSON can hold it. Raises Unreadable for an object that is not plain."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -55,38 +50,40 @@ def encode(value: Any, export: Callable[[Any], Any] = no_objects) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list):
-        return [encode(entry, export) for entry in value]
+        return [encode(entry) for entry in value]
     for name, kind in _KINDS.items():
         if isinstance(value, kind):
-            return {name: encode(_arguments(value, kind), export)}
+            return {name: encode(_arguments(value, kind))}
     if isinstance(value, Iterator):
         items = list(islice(value, ITERATOR_ITEMS_MAX + 1))
-        return {"iterator": encode([items[:ITERATOR_ITEMS_MAX], len(items) > ITERATOR_ITEMS_MAX], export)}
+        if len(items) > ITERATOR_ITEMS_MAX:
+            raise Unreadable(f"an iterator has more than {ITERATOR_ITEMS_MAX} items")
+        return {"iterator": encode(items)}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        plain = encode(value.tolist(), export)
+        plain = encode(value.tolist())
         return {"array": plain} if getattr(value, "shape", ()) else plain
-    return export(value)
+    raise Unreadable(f"no plain value: {type(value).__name__}")
 
 
-def decode(data: Any, find: Callable[[Any], Any] = no_objects) -> Any:
-    """The value again. find: what an exported value stands for. Raises Unreadable."""
+def decode(data: Any) -> Any:
+    """The value again. Raises Unreadable."""
     if isinstance(data, list):
-        return [decode(entry, find) for entry in data]
+        return [decode(entry) for entry in data]
     if not isinstance(data, dict):
         return data
     try:
         [(name, content)] = data.items()
         if name in _KINDS:
-            return _KINDS[name](*decode(content, find))
+            return _KINDS[name](*decode(content))
         if name == "int":
             return int(content, 16)
         if name == "array":
-            return importlib.import_module("numpy").array(decode(content, find))
+            return importlib.import_module("numpy").array(decode(content))
         if name == "iterator":
-            return _items(*decode(content, find))
+            return iter(decode(content))
     except (TypeError, ValueError, ArithmeticError, ImportError) as error:
         raise Unreadable(str(error)) from error
-    return find(data)
+    raise Unreadable(f"no kind of value: {name}")
 
 
 def as_line(message: dict[str, Any]) -> bytes:
@@ -117,9 +114,3 @@ def _arguments(value: Any, kind: type) -> list[Any]:
     if kind is Decimal:
         return [str(value)]
     return [[[key, entry] for key, entry in value.items()] if kind is dict else list(value)]
-
-
-def _items(items: list[Any], has_more: bool) -> Iterator[Any]:
-    yield from items
-    if has_more:
-        raise OverflowError(f"an iterator of the answer has more than {ITERATOR_ITEMS_MAX} items")

@@ -15,8 +15,7 @@ import pytest
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, default_compute_score
 from verl_lite.rewards.code import (
-    CallTests,
-    ScriptTests,
+    PairTests,
     SnippetTests,
     extract_code,
     is_right_output,
@@ -101,15 +100,15 @@ def test_no_further_test_begins_after_the_total_time() -> None:
 @pytest.mark.parametrize(
     ("truth", "expected"),
     [
-        (PAIRS, ScriptTests(("1 2\n", "3 4\n"), ("3\n", "7\n"))),
-        ({**PAIRS, "fn_name": None}, ScriptTests(("1 2\n", "3 4\n"), ("3\n", "7\n"))),
-        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, ScriptTests(("1\n2",), ("3",))),
+        (PAIRS, PairTests(("1 2\n", "3 4\n"), ("3\n", "7\n"))),
+        ({**PAIRS, "fn_name": None}, PairTests(("1 2\n", "3 4\n"), ("3\n", "7\n"))),
+        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, PairTests(("1\n2",), ("3",))),
         (
             {"inputs": [[1, [2]], '1\n"a"'], "outputs": [[3], "4"], "fn_name": "f"},
-            CallTests("f", ((1, [2]), (1, "a")), ([3], 4)),
+            PairTests(((1, [2]), (1, "a")), ([3], 4), "f"),
         ),
-        ([{"input": "1", "output": "2", "type": "stdin_stdout"}], ScriptTests(("1",), ("2",))),
-        ([{"input": [1], "output": 2, "fn_name": "f"}], CallTests("f", ((1,),), (2,))),
+        ([{"input": "1", "output": "2", "type": "stdin_stdout"}], PairTests(("1",), ("2",))),
+        ([{"input": [1], "output": 2, "fn_name": "f"}], PairTests(((1,),), (2,), "f")),
         (["assert a", "assert b"], SnippetTests(("assert a", "assert b"))),
         ('["assert a"]', SnippetTests(("assert a",))),
         ({"assert_case": ["assert a"], "inputs": [""], "outputs": [None]}, SnippetTests(("assert a",))),

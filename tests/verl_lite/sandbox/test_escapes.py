@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from verl_lite.sandbox import Limits, Sandbox, SandboxError
 from verl_lite.sandbox.client import Ended
-from verl_lite.sandbox.landlock import landlock_version
+from verl_lite.sandbox.confine import landlock_version
 
 NEEDS_LANDLOCK = pytest.mark.skipif(landlock_version(ctypes.CDLL(None)) == 0, reason="this kernel has no Landlock")
 X86_ONLY = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers and instructions of x86-64")
@@ -41,9 +43,7 @@ def run(sandbox: Sandbox, code: str) -> Ended:
 
 
 def test_every_protection_holds_on_this_machine(sandbox: Sandbox) -> None:
-    assert sandbox.protection.is_safe
-    assert not sandbox.protection.could or landlock_version(ctypes.CDLL(None)) == 0
-    assert any("seccomp" in layer for layer in sandbox.protection.layers)
+    assert sandbox.could == () or landlock_version(ctypes.CDLL(None)) == 0
 
 
 REFUSED = [
@@ -76,6 +76,7 @@ REFUSED = [
     "import os; os.symlink('/etc/passwd', 'link')",
     "import os; os.link('/etc/hostname', 'link')",
     "import os; os.mkfifo('pipe')",
+    "import os; os.mkdir('folder')",
     "import os; os.chmod('.', 0o777)",
     "import os; os.chmod('/tmp', 0o700)",
     "import os; os.utime('/tmp')",
@@ -156,12 +157,7 @@ for _ in range(4): threading.Thread(target=f).start()
 """
 
 
-TOO_MANY_FILES = [
-    "import time\nfor i in range(600): open(str(i), 'w').write('x')\ntime.sleep(9)",
-    "import os, time\nfor _ in range(1100): os.mkdir('a'); os.chdir('a')\ntime.sleep(9)",
-    "import os, time\nfor _ in range(20): os.mkdir('a' * 250); os.chdir('a' * 250); open('b', 'w').write('x' * 200_000)"
-    "\ntime.sleep(9)",  # deeper than a path can say
-]
+TOO_MANY_FILES = "import time\nfor i in range(600): open(str(i), 'w').write('x')\ntime.sleep(9)"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +171,7 @@ TOO_MANY_FILES = [
         (MANY_THREADS, "threads"),
         ("while True: print('x' * 1000)", "output"),
         ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
-        *(pytest.param(code, "files", marks=NEEDS_LANDLOCK) for code in TOO_MANY_FILES),
+        pytest.param(TOO_MANY_FILES, "files", marks=NEEDS_LANDLOCK),
     ],
 )
 def test_limits_end_it(hasty: Sandbox, code: str, reason: str) -> None:
@@ -190,7 +186,7 @@ def test_memory_and_files_are_limited(sandbox: Sandbox) -> None:
         ended = run(sandbox, code)
         assert "MemoryError" in ended.stderr and ended.exit_code == 1
     big = "with open('big', 'wb') as f:\n for _ in range(100): f.write(bytes(1 << 20)); f.flush()"
-    assert "File too large" in run(sandbox, big).stderr or sandbox.protection.could
+    assert "File too large" in run(sandbox, big).stderr or sandbox.could
 
 
 @pytest.mark.parametrize(
@@ -199,18 +195,6 @@ def test_memory_and_files_are_limited(sandbox: Sandbox) -> None:
 def test_deep_recursion_ends_only_itself(hasty: Sandbox, deep: str) -> None:
     assert run(hasty, f"import sys; sys.setrecursionlimit(10**9)\n{deep}").exit_code != 0
     assert hasty.run_script("print(1)").value == "1\n"
-
-
-def test_a_deep_tree_of_folders_is_removed(sandbox: Sandbox) -> None:
-    """Defect 10 of issue 16: removing 1,100 nested folders recursed, and hung for ever."""
-    before = set(Path(tempfile.gettempdir()).glob("verl_lite-sandbox-*"))
-    deep = Sandbox(Limits(folder_mb=1000))
-    code = "import os\nfor _ in range(1100): os.mkdir('a'); open('b', 'w'); os.mkdir('closed', 0); os.chdir('a')"
-    started = time.monotonic()
-    assert deep.run_script(code).error == ("" if sandbox.protection.is_safe and not sandbox.protection.could else "x")
-    assert time.monotonic() - started < 30
-    deep.close()
-    assert set(Path(tempfile.gettempdir()).glob("verl_lite-sandbox-*")) <= before
 
 
 def test_input_and_output_are_text_or_bytes(sandbox: Sandbox) -> None:
@@ -225,9 +209,8 @@ def test_the_environment_is_empty_and_the_folder_is_its_own(monkeypatch: pytest.
     monkeypatch.setenv("MY_TOKEN", "secret")
     fresh = Sandbox()
     value = fresh.run_script(
-        "import os\nprint(dict(os.environ), os.listdir('.'))\n"
-        "os.makedirs('a/b'); open('a/b/c', 'w').write('text'); os.rename('a/b/c', 'd'); print(open('d').read())\n"
-        "os.mkdir('closed', 0); print(os.getcwd())"
+        "import os\nprint(dict(os.environ), os.listdir('.'))\nopen('a', 'w').write('text')\n"
+        "os.rename('a', 'd'); print(open('d').read()); print(os.getcwd())"
     ).value
     fresh.close()
     seen, text, folder = value.splitlines()
@@ -249,58 +232,50 @@ for fd in range(3, 64):
     assert held[0].value == [3, 4]  # its task and its reply
 
 
-def test_randomness_and_hashes_are_the_same_in_every_run(sandbox: Sandbox) -> None:
-    code = "import random; print(random.random(), hash('a'), list({'x', 'y', 'z'}))"
-    assert sandbox.run_script(code).value == sandbox.run_script(code).value
-
-
-def test_threads_may_run_and_are_waited_for(sandbox: Sandbox) -> None:
-    code = """
+SMALL_TALK = """
 import sys, threading
 sys.setrecursionlimit(100000); threading.stack_size(1 << 26)
 def main(): print(f(50000))
 def f(n): return n and 1 + f(n - 1)
 threading.Thread(target=main).start()
 """
-    assert sandbox.run_script(code).value == "50000\n"
 
 
-def test_output_at_exit_counts(sandbox: Sandbox) -> None:
-    code = "import atexit, sys; atexit.register(lambda: print('last')); print('first'); sys.exit(0)"
-    assert sandbox.run_script(code).value == "first\nlast\n"
-    assert sandbox.run_script("print(1); raise SystemExit('no')").value is None
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        (SMALL_TALK, "50000\n"),  # a thread is waited for
+        ("import atexit, sys; atexit.register(lambda: print('last')); print('first'); sys.exit(0)", "first\nlast\n"),
+        ("print(1); raise SystemExit('no')", None),
+    ],
+)
+def test_a_script_ends_as_it_would_by_itself(sandbox: Sandbox, code: str, printed: str | None) -> None:
+    assert sandbox.run_script(code).value == printed
+    same = "import random; print(random.random(), hash('a'), list({'x', 'y', 'z'}))"
+    assert sandbox.run_script(same).value == sandbox.run_script(same).value
 
 
-def test_no_process_is_left_when_the_server_is_killed() -> None:
+@pytest.mark.parametrize("ends", ["server", "parent"])
+def test_no_process_is_left_when(ends: str) -> None:
+    """As when a reward process is killed: the copy ends with the server, and the server with its parent."""
     own = Sandbox(Limits(wall_s=50, cpu_s=50))
-    children: list[psutil.Process] = []
+    assert own.could == () or landlock_version(ctypes.CDLL(None)) == 0
+    assert own._server is not None and own._control is not None
+    server, control = psutil.Process(own._server.pid), own._control
+    below = [server]
 
-    def kill_server(_: object) -> bool:  # as a killed reward process takes it along
-        assert own._server is not None
-        children.extend(psutil.Process(own._server.pid).children())
-        own._server.kill()
-        return False
+    def end() -> None:
+        while not server.children():
+            time.sleep(0.01)
+        below.extend(server.children())
+        server.kill() if ends == "server" else control.shutdown(socket.SHUT_RDWR)
 
+    threading.Thread(target=end).start()
     with pytest.raises(SandboxError):
-        own.run([("run_script", [{"code": "while True: pass"}])], is_enough=kill_server)
-    assert children and not psutil.wait_procs(children, timeout=5)[1]
+        own.run([("run_script", [{"code": "while True: pass"}])])
+    assert len(below) == 2 and not psutil.wait_procs(below, timeout=5)[1]
     assert own.run_script("print(1)").value == "1\n"  # it starts anew
     own.close()
-
-
-def test_the_server_ends_with_its_parent() -> None:
-    own = Sandbox(Limits(wall_s=50, cpu_s=50))
-    below: list[psutil.Process] = []
-
-    def leave(_: object) -> bool:  # as a killed reward process
-        assert own._server is not None and own._control is not None
-        below.extend([psutil.Process(own._server.pid), *psutil.Process(own._server.pid).children()])
-        own._control.close()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        own.run([("run_script", [{"code": "while True: pass"}])], is_enough=leave)
-    assert len(below) == 2 and not psutil.wait_procs(below, timeout=5)[1]
 
 
 def test_the_parents_own_descriptors_do_not_pile_up(sandbox: Sandbox) -> None:

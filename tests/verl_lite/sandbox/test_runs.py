@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 
@@ -48,7 +47,6 @@ BIG = "x" * 3_000_000
         ("def main():\n    print(__name__)\nif __name__ == '__main__':\n    main()", "", "__main__\n"),
         ("print(len(input()))", BIG, "3000000\n"),
         ("print(1)", BIG, "1\n"),  # it need not read
-        ("import resource; print(resource.getrlimit(resource.RLIMIT_CPU)[0])", "", "3\n"),  # behind the server's 2 s
     ],
 )
 def test_a_script_reads_and_prints(sandbox: Sandbox, code: str, stdin: str, printed: str) -> None:
@@ -77,8 +75,6 @@ def test_functions_are_called_with_plain_values(sandbox: Sandbox) -> None:
     assert "TypeError" in sandbox.call(code, "f", [[]])[0].error
     assert "KeyError" in sandbox.call("x = 1", "h", [[]])[0].error
     assert values(sandbox.call(code, "g", [[2], [2]])) == [2, 2]  # a fresh Solution for each call
-    [counted] = sandbox.call("import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_CPU)[0]", "f", [[]])
-    assert isinstance(counted.value, int) and counted.value >= 600  # each call has its own clock
 
 
 def test_calls_end_with_the_process(hasty: Sandbox) -> None:
@@ -86,11 +82,6 @@ def test_calls_end_with_the_process(hasty: Sandbox) -> None:
     for last, is_timeout in ((1, True), (2, False)):
         outcomes = hasty.call(code, "f", [[0], [last], [3]])
         assert values(outcomes) == [0, None] and outcomes[-1].is_timeout is is_timeout and outcomes[-1].error
-    started = time.monotonic()
-    hasty.call(
-        "import time\ndef f(x): time.sleep(0.3); return x", "f", [[0]] * 9, is_enough=lambda found: len(found) > 1
-    )
-    assert time.monotonic() - started < 1.5
 
 
 @pytest.mark.parametrize(
@@ -112,7 +103,7 @@ def f(line):
 
 
 @pytest.mark.parametrize(
-    "line", ["{}", "[]", "\xff", '{"value": {"held": 0}}', '{"do": "call", "args": [{"import": ["os", "system"]}]}',
+    "line", ["{}", "[]", "\xff", '{"value": {"held": 0}}', '{"call": "f", "args": [{"import": ["os", "system"]}]}',
              '{"value": {"Fraction": "1e99999999"}}', "9" * 99_999],
 )  # fmt: skip
 def test_forged_messages_are_nothing(sandbox: Sandbox, line: str) -> None:
@@ -156,22 +147,13 @@ def test_a_check_with_an_entry_point(sandbox: Sandbox) -> None:
 
 HONEST = """
 class Empty(ValueError): pass
-class Stack:
-    limit = 3
-    def __init__(self, *given): self.items = list(given)
-    def push(self, item): self.items.append(item)
-    def pop(self):
-        if not self.items: raise Empty('nothing')
-        return self.items.pop()
+class Stack: pass
+def pop(items):
+    if not items: raise Empty('nothing')
+    return items.pop()
 def count(n):
     yield from range(n)
 def sort(x): x.sort()
-def walk(node):
-    while node is not None:
-        node.value *= 2
-        node = node.next
-class Node:
-    def __init__(self, value, next=None): self.value, self.next = value, next
 TABLE = {1: 'a'}
 import math, numpy
 from collections import Counter
@@ -188,17 +170,17 @@ def array(x): return numpy.array(x) / 2
         "assert Counter('aab') == {'a': 2, 'b': 1} and math.floor(2.5) == 2 and TABLE[1] == 'a'",
         "assert array([2, 4]).tolist() == [1, 2] and (array([[2]]) == 1).all()",
         "import solution; assert solution.array(2) == 1",
-        "s = Stack(); s.push(1); s.push('b'); assert s.pop() == 'b' and s.items == [1] and Stack.limit == 3",
-        "s = Stack(); s.items = [5]; assert s.pop() == 5 and s is s and s == s",
-        "try: Stack().pop()\nexcept Empty as e: assert str(e) == 'nothing'\nelse: assert False",
-        "try: Stack().pop()\nexcept ValueError: pass\nelse: assert False",
-        "head = Node(1, Node(2)); walk(head); assert (head.value, head.next.value) == (2, 4)",
+        "x = [1, 'b']; assert pop(items=x) == 'b' and pop(x) == 'b' and x == [1]",
+        "try: pop([])\nexcept Empty as e: assert str(e) == 'nothing'\nelse: assert False",
+        "try: pop([])\nexcept ValueError: pass\nelse: assert False",
         "assert fold([1, 2]) == 3",
+        "assert Stack() is not None",
     ],
 )
 def test_what_tests_can_do_with_an_answer(sandbox: Sandbox, test: str) -> None:
     outcomes, _ = sandbox.run_snippets(HONEST, [test])
-    assert (values(outcomes) == [True]) == ("fold" not in test), outcomes  # fold needs a function, which cannot cross
+    crosses = "fold" not in test and "Stack" not in test  # functions of tests and objects of answers do not
+    assert (values(outcomes) == [True]) == crosses, outcomes
 
 
 FRAMES = """
@@ -246,6 +228,7 @@ def add(a, b):
         "all = any = abs = sorted = lambda *a: True\ndef add(a, b): return 0",
         "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\ndef add(a, b): return 0",
         "class add:\n    def __new__(cls, *a): return super().__new__(cls)\n    def __eq__(self, o): return True",
+        "class S:\n    __eq__ = __lt__ = __sub__ = __abs__ = lambda *a: 1\ndef add(a, b): return S()",
     ],
 )
 def test_cheating_passes_no_test(sandbox: Sandbox, code: str) -> None:
@@ -263,28 +246,10 @@ def test_an_answer_that_ends_is_no_exception_that_a_test_expects(sandbox: Sandbo
     assert snippets(sandbox, f"import os\ndef f(): {end}", ["try: f()\nexcept: pass\nelse: assert False"]) == [False]
 
 
-def test_a_foreign_object_is_less_than_no_number(sandbox: Sandbox) -> None:
-    small = """
-class S:
-    def __lt__(self, other): return True
-    __le__ = __gt__ = __ge__ = __eq__ = __lt__
-    def __sub__(self, other): return 0
-    def __abs__(self): return 0
-def f(): return S()
-"""
-    tests = [
-        "assert abs(f() - 3) < 0.1",
-        "assert f() <= 2",
-        "assert 2 > f()",
-        "import math; assert math.isclose(f(), 2)",
-    ]
-    assert not any(snippets(sandbox, small, tests))
-
-
 def test_a_test_hands_over_nothing_through_which_it_can_be_read(sandbox: Sandbox) -> None:
     for given in ("lambda: secret", "[print]", "object()", "type('A', (), {})()"):
         outcomes, _ = sandbox.run_snippets("def f(x): return 1", [f"secret = 3\nassert f({given}) == 1"])
-        assert "a test can hand plain values" in outcomes[0].error
+        assert "no plain value" in outcomes[0].error
 
 
 def test_code_that_hangs_fails_its_tests_in_time(hasty: Sandbox) -> None:
@@ -298,4 +263,3 @@ def test_code_that_hangs_fails_its_tests_in_time(hasty: Sandbox) -> None:
     started = time.monotonic()
     hasty.run_snippets("import time\ndef f(): time.sleep(0.3)", ["f()"] * 20, total_s=1)
     assert time.monotonic() - started < 3
-    assert math.isfinite(started)

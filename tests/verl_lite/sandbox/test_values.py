@@ -55,8 +55,8 @@ def test_subclasses_become_their_base_and_iterators_give_their_items(monkeypatch
     assert nan != nan
     assert list(there_and_back(x * x for x in range(4))) == [0, 1, 4, 9]
     monkeypatch.setattr(values, "ITERATOR_ITEMS_MAX", 3)
-    with pytest.raises(OverflowError, match="more than 3 items"):
-        list(there_and_back(iter(range(4))))
+    with pytest.raises(Unreadable, match="more than 3 items"):
+        encode(iter(range(4)))
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,6 @@ def test_subclasses_become_their_base_and_iterators_give_their_items(monkeypatch
 def test_what_is_no_value_is_unreadable(data: Any) -> None:
     with pytest.raises(Unreadable):
         decode(data)
-
-
-def test_objects_are_not_plain() -> None:
-    for value in (object(), len, int):
-        with pytest.raises(Unreadable, match="no plain value"):
-            encode([value])
 
 
 def test_messages_are_lines_of_json_of_a_longest_length() -> None:
