@@ -1,8 +1,8 @@
 """`python -m trainer.main_eval TARGET ... [--all-checkpoints] [key=value ...]`: validates checkpoints or models, and
 prints the table.
 
-TARGET is a run folder (its newest checkpoint; all of them with --all-checkpoints), a global_step_N folder, a pattern of
-such folders, or a model folder or hub name (then name what to validate on: data.val_files=..., or environments by
+TARGET is a run folder (its newest checkpoint; all of them with --all-checkpoints), a global_step_N folder, or
+a model folder or hub name (then name what to validate on: data.val_files=..., or environments by
 --config FILE or recipe=NAME). The settings are those the run was saved with; key=value replaces them, for example
 rollout.val_kwargs.n=8. The result is a run folder of its own under RUN/eval, with results.json. The same command goes
 on where a killed one was, and does nothing twice: trainer/EVALUATION.md. --help-config lists the options.
@@ -29,7 +29,8 @@ ALL_CHECKPOINTS = "--all-checkpoints"
 
 
 def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float]]:
-    """Validates one target, or shows what an earlier call found.
+    """Validates one target, or shows what an earlier call found. Episodes of agents are not kept: the same command runs
+    them again, into a folder of its own.
 
     Returns:
         The exit status, and if it is 0 the numbers.
@@ -41,20 +42,25 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
     from trainer.evaluate.evaluation import FOLDER, RESULTS, Evaluation, answer_settings, finished_metrics
     from trainer.final_report import validation_table
     from trainer.recipe import prepare_recipe, recipe_overrides
+    from trainer.tracking import read_metrics
 
     argv = eval_arguments(target, overrides)
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     if loaded.action != "run":
         return run_ppo(argv), {}
+    config = loaded.config
+    name, settings = time.strftime("%Y%m%d-%H%M%S"), {}
+    if not config.is_agentic:
+        prepare_recipe(config)
+        settings = answer_settings(config)
+        name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     given = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
-    if loaded.config.is_agentic:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{stamp}"
-        return evaluate_agents([*argv, f"{FOLDER}{folder}"], folder)
-    prepare_recipe(loaded.config)
-    settings = answer_settings(loaded.config)
-    name = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
     folder = Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{name}"
+    argv.append(f"{FOLDER}{folder}")
+    if config.is_agentic:
+        status = run_ppo(argv)
+        rows = {} if status else read_metrics(folder / "metrics.jsonl")
+        return status, list(rows.values())[-1] if rows else {}
     known = finished_metrics(folder, settings)
     if known is not None:
         console = Console()
@@ -63,19 +69,8 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
         return 0, known
     # auto: a folder with answers is continued; Evaluation takes no weights from it
     again = ["trainer.resume_mode=auto"] if target.is_model else []
-    status = run_ppo([*argv, *again, f"{FOLDER}{folder}"], trainer_class=Evaluation)
+    status = run_ppo([*argv, *again], trainer_class=Evaluation)
     return status, {} if status else json.loads((folder / RESULTS).read_text(encoding="utf-8"))["metrics"]
-
-
-def evaluate_agents(argv: list[str], folder: Path) -> tuple[int, dict[str, float]]:
-    """Episodes, which are not kept: the same command runs them again, into a folder of its own."""
-    from trainer.build import run_ppo
-    from trainer.tracking import read_metrics
-
-    status = run_ppo(argv)
-    if status or not (folder / "metrics.jsonl").exists():
-        return status, {}
-    return 0, list(read_metrics(folder / "metrics.jsonl").values())[-1]
 
 
 def eval_arguments(target: Target, overrides: list[str]) -> list[str]:

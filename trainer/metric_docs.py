@@ -191,14 +191,12 @@ timing_s/{data,train,videos} | s | reward flow | | the driver's time in a stage 
     its clips; sampling, scoring and update; handing clips to the writer
 timing_s/{gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights} | s | | | the driver's
     time in a stage of the step; reward: what was left to wait for after generation
-timing_share/testing | share | | <= 0.2 | time of all validations / time since the run began
 weight_sync/megabytes | MB | | | parameters sent to each engine
 weight_sync/seconds | s | | | from the first parameter to the emptied cache, slowest rank
 ## Validation
 val-aux/greedy/num_turns/{mean,max,min} | | val_kwargs.greedy_too | | the same of greedy ones
 val-aux/num_turns/{mean,max,min} | | episodes | | actions of an episode of the validation
 val-aux/{data_source}/no_face_frac | share | reward flow | | samples of the validation without a face
-val-aux/{data_source}/{,greedy/}prompts | | val_time_budget_s | | validation prompts asked
 val-aux/{data_source}/{,greedy/}reward/{error_rate,timeout_rate} | share | | <= 0 | validation answers whose reward
     failed, was late / answers
 val-aux/{data_source}/{variable}/pass@{K} | share | | | 1 - C(N - c, k) / C(N, k) with c right of N, mean over prompts
@@ -218,7 +216,6 @@ val/greedy/score/{mean,max,min} | reward | val_kwargs.greedy_too | | the same of
 val/score/{mean,max,min} | reward | episodes | | sum of an episode's rewards, over the validation's
 val/{,greedy/}env/{metric} | | episodes | | what the validation's environments report
 val/{,greedy/}env/{tag}/{metric} | | episodes | | the same of one kind of environment
-val/{,greedy/}scored_frac | share | val_time_budget_s | >= 1 | validation prompts asked / prompts
 val/{tag}/score/{mean,max,min} | reward | episodes | | over the means of a tag's groups
 ## Steps and optimizer
 training/epoch | | answers to prompts | | passes over the training data that are whole

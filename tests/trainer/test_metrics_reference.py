@@ -17,7 +17,6 @@ from tests.conftest import logged_names, run_files
 from tests.trainer.tracking.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
 from trainer import metrics_reference
-from trainer.evaluate.chunks import share_scored
 from trainer.evaluate.metrics import validation_metrics
 from trainer.metric_docs import Metric, find, metrics, undocumented
 from trainer.metrics_reference import PAGE, main, render
@@ -135,7 +134,7 @@ def test_every_number_of_a_validation_is_documented(prefix: str) -> None:
         for source in ("openai/gsm8k", "sort")
         for row in range(8)
     ]
-    names = set(validation_metrics(rows, prefix)) | set(share_scored(rows, 9, prefix))
+    names = set(validation_metrics(rows, prefix))
     assert len(names) > 80 and any("/maj@4/" in name for name in names)
     assert not undocumented(names)
 

@@ -140,8 +140,7 @@ class AgenticPipeline(RayPPOTrainer):
         metrics: dict[str, float] = {}
         for sampling in val_samplings(self.config):
             prefix = sampling.prefix
-            with self.validating.spent():
-                batch = self.run_validation(sampling.params)
+            batch = self.run_validation(sampling.params)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)
@@ -151,7 +150,7 @@ class AgenticPipeline(RayPPOTrainer):
             self.samples.write_validation(shown, self.steps.global_step, prefix.strip("/"))
             if not prefix:
                 self._show_validation(batch, episodes, result)
-        return metrics | (self.validating.metrics() if self.timing else {})  # {}: before the first step
+        return metrics
 
     def run_validation(self, sampling: SamplingParams) -> DataProto:
         """The rows of the validation's episodes."""

@@ -3,12 +3,11 @@ scoring, with answers that outlive the process.
 
 A target (a run, a checkpoint, a model) becomes the beginning of a command line: the settings that the run was saved
 with, or those of a model alone, less all that belongs to training. `Evaluation` validates and writes results.json;
-`generation` writes a file of answers. Both keep each chunk of answers in the run folder, and ask nothing twice.
+`Generation` writes a file of answers. Both keep each chunk of answers in the run folder, and ask nothing twice.
 """
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,9 @@ from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state, saved_steps, write_atomically
 from trainer.data.prompts import PromptDataset
-from trainer.evaluate.chunks import KeptAnswers, ValSampling, claim_folder, content_of, plain, read_settings
-from trainer.evaluate.sample import Sample
+from trainer.evaluate.chunks import KeptAnswers, ValSampling, claim_folder, content_of, read_settings
+from trainer.evaluate.sample import Sample, samples_of
+from trainer.evaluate.sample_files import table_of, write_table
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.resume import flat_config, is_bound
 from verl_lite.config import PPOConfig
@@ -38,7 +38,6 @@ ONLY_ANSWERS = (
     "~data.sources",
     "~data.sampler",
     "~algorithm.filter_groups",
-    "~trainer.val_time_budget_s",
     "~trainer.validation_data_dir",
     "~trainer.rollout_data_dir",
     "~trainer.resume_allow",
@@ -76,13 +75,8 @@ class Target:
 
 def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
     """The policies that `text` names: a run folder (its newest checkpoint, or all), a global_step_N folder, a model
-    folder, a pattern of such folders, or the name of a model on the hub. Raises UserError if it is none of these."""
+    folder, or the name of a model on the hub. Raises UserError if it is none of these."""
     path = Path(text).expanduser().absolute()
-    if not path.exists() and glob.has_magic(text):
-        found = sorted(glob.glob(str(path)), key=_by_number)
-        if not found:
-            raise UserError(f"{text}: nothing matches this pattern")
-        return [target for each in found for target in find_targets(each, all_checkpoints=all_checkpoints)]
     if (path / "data.pt").exists():
         return [Target.checkpoint(path)]
     if (path / "config.yaml").exists():
@@ -99,11 +93,6 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
     raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
 
 
-def _by_number(path: str) -> list[tuple[int, str]]:
-    """global_step_9 before global_step_10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
-
-
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The targets at the beginning of a command line, and the options after them."""
     count = next((i for i, item in enumerate(argv) if item[0:1] in ("-", "+", "~") or "=" in item), len(argv))
@@ -114,8 +103,16 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, Any]:
-    """All that the answers depend on: options by key, and what is in the files that they name."""
-    settings = {name: value for name, value in flat_config(config).items() if _decides(name, config, are_scored)}
+    """All that the answers depend on, as json has it: options by key, and what is in the files that they name."""
+
+    def decides(name: str) -> bool:
+        if name in _TRAINING_ALONE or name.startswith(_TRAINING):
+            return False
+        if not are_scored and name.startswith(("reward.", "reward_model.")):
+            return False
+        return name.startswith(_ALSO) or (name.startswith(_SECTIONS) and is_bound(name, config))
+
+    settings = {name: value for name, value in flat_config(config).items() if decides(name)}
     files = dict.fromkeys(config.data.val_files)
     if are_scored:
         functions = (entry.get("path") for entry in config.reward.functions.values() if isinstance(entry, Mapping))
@@ -124,16 +121,10 @@ def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, 
     settings |= {f"content of {path}": content_of(path) for path in files}
     checkpoint = _checkpoint_of(config)
     if checkpoint is not None:
-        return settings | {"checkpoint": str(checkpoint), "content of the checkpoint": content_of(checkpoint)}
-    return settings | {"content of model.path": content_of(config.model.path or "")}
-
-
-def _decides(name: str, config: PPOConfig, are_scored: bool) -> bool:
-    if name in _TRAINING_ALONE or name.startswith(_TRAINING):
-        return False
-    if not are_scored and name.startswith(("reward.", "reward_model.")):
-        return False
-    return name.startswith(_ALSO) or (name.startswith(_SECTIONS) and is_bound(name, config))
+        settings |= {"checkpoint": str(checkpoint), "content of the checkpoint": content_of(checkpoint)}
+    else:
+        settings["content of model.path"] = content_of(config.model.path or "")
+    return json.loads(json.dumps(settings, default=str))
 
 
 def _checkpoint_of(config: PPOConfig) -> Path | None:
@@ -150,6 +141,10 @@ class AnsweringTrainer(RayPPOTrainer):
     """A run that has one policy answer, and whose answers so far are kept."""
 
     trains = False
+
+    def kept_answers(self) -> KeptAnswers:
+        """In the run folder."""
+        return KeptAnswers(self.run_dir / CHUNKS)
 
     def resume(self) -> None:
         """Takes the policy of the checkpoint that trainer.resume_from_path names, if any, and its step; nothing of the
@@ -172,30 +167,58 @@ class Evaluation(AnsweringTrainer):
     @classmethod
     def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """Raises UserError if the folder has answers under other settings."""
-        remedy = "Give the old values, or another folder (trainer.default_local_dir)"
-        claim_folder(run_dir / CHUNKS, answer_settings(config), remedy)
+        claim_folder(run_dir / CHUNKS, answer_settings(config))
 
     def fit(self) -> FitResult:
-        """Validates, and writes the numbers."""
+        """Validates, and writes results.json: the step of the weights, and every number."""
         result = super().fit()
-        write_results(self.run_dir, self.steps.global_step, result.before)
+        results = {"step": self.steps.global_step, "metrics": result.before}
+        write_atomically(self.run_dir / RESULTS, json.dumps(results, indent=1, default=float))
         return result
-
-    def kept_answers(self) -> KeptAnswers[Sample]:
-        """In the run folder."""
-        return KeptAnswers(self.run_dir / CHUNKS, Sample)
-
-
-def write_results(run_dir: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """results.json: the step of the weights, whether every prompt was asked, and every number."""
-    is_complete = metrics.get("val/scored_frac", 1.0) == 1.0
-    results = {"step": step, "is_complete": is_complete, "metrics": dict(metrics)}
-    write_atomically(run_dir / RESULTS, json.dumps(results, indent=1, default=float))
 
 
 def finished_metrics(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, float] | None:
     """The numbers of an evaluation that was finished in this folder under these settings; None if there is none."""
-    if read_settings(run_dir / CHUNKS) != plain(settings) or not (run_dir / RESULTS).exists():
+    if read_settings(run_dir / CHUNKS) != settings or not (run_dir / RESULTS).exists():
         return None
-    found = json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))
-    return found["metrics"] if found["is_complete"] else None
+    return json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))["metrics"]
+
+
+class Generation(AnsweringTrainer):
+    """Answers every prompt and writes one file, in the order of the dataset, with the columns of
+    `trainer.evaluate.sample_files`; continues where an earlier try was ended. The run folder is FILE.run."""
+
+    scores = False
+
+    @classmethod
+    def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
+        """Raises UserError if the folder has answers under other settings."""
+        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=False))
+
+    def fit(self) -> FitResult:
+        """Loads the weights, answers, and writes the file."""
+        self.resume()
+        self.model_update()
+        [answers] = self.generate_validation_set().values()
+        write_table(table_of(answers), self.run_dir.with_suffix(""))
+        self.kept_answers().clear()
+        return FitResult()
+
+    def score_for_validation(self, answers: DataProto) -> list[Sample]:
+        """Answers as samples without a score."""
+        return samples_of(answers, self.tokenizer, self.steps.global_step)
+
+
+def folder_of(output: Path) -> Path:
+    """The run folder of a file of answers."""
+    return output.with_name(f"{output.name}.run")
+
+
+def is_complete(output: Path, config: PPOConfig) -> bool:
+    """Whether the file has the answers under these settings. Raises UserError if no run of this kind wrote it."""
+    if not output.exists():
+        return False
+    settings = read_settings(folder_of(output) / CHUNKS)
+    if settings is None:
+        raise UserError(f"output={output} exists, and no {folder_of(output)} says whose it is: choose another file")
+    return settings == answer_settings(config, are_scored=False)

@@ -70,19 +70,17 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
 def mean_of_sources(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
     """`{variable}/{metric}`: the mean of the sources, each counting alike, of what all of them have; nothing for one
     source. Half widths of intervals add as those of independent numbers: sqrt(sum h^2) / S."""
-    if len(results) < 2:
-        return {}
-    means = {}
-    first, *others = results.values()
-    for variable, metrics in first.items():
-        for metric in metrics:
-            if not metric.startswith(_OVERALL) or metric.endswith("/std"):
-                continue
-            found = [value for each in (first, *others) if (value := each.get(variable, {}).get(metric)) is not None]
-            if len(found) == len(results):
-                whole = math.hypot(*sorted(found)) if metric.endswith(INTERVAL) else math.fsum(found)
-                means[f"{variable}/{metric}"] = whole / len(found)
-    return means
+    found: dict[str, list[float]] = defaultdict(list)
+    for variables in results.values() if len(results) > 1 else ():
+        for variable, metrics in variables.items():
+            for metric, value in metrics.items():
+                if metric.startswith(_OVERALL) and not metric.endswith("/std"):
+                    found[f"{variable}/{metric}"].append(value)
+    return {
+        name: (math.hypot(*sorted(values)) if name.endswith(INTERVAL) else math.fsum(values)) / len(values)
+        for name, values in found.items()
+        if len(values) == len(results)
+    }
 
 
 def process_validation_metrics(
@@ -188,10 +186,8 @@ def majority_of(values: Floats, ballots: Sequence[Any], n: int, seed: int = SEED
 
 @lru_cache(maxsize=256)
 def _shares_of_victory(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
-    """(draws, ballots): 1 for the most frequent ballot among n answers drawn, shared by those that tie.
-
-    sizes: answers that cast each ballot. Kept, since many prompts split their votes alike.
-    """
+    """(draws, ballots): 1 for the most frequent ballot among n answers drawn, shared by those that tie. sizes: answers
+    that cast each ballot. Kept, since many prompts split their votes alike."""
     shares = np.array(sizes) / sum(sizes)
     counts = np.random.default_rng([seed, n]).multinomial(n, shares, size=RESAMPLES)
     wins = counts == counts.max(axis=1, keepdims=True)

@@ -47,7 +47,8 @@ class Sample:
 
 
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
-    """The rows of a scored batch as samples; rows that only fill up the batch are none."""
+    """The rows of a batch as samples, without a score where they were not scored; rows that only fill up the batch are
+    none."""
     columns, tensors = batch.non_tensor_batch, batch.batch
     filler = tensors["is_padding"].tolist() if "is_padding" in tensors.keys() else [False] * len(batch)
     number = columns.get("sample", np.zeros(len(batch), dtype=np.int64))
@@ -55,17 +56,22 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     infos = columns.get("extra_info", [None] * len(batch))
     # the scores say how long a failed sample was: its response_mask may already be empty
     lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1)
-    scores = tensors["token_level_scores"].sum(1)
+    scores: list[float | None] = [None] * len(batch)
+    if "token_level_scores" in tensors.keys():
+        found = zip(columns["reward_failed"], tensors["token_level_scores"].sum(1).tolist(), strict=True)
+        scores = [None if failed else score for failed, score in found]
     extras = {name.removeprefix("reward/"): values for name, values in columns.items() if name.startswith("reward/")}
-    return [
-        Sample(
+    samples = []
+    for row in np.flatnonzero(~np.array(filler, dtype=bool)):
+        truth = columns["reward_model"][row].get("ground_truth")
+        sample = Sample(
             step=step,
             uid=columns["uid"][row],
             data_source=columns["data_source"][row],
             input=columns["raw_prompt"][row][-1]["content"],
             output=str(tokenizer.decode(tensors["responses"][row, : lengths[row]], skip_special_tokens=True)),
-            gts=str(columns["reward_model"][row].get("ground_truth", "")),
-            score=None if columns["reward_failed"][row] else float(scores[row]),
+            gts="" if truth is None else str(truth),
+            score=scores[row],
             response_length=int(lengths[row]),
             finish_reason=columns["finish_reason"][row],
             policy_version=int(tensors["policy_version"][row]),
@@ -73,12 +79,11 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
             sample=int(number[row]),
             timed_out=bool(late[row]),
             prompt=plain_value(columns["raw_prompt"][row]),
-            ground_truth=plain_value(columns["reward_model"][row].get("ground_truth")),
+            ground_truth=plain_value(truth),
             extra_info=plain_value(infos[row]) or None,
         )
-        for row in range(len(batch))
-        if not filler[row]
-    ]
+        samples.append(sample)
+    return samples
 
 
 def plain_value(value: Any) -> Any:

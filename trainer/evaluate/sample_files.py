@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pyarrow
 import pyarrow.parquet
@@ -24,20 +24,12 @@ from trainer.evaluate.sample import Sample
 FOLDER, TRAIN, VAL = "samples", "train", "val"
 JSON = "_json"
 REWARD = "reward/"
-_MESSAGES = pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())]))
-_COLUMNS: dict[str, pyarrow.DataType] = {
-    "step": pyarrow.int64(),
-    "uid": pyarrow.string(),
-    "sample": pyarrow.int64(),
-    "data_source": pyarrow.string(),
-    "input": pyarrow.string(),
-    "output": pyarrow.string(),
-    "gts": pyarrow.string(),
-    "score": pyarrow.float64(),
-    "response_length": pyarrow.int64(),
-    "finish_reason": pyarrow.string(),
-    "policy_version": pyarrow.int64(),
-    "timed_out": pyarrow.bool_(),
+_KINDS: dict[Any, pyarrow.DataType] = {
+    int: pyarrow.int64(),
+    str: pyarrow.string(),
+    bool: pyarrow.bool_(),
+    float | None: pyarrow.float64(),
+    list[dict[str, str]]: pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()})),
 }
 
 
@@ -45,7 +37,7 @@ class SampleFiles:
     """The samples folder of a run, and beside it two folders of the user's with jsonl, one file a step.
 
     max_bytes: of the run's folder; 0 = nothing is kept there. tell: shows a sentence. rollout_dir, validation_dir: the
-    user's (trainer.{rollout,validation}_data_dir); None = there is none, or agents write their episodes there.
+    user's (trainer.{rollout,validation}_data_dir); None = there is none.
     """
 
     def __init__(
@@ -67,14 +59,12 @@ class SampleFiles:
 
     def write_training(self, samples: Sequence[Sample], step: int) -> None:
         """Keeps a step's samples in place of what was there of that step."""
-        with beside_training(self.folder / TRAIN, self.tell):
-            self._write(TRAIN, f"{step:06d}", samples)
+        self._write(TRAIN, f"{step:06d}", samples)
         self._append(self.rollout_dir, samples, step)
 
     def write_validation(self, samples: Sequence[Sample], step: int, way: str = "") -> None:
         """Keeps a validation's samples. way: tells several validations of one step apart, such as greedy."""
-        with beside_training(self.folder / VAL, self.tell):
-            self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
+        self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
         self._append(self.validation_dir, samples, step)
 
     def rewind(self, step: int) -> None:
@@ -87,28 +77,22 @@ class SampleFiles:
         if not self.max_bytes or not samples:
             return
         folder = self.folder / kind
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".{name}.draft"
-        pyarrow.parquet.write_table(table_of(samples), draft, compression="zstd")
-        os.replace(draft, folder / f"{name}.parquet")
-        self._thin_out()
+        with beside_training(folder, self.tell):
+            write_table(table_of(samples), folder / f"{name}.parquet")
+            self._thin_out()
 
     def _thin_out(self) -> None:
         """Deletes every second file, of training first, until the folder is below its limit; the newest one stays."""
         sizes = {file: file.stat().st_size for kind in (TRAIN, VAL) for file in self._files(kind)}
         while sum(sizes.values()) > self.max_bytes and len(sizes) > 1:
-            for kind in (TRAIN, VAL):
-                gone = [file for file in sizes if file.parent.name == kind][-2::-2]
-                if gone:
-                    break
-            for file in gone:
+            of_kind = {kind: [file for file in sizes if file.parent.name == kind][-2::-2] for kind in (TRAIN, VAL)}
+            for file in of_kind[TRAIN] or of_kind[VAL]:
                 file.unlink()
                 del sizes[file]
             if not self._has_told:
                 self._has_told = True
-                self.tell(
-                    f"{self.folder} is full (trainer.samples_max_mb={self.max_bytes >> 20}): every second step goes"
-                )
+                limit = f"trainer.samples_max_mb={self.max_bytes >> 20}"
+                self.tell(f"{self.folder} is full ({limit}): every second step goes")
 
     def _files(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*.parquet"))
@@ -127,35 +111,31 @@ def step_of(file: Path) -> int:
     return int(file.stem.partition("-")[0])
 
 
+def write_table(table: pyarrow.Table, path: Path) -> None:
+    """A parquet file, there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    pyarrow.parquet.write_table(table, draft, compression="zstd")
+    os.replace(draft, path)
+
+
 def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
-    """The samples as columns."""
-    columns = {
-        name: pyarrow.array([getattr(sample, name) for sample in samples], kind) for name, kind in _COLUMNS.items()
-    }
-    columns["prompt"] = pyarrow.array([_messages(sample.prompt) for sample in samples], _MESSAGES)
-    for name in ("ground_truth", "extra_info"):
-        columns[f"{name}{JSON}"] = _texts(json.dumps(getattr(sample, name)) for sample in samples)
+    """The samples as columns; a column reward/NAME is of text where one of its values is."""
+    kinds = {name: _KINDS[kind] for name, kind in get_type_hints(Sample).items() if kind in _KINDS}
+    rows = [{name: getattr(sample, name) for name in kinds} for sample in samples]
+    for row, sample in zip(rows, samples, strict=True):
+        row["prompt"] = [{key: _text(message.get(key, "")) for key in ("role", "content")} for message in sample.prompt]
+        row |= {f"{name}{JSON}": json.dumps(getattr(sample, name)) for name in ("ground_truth", "extra_info")}
+    kinds |= dict.fromkeys((f"ground_truth{JSON}", f"extra_info{JSON}"), pyarrow.string())
     for name in sorted({name for sample in samples for name in sample.extra}):
-        values = [sample.extra.get(name) for sample in samples]
-        are_numbers = all(value is None or isinstance(value, int | float) for value in values)
-        columns[f"{REWARD}{name}"] = (
-            pyarrow.array(values, pyarrow.float64())
-            if are_numbers
-            else _texts(None if value is None else str(value) for value in values)
-        )
-    return pyarrow.table(columns)
+        is_text = any(isinstance(sample.extra.get(name), str) for sample in samples)
+        kinds[f"{REWARD}{name}"] = pyarrow.string() if is_text else pyarrow.float64()
+        for row, sample in zip(rows, samples, strict=True):
+            value = sample.extra.get(name)
+            row[f"{REWARD}{name}"] = str(value) if is_text and value is not None else value
+    return pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(kinds))
 
 
-def _texts(values: Iterable[str | None]) -> pyarrow.Array:
-    return pyarrow.array(list(values), pyarrow.string())
-
-
-def _messages(prompt: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Chat messages with text as content; content of several parts as json."""
-    return [
-        {
-            "role": str(message.get("role", "")),
-            "content": content if isinstance(content := message.get("content", ""), str) else json.dumps(content),
-        }
-        for message in prompt
-    ]
+def _text(value: Any) -> str:
+    """Text as it is; content of several parts as json."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -69,7 +69,6 @@ class RunConfig(Options):
 class TrainerConfig(RunConfig):
     """The run of a policy."""
 
-    val_time_budget_s: float | None = opt(None, "after so many seconds a validation asks no more prompts", POSITIVE)
     val_only: bool = opt(False, "validate and stop")
     critic_warmup: int = opt(0, "steps in which only the critic learns", at_least(0))
     balance_batch: bool = opt(True, "give each rank the same amount of work by sequence length")

@@ -16,7 +16,4 @@ class ScoreConfig(Options):
     reward: RewardConfig = section(RewardConfig, "who scores; of a run without any option, its own reward")
     recipe: str | None = opt(None, "recipe to import for the rewards that it registers; null = that of the run")
     data_source: str | None = opt(None, "data_source of rows that have none")
-    without_ground_truth: bool = opt(False, "rows may have no ground truth: the reward looks at the answer alone")
-    rows: int = opt(-1, "score at most so many answers, the first ones; -1 = all")
-    shown: int = opt(5, "changed answers to print")
     out: str | None = opt(None, "parquet file to write; null = beside what was read")

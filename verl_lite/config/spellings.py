@@ -284,6 +284,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "model.hf_config_path": ("the config comes from model.path; model.override_config changes entries",),
     "model.lora_adapter_path": ("an adapter starts at zero here; merge yours into the model of model.path",),
     "model.lora.rank": ("say model.lora_rank, and model.lora_alpha with it", 0),
+    "trainer.val_time_budget_s": ("ask fewer prompts, a random sample, with data.val_max_samples",),
     "model.mtp.enable": ("multi-token prediction is not here", False),
     "ref.model": ("the reference is always the policy before training (model.path)",),
     "rollout.mode": ("the engine is always continuous; known: sync and async", "sync", "async"),

@@ -1,56 +1,54 @@
-"""What main_eval and main_generate may be pointed at, and what their folders of results depend on."""
+"""What main_eval and main_generate may be pointed at, what their results depend on, and the file of answers."""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet
 import pytest
 
-from tests.trainer.answering import task
+from tests.trainer.answering import answering, task
 from trainer.evaluate.evaluation import (
+    RESULTS,
     Evaluation,
+    Generation,
     answer_settings,
     find_targets,
     finished_metrics,
+    folder_of,
     split_arguments,
-    write_results,
 )
-from trainer.evaluate.generation import Generation
 from trainer.main_eval import eval_arguments
 from trainer.main_eval import main as main_eval
 from trainer.main_generate import main as main_generate
-from trainer.main_generate import output_file
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder with the checkpoints 2 and 10."""
+    """A run folder with checkpoints of steps 2 and 10."""
     folder = tmp_path / "run"
     for step in (2, 10):
         (folder / f"global_step_{step}").mkdir(parents=True)
-        (folder / f"global_step_{step}" / "data.pt").write_bytes(b"state")
-    (folder / "config.yaml").write_text("data:\n  train_files: [gone.parquet]\n  sources: {s: {weight: 1.0}}\n")
+        (folder / f"global_step_{step}" / "data.pt").touch()
+    (folder / "config.yaml").write_text("trainer:\n  seed: 5\n")
     return folder
 
 
-def test_a_run_is_its_newest_checkpoint_or_all_of_them(run: Path) -> None:
+def test_a_run_is_its_newest_checkpoint_or_all_in_order(run: Path) -> None:
     [newest] = find_targets(str(run))
     assert newest.name == "global_step_10" and newest.folder == run / "eval" and not newest.is_model
-    assert f"trainer.resume_from_path={run / 'global_step_10'}" in newest.arguments
-    names = [target.name for target in find_targets(str(run), all_checkpoints=True)]
-    assert names == ["global_step_2", "global_step_10"], "in the order of steps"
-    assert [target.name for target in find_targets(f"{run}/global_step_*")] == names
-    [one] = find_targets(str(run / "global_step_2"))
-    assert one.name == "global_step_2"
-
-
-def test_nothing_of_the_training_is_needed_to_look_at_a_checkpoint(run: Path) -> None:
-    [target] = find_targets(str(run))
-    config = load_config(list(target.arguments)).config
-    assert config.data.train_files == [] and config.data.sources == {} and config.trainer.val_only
+    assert [target.name for target in find_targets(str(run), all_checkpoints=True)] == [
+        "global_step_2", "global_step_10",
+    ]  # fmt: skip
+    assert [target.name for target in find_targets(str(run / "global_step_2"))] == ["global_step_2"]
+    config = load_config([*newest.arguments, "model.path=m", "data.val_files=v"]).config
+    assert config.trainer.seed == 5 and config.trainer.val_only and config.data.train_files == []
+    assert config.trainer.resume_from_path == str(run / "global_step_10")
 
 
 def test_a_model_is_a_folder_or_a_hub_name_and_needs_data(tmp_path: Path) -> None:
@@ -63,11 +61,10 @@ def test_a_model_is_a_folder_or_a_hub_name_and_needs_data(tmp_path: Path) -> Non
         assert "data.val_files=x.jsonl" in eval_arguments(target, ["data.val_files=x.jsonl"])
 
 
-def test_wrong_targets_say_what_was_expected(tmp_path: Path, run: Path) -> None:
+def test_wrong_targets_say_what_was_expected(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").touch()
     for text, told in (
         (str(tmp_path / "none"), r"neither a run folder \(config.yaml\), a checkpoint \(data.pt\) nor a model"),
-        (str(tmp_path / "no*ne"), "nothing matches this pattern"),
         (str(tmp_path), "a run without a checkpoint"),
     ):
         with pytest.raises(UserError, match=told):
@@ -76,6 +73,11 @@ def test_wrong_targets_say_what_was_expected(tmp_path: Path, run: Path) -> None:
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(UserError, match="--all-checkpoints is for a run folder"):
         find_targets(str(tmp_path), all_checkpoints=True)
+    assert main_eval([str(run), "--all-checkpoints", "trainer.default_local_dir=x"]) == 2
+    assert "each of the 2 targets has a folder of its own" in capsys.readouterr().err
+    for command in (main_eval, main_generate):
+        assert command(["data.val_files=x"]) == 2
+        assert "usage: python -m trainer.main_" in capsys.readouterr().err
 
 
 def test_targets_come_before_options() -> None:
@@ -87,110 +89,107 @@ def test_targets_come_before_options() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "0 times output="),
-        (["output=a.parquet", "output=b.parquet"], "2 times output="),
-        (["output=a.csv"], "expected a file named .parquet or .jsonl"),
-    ],
-)
-def test_the_file_to_write_is_named_once(options: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        output_file(options)
-
-
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        ("rollout.val_kwargs.greedy_too=true", "one way of answering"),
-        ("trainer.val_time_budget_s=5", "has all answers or is not written"),
+        ("rollout.val_kwargs.greedy_too=true", "answered in one way"),
         ("reward.timeout_s=5", "reward.timeout_s=5 has no effect here"),
         ("trainer.default_local_dir=x", "has no effect here"),
-        ("output=out.parquet", "2 times output="),
+        ("output=b.parquet", "is expected once"),
+        ("", "there.parquet exists"),
     ],
 )
 def test_generation_refuses_what_it_would_not_do(
-    tmp_path: Path, option: str, told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, options: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = task(tmp_path, prompts=1)
-    argv = [str(config.model.path), f"data.val_files={config.data.val_files[0]}", f"output={tmp_path}/out.parquet"]
-    assert main_generate([*argv, option]) == 2
+    (tmp_path / "there.parquet").write_text("somebody's")
+    argv = [str(config.model.path), f"data.val_files={config.data.val_files[0]}", f"output={tmp_path}/there.parquet"]
+    assert main_generate([*argv, *options.split()]) == 2
     assert told in capsys.readouterr().err
-    assert not (tmp_path / "out.parquet.run").exists()
+    assert not (tmp_path / "there.parquet.run").exists() and (tmp_path / "there.parquet").read_text() == "somebody's"
 
 
-def test_generation_overwrites_no_file_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = task(tmp_path, prompts=1)
-    (tmp_path / "out.parquet").write_text("somebody's")
-    argv = [str(config.model.path), f"data.val_files={config.data.val_files[0]}", f"output={tmp_path}/out.parquet"]
-    assert main_generate(argv) == 2
-    assert "out.parquet exists, and" in capsys.readouterr().err
-    assert (tmp_path / "out.parquet").read_text() == "somebody's"
-
-
-def test_commands_without_a_target_say_how_they_are_called(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (main_eval, main_generate):
-        assert command(["data.val_files=x"]) == 2
-        assert "usage: python -m trainer.main_" in capsys.readouterr().err
-
-
-def test_several_targets_do_not_share_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_eval([str(run), "--all-checkpoints", "trainer.default_local_dir=x"]) == 2
-    assert "each of the 2 targets has a folder of its own" in capsys.readouterr().err
+SAME = (
+    ("data.val_batch_size", 3), ("trainer.n_gpus_per_node", 4), ("trainer.backend", "inline"), ("rollout.n", 9),
+    ("rollout.max_num_seqs", 2), ("actor.optim.lr", 1.0), ("data.train_batch_size", 2), ("reward.num_workers", 5),
+    ("trainer.default_local_dir", "x"), ("data.shuffle", False),
+)  # fmt: skip
+OTHER = (
+    ("rollout.val_kwargs.n", 3), ("rollout.val_kwargs.temperature", 0.5), ("trainer.seed", 2), ("rollout.name", "vllm"),
+    ("data.max_response_length", 9), ("data.val_max_samples", 1), ("reward.reward_kwargs", {"a": 1}),
+    ("data.apply_chat_template_kwargs", {"a": 1}), ("rollout.dtype", "bf16"),
+)  # fmt: skip
 
 
 def test_settings_are_what_answers_depend_on_and_no_more(tmp_path: Path) -> None:
     config = task(tmp_path, prompts=2)
-
-    def changed(name: str, value: object) -> bool:
-        other: PPOConfig = copy.deepcopy(config)
+    settings = answer_settings(config)
+    for name, value in SAME + OTHER:
+        section: Any = (other := copy.deepcopy(config))
         *path, leaf = name.split(".")
-        section = other
         for part in path:
             section = getattr(section, part)
         setattr(section, leaf, value)
-        return answer_settings(other) != answer_settings(config)
-
-    for name, value in (
-        ("data.val_batch_size", 3), ("trainer.n_gpus_per_node", 4), ("trainer.backend", "inline"), ("rollout.n", 9),
-        ("rollout.max_num_seqs", 2), ("actor.optim.lr", 1.0), ("data.train_batch_size", 2), ("reward.num_workers", 5),
-        ("trainer.default_local_dir", "x"), ("trainer.val_time_budget_s", 5.0), ("data.shuffle", False),
-    ):  # fmt: skip
-        assert not changed(name, value), name
-    for name, value in (
-        ("rollout.val_kwargs.n", 3), ("rollout.val_kwargs.temperature", 0.5), ("trainer.seed", 2),
-        ("rollout.name", "vllm"), ("data.max_response_length", 9), ("data.val_max_samples", 1),
-        ("reward.reward_kwargs", {"a": 1}),
-        ("data.apply_chat_template_kwargs", {"a": 1}), ("rollout.dtype", "bf16"),
-    ):  # fmt: skip
-        assert changed(name, value), name
-    before = answer_settings(config)
-    (tmp_path / "reward.py").write_text("other")
-    assert answer_settings(config) != before and answer_settings(config, are_scored=False).keys() < before.keys()
-    for file in ("val.jsonl", "model/model.safetensors"):
+        assert (answer_settings(other) != settings) == ((name, value) in OTHER), name
+    assert answer_settings(config, are_scored=False).keys() < settings.keys()
+    for file in ("reward.py", "val.jsonl", "model/model.safetensors"):
         before = answer_settings(config)
         (tmp_path / file).write_bytes((tmp_path / file).read_bytes() + b"\n")
         assert answer_settings(config) != before, file
 
 
-def test_a_finished_evaluation_is_known_only_under_its_settings(tmp_path: Path) -> None:
-    settings = {"trainer.seed": 1}
-    assert finished_metrics(tmp_path, settings) is None
-    (tmp_path / "answers").mkdir()
-    (tmp_path / "answers" / "settings.json").write_text('{"trainer.seed": 1}')
-    assert finished_metrics(tmp_path, settings) is None, "killed before its end"
-    write_results(tmp_path, 3, {"val-core/s/acc/mean@1": 0.5})
-    assert finished_metrics(tmp_path, settings) == {"val-core/s/acc/mean@1": 0.5}
-    assert finished_metrics(tmp_path, {"trainer.seed": 2}) is None
-    write_results(tmp_path, 3, {"val/scored_frac": 0.25})
-    assert finished_metrics(tmp_path, settings) is None, "time ran out, and there is more to ask"
-
-
-def test_a_folder_of_other_answers_is_refused_before_anything_heavy(tmp_path: Path) -> None:
+def test_a_folder_is_of_one_setting_and_finished_when_its_results_are_there(tmp_path: Path) -> None:
     config = task(tmp_path, prompts=2)
     for kind in (Evaluation, Generation):
         folder = tmp_path / f"{kind.__name__}.parquet.run"
-        kind.claim(config, None, folder)
-        kind.claim(config, None, folder)
+        for _ in range(2):
+            kind.claim(config, None, folder)
         config.rollout.val_kwargs.n += 1
         with pytest.raises(UserError, match=r"rollout\.val_kwargs\.n: 1 there, 2 now"):
             kind.claim(config, None, folder)
         config.rollout.val_kwargs.n = 1
+    folder, settings = tmp_path / "Evaluation.parquet.run", answer_settings(config)
+    assert finished_metrics(folder, settings) is None, "killed before its end"
+    (folder / RESULTS).write_text(json.dumps({"step": 3, "metrics": {"val-core/s/acc/mean@1": 0.5}}))
+    assert finished_metrics(folder, settings) == {"val-core/s/acc/mean@1": 0.5}
+    assert finished_metrics(folder, settings | {"trainer.seed": 2}) is None
+
+
+# -------------------------------------------------------------------------------------------------- the file of answers
+
+
+def generated(config: PPOConfig, output: Path, ranks: int, kind: type[Generation] = Generation) -> None:
+    folder = folder_of(output)
+    folder.mkdir(exist_ok=True)
+    with answering(config, folder, ranks, kind) as trainer:
+        trainer.model_update = dict  # type: ignore[method-assign, assignment]
+        trainer.fit()
+
+
+def test_a_killed_generation_goes_on_and_gives_the_same_file(tmp_path: Path) -> None:
+    config = task(tmp_path, prompts=7)
+    config.rollout.val_kwargs.do_sample, config.rollout.val_kwargs.temperature = True, 1.0
+    config.rollout.val_kwargs.n, config.data.val_batch_size = 2, 3
+    generated(copy.deepcopy(config), tmp_path / "whole.parquet", ranks=1)
+    rows = pyarrow.parquet.read_table(tmp_path / "whole.parquet").to_pylist()
+    assert [(row["uid"], row["sample"]) for row in rows] == [(f"val-{i}", k) for i in range(7) for k in range(2)]
+    first = rows[2]
+    assert first["prompt"] == [{"role": "user", "content": "1+1+1"}] and first["data_source"] == "sums"
+    assert json.loads(first["ground_truth_json"]) == "1" and first["score"] is None
+    assert 0 < first["response_length"] <= 8 and first["finish_reason"] in ("stop", "length")
+
+    class Killed(Generation):
+        chunks = 0
+
+        def generate_for_validation(self, prompts: Any, way: Any) -> Any:
+            Killed.chunks += 1
+            if Killed.chunks == 3:  # as Ctrl-C does, which asks the run to end after the chunk at hand
+                self.steps.stop_asked = True
+            return super().generate_for_validation(prompts, way)
+
+    output = tmp_path / "killed.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        generated(config, output, 1, Killed)
+    assert not output.exists() and len(list(folder_of(output).glob("answers/chunk-*"))) == 1
+    config.data.val_batch_size = None
+    generated(config, output, ranks=2)
+    assert output.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert not list(folder_of(output).glob("answers/chunk-*")), "what is in the file is not kept twice"
