@@ -1,8 +1,5 @@
-"""CPU and CUDA behind one face: the only file that knows which of the two a run uses.
-
-Gives the device, the communication backend, dtypes, memory figures and core counts. Everything else in the
-project takes a `torch.device` and works on both.
-"""
+"""CPU and CUDA behind one face: the only file that knows which of the two a run uses. Everything else in the project
+takes a `torch.device` and works on both."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from verl_lite.errors import UserError
 from verl_lite.machine.host import cpu_count as cpu_count
 
 GIB = 1 << 30
+KEPT_FREED_BYTES = 1 << 30
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -31,11 +29,11 @@ def device_type(name: str = "auto") -> str:
     Touches no device, so that a driver beside its workers takes none of their memory. Raises UserError for an unknown
     name or CUDA without a device.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise UserError(f"trainer.device={name!r}: expected auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("trainer.device='cuda': no CUDA device is visible here; set trainer.device=cpu or auto")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    is_there = torch.cuda.is_available()
+    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not is_there):
+        visible = "a CUDA device is visible here" if is_there else "no CUDA device is visible here"
+        raise UserError(f"trainer.device={name!r}: expected auto, cpu or cuda; {visible}")
+    return "cuda" if name != "cpu" and is_there else "cpu"
 
 
 def get_device(name: str = "auto") -> torch.device:
@@ -71,31 +69,17 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """Memory of this process in GiB, under verl's metric names (without the role in front).
-
-    host_rss_gb always, and its highest value since the process began where the system tells (host_peak_gb); on CUDA
-    also the peak allocated and reserved.
-    """
-    figures = {"host_rss_gb": host_rss_bytes() / GIB}
-    if (peak := host_peak_bytes()) is not None:
-        figures["host_peak_gb"] = peak / GIB
+    """Memory of this process in GiB, now and at most since it began, under verl's metric names without the role; on
+    CUDA also the peak allocated and reserved."""
+    figures = {"host_rss_gb": psutil.Process().memory_info().rss / GIB}
+    status = Path("/proc/self/status")  # getrusage would count the parent's before exec
+    for line in status.read_text().splitlines() if status.is_file() else ():
+        if line.startswith("VmHWM:"):
+            figures["host_peak_gb"] = int(line.split()[1]) * 1024 / GIB
     if device.type == "cuda":
         figures["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / GIB
         figures["max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / GIB
     return figures
-
-
-def host_rss_bytes() -> int:
-    """Resident memory of this process."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def host_peak_bytes() -> int | None:
-    """The most resident memory that this process had; None where the system does not tell."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-    return int(found[0]) << 10 if found else None
 
 
 def empty_cache(device: torch.device) -> None:
@@ -104,15 +88,11 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-KEPT_FREED_BYTES = 1 << 30
-
-
 def keep_freed_memory(device: torch.device, mapped_bytes: int = 256 << 20, kept_bytes: int = KEPT_FREED_BYTES) -> None:
-    """On a CPU: lets the C library keep freed memory for the next tensor instead of returning it to the system.
+    """On a CPU: lets glibc keep up to kept_bytes of freed memory for the next tensor.
 
     Otherwise each tensor above 128 KiB may be mapped anew and its pages cleared by the kernel on first touch, which
-    costs as much as the arithmetic on it (10% of an update of a 1M-parameter model). Allocations from mapped_bytes on
-    are mapped as before; up to kept_bytes stay with the process. Does nothing where the C library is not glibc.
+    costs as much as the arithmetic on it. Allocations from mapped_bytes on are mapped as before.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
     if mallopt is not None:

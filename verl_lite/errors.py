@@ -22,17 +22,15 @@ class WorkerDiedError(RuntimeError):
 
 
 class ClusterLostError(WorkerDiedError):
-    """The Ray cluster that the run had joined is gone as a whole."""
+    """The Ray cluster of the run is gone as a whole."""
 
 
 class NoRoomError(UserError):
-    """The cluster is not there, or has fewer machines, devices or cores than the run asks for; the message
-    says how many."""
+    """The cluster is not there, or has fewer machines, devices or cores than the run asks for."""
 
 
 class StalledError(RuntimeError):
-    """Workers did not answer for longer than they may. The message names role, method and ranks; their stacks are in
-    their logs."""
+    """Workers did not answer for longer than they may; their stacks are in their logs."""
 
 
 @dataclass
@@ -40,8 +38,7 @@ class Circumstances:
     """Where an exception was raised, as far as is known. What is set first stays: the innermost knows best.
 
     role, rank, method: of the worker. node: its machine, where there are several. phase, step: of the driver's loop.
-    traceback: the worker's own, as text.
-    log: file with what the worker's process printed.
+    traceback: the worker's own, as text. log: file with what the worker's process printed.
     """
 
     role: str | None = None
@@ -55,21 +52,17 @@ class Circumstances:
 
     def __str__(self) -> str:
         """`actor_rollout, rank 1, in update_actor (phase update_actor of step 3)`; empty if nothing is known."""
-        worker = [self.role, None if self.rank is None else f"rank {self.rank}"]
-        worker.append(f"on node {self.node}" if self.node else None)
-        worker.append(f"in {self.method}" if self.method else None)
+        parts = (("", self.role), ("rank ", self.rank), ("on node ", self.node), ("in ", self.method))
+        worker = ", ".join(f"{word}{value}" for word, value in parts if value is not None)
         phase = f"phase {self.phase}" + ("" if self.step is None else f" of step {self.step}") if self.phase else ""
-        known = ", ".join(part for part in worker if part)
-        return f"{known} ({phase})" if known and phase else known or phase
+        return f"{worker} ({phase})" if worker and phase else worker or phase
 
 
 def circumstances(error: BaseException) -> Circumstances:
     """Those of an exception, to read and to add to; they travel with it between processes."""
-    found = getattr(error, _ATTRIBUTE, None)
-    if not isinstance(found, Circumstances):
-        found = Circumstances()
-        setattr(error, _ATTRIBUTE, found)
-    return found
+    if not hasattr(error, _ATTRIBUTE):
+        setattr(error, _ATTRIBUTE, Circumstances())
+    return getattr(error, _ATTRIBUTE)
 
 
 def add_circumstances(error: BaseException, **known: str | int | None) -> None:

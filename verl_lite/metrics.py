@@ -64,22 +64,15 @@ class Metric:
 
     def __add__(self, other: Metric) -> Metric:
         """Both parts as one. Raises ValueError if their reductions differ."""
-        if not isinstance(other, Metric):
-            return NotImplemented
         if self.reduction != other.reduction:
             raise ValueError(f"Metric: cannot combine a {self.reduction} with a {other.reduction}.")
-        match self.reduction:
-            case "mean":
-                return Metric("mean", self.total + other.total, self.count + other.count)
-            case "sum":
-                return Metric("sum", self.total + other.total)
-            case "last":
-                return other
-            case "max" | "min":
-                if math.isnan(self.total) or math.isnan(other.total):
-                    return Metric(self.reduction, math.nan)
-                choose = max if self.reduction == "max" else min
-                return Metric(self.reduction, choose(self.total, other.total))
+        if self.reduction == "last":
+            return other
+        if self.reduction in ("mean", "sum"):
+            count = self.count + other.count if self.reduction == "mean" else 1.0
+            return Metric(self.reduction, self.total + other.total, count)
+        choose = np.maximum if self.reduction == "max" else np.minimum  # these keep NaN
+        return Metric(self.reduction, float(choose(self.total, other.total)))
 
 
 def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -115,19 +108,10 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
-        if isinstance(entry, Metric):
-            result |= values({name: entry})
-        elif isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str):
-            if len(entry) and isinstance(entry[0], Metric):
-                result |= values(combine({name: metric} for metric in entry))
-            elif len(entry):
-                result[name] = _reduce_by_name(name, np.asarray(entry, dtype=np.float64))
-        else:
-            result[name] = float(entry)
+        entries = entry if isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str) else [entry]
+        if len(entries) and isinstance(entries[0], Metric):
+            result |= values(join({name: entries}))
+        elif len(entries):
+            reduce = np.max if "max" in name else np.min if "min" in name else np.mean
+            result[name] = float(reduce(np.asarray(entries, dtype=np.float64)))
     return result
-
-
-def _reduce_by_name(name: str, entries: np.ndarray) -> float:
-    if "max" in name:
-        return float(entries.max())
-    return float(entries.min()) if "min" in name else float(entries.mean())

@@ -2,14 +2,15 @@
 
 A batch is tensors with a common first dimension (`batch`), numpy arrays of the same length for everything else
 (`non_tensor_batch`), and facts about the whole (`meta_info`). Results never share `meta_info` with their source; the
-methods that change a batch in place are those that verl's users rely on: `union`, `pop`, `rename`, `reorder`,
-`padding` and `to`. `a | b` is the union that leaves both as they were. Pickled, a batch carries no padding (`wire.py`).
-Functions of verl's module of this name are importable from here, wherever they are.
+methods that change a batch in place are those that verl's users rely on: `union`, `pop`, `rename`, `reorder`
+and `to`. `a | b` is the union that leaves both as they were. Pickled, a batch carries no padding (`wire.py`).
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import operator
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from verl_lite.batch import wire
-from verl_lite.batch.all_gather import all_gather_data_proto as all_gather_data_proto
 from verl_lite.batch.columns import (
     BatchError,
     as_column,
@@ -31,9 +32,6 @@ from verl_lite.batch.columns import (
     union_numpy_dict,
     union_tensor_dict,
 )
-from verl_lite.batch.dims import fold_batch_dim as fold_batch_dim
-from verl_lite.batch.dims import unfold_batch_dim as unfold_batch_dim
-from verl_lite.batch.info import get_data_info, size_in_words
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -55,11 +53,8 @@ class DataProto:
     """A batch of rows. `batch` has one batch dimension; arrays in `non_tensor_batch` have its length.
 
     `batch` is None where there are no tensors; it is declared as always there, because readers of a column know that
-    it is.
-
-    verl's auto-padding switch (`is_padding_enabled`, `auto_padding=`, VERL_AUTO_PADDING) is absent: there is nothing to
-    enable. `chunk` takes any number of rows, and a dispatch that needs a multiple of the ranks adds rows of weight zero
-    to a copy (`pad`) and drops them from the result.
+    it is. verl's auto-padding switch is absent: `chunk` takes any number of rows, and a dispatch that needs a multiple
+    of the ranks adds rows of weight zero to a copy (`pad`) and drops them from the result.
     """
 
     batch: TensorDict = None  # type: ignore[assignment]
@@ -67,8 +62,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
-        self.meta_info = {} if self.meta_info is None else self.meta_info
+        self.non_tensor_batch, self.meta_info = self.non_tensor_batch or {}, self.meta_info or {}
         self.check_consistency()
 
     def check_consistency(self) -> None:
@@ -77,12 +71,9 @@ class DataProto:
             raise BatchError(f"batch must have one batch dimension, found batch_size {tuple(self.batch.batch_size)}")
         rows = len(self)
         for name, value in self.non_tensor_batch.items():
-            if not isinstance(value, np.ndarray):
-                raise BatchError(f"non_tensor_batch[{name!r}] must be a numpy array, found {type(value).__name__}")
-            if value.ndim == 0 or len(value) != rows:
-                raise BatchError(f"non_tensor_batch[{name!r}] has shape {value.shape}, the batch has {rows} rows")
-
-    # -- making one ------------------------------------------------------------------------------------------------
+            if not isinstance(value, np.ndarray) or value.ndim == 0 or len(value) != rows:
+                found = getattr(value, "shape", type(value).__name__)
+                raise BatchError(f"non_tensor_batch[{name!r}] must be a numpy array of {rows} rows, found {found}")
 
     @classmethod
     def from_dict(
@@ -93,10 +84,8 @@ class DataProto:
         num_batch_dims: int = 1,
     ) -> DataProto:
         """A batch from tensors and from sequences of anything; neither dict is changed."""
-        if num_batch_dims != 1:
-            raise BatchError(f"num_batch_dims must be 1, found {num_batch_dims}")
         sizes = {name: value.shape[0] if value.ndim else -1 for name, value in (tensors or {}).items()}
-        if len(set(sizes.values())) > 1 or -1 in sizes.values():
+        if num_batch_dims != 1 or len(set(sizes.values())) > 1 or -1 in sizes.values():
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
         batch = tensor_dict(dict(tensors.items()), next(iter(sizes.values()))) if tensors else None
         arrays = {name: as_column(value) for name, value in (non_tensors or {}).items()}
@@ -109,36 +98,42 @@ class DataProto:
             if not isinstance(value, torch.Tensor | np.ndarray):
                 raise ValueError(f"column {name!r} must be a tensor or a numpy array, found {type(value).__name__}")
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        arrays = {name: value for name, value in data.items() if isinstance(value, np.ndarray)}
-        return cls.from_dict(tensors, arrays, meta_info)
+        return cls.from_dict(tensors, {k: v for k, v in data.items() if k not in tensors}, meta_info)
 
     @classmethod
-    def from_tensordict(
-        cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
-    ) -> DataProto:
+    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
         """What `to_tensordict` made, or alike. NonTensorStack: a column of objects; NonTensorData: in meta_info."""
-        from verl_lite.batch.tensordict_view import separate_parts
+        from tensordict import NonTensorData, NonTensorStack
 
-        if num_batch_dims != 1:
-            raise BatchError(f"num_batch_dims must be 1, found {num_batch_dims}")
-        return cls(*separate_parts(tensor_dict, meta_info))  # type: ignore[arg-type]
+        facts, arrays = copy_meta(meta_info or {}), {}
+        for name, value in list(tensor_dict.items()):
+            value = tensor_dict.get(name)
+            if isinstance(value, NonTensorStack):
+                arrays[name] = as_column(value.tolist())
+            elif isinstance(value, NonTensorData):
+                facts = union_meta([facts, {name: value.data}])
+        batch: Any = tensor_dict.exclude(*arrays, *facts)
+        return cls(None if arrays and batch.is_empty() else batch, arrays, facts)
 
     def to_tensordict(self) -> TensorDict:
         """All of it as one TensorDict of batch_size [rows]; tensors are shared. A name used twice is a BatchError."""
-        from verl_lite.batch.tensordict_view import BatchParts, join_parts
+        from tensordict import NonTensorData, NonTensorStack
 
-        return join_parts(BatchParts(self.batch, self.non_tensor_batch, self.meta_info), len(self))
+        joined = tensor_dict({}, len(self)) if self.batch is None else self.batch.copy()
+        stacks = {k: NonTensorStack(*map(NonTensorData, column)) for k, column in self.non_tensor_batch.items()}
+        facts = {name: NonTensorData(copy_meta(value)) for name, value in self.meta_info.items()}
+        for name, value in (*stacks.items(), *facts.items()):
+            if name in joined.keys():
+                raise BatchError(f"{name!r} is used twice, and a TensorDict holds one of them: rename it")
+            joined.set(name, value)
+        return joined
 
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
         """What `pack` packed, sharing nothing with it but the objects in its columns."""
         tensors: dict[str, Any] = dict(packed.unpack())
-        arrays: dict[str, np.ndarray] = {}
-        for name, value in packed.objects.items():
-            if isinstance(value, np.ndarray):
-                arrays[name] = value.copy()
-            else:
-                tensors[name] = value
+        tensors |= {name: value for name, value in packed.objects.items() if not isinstance(value, np.ndarray)}
+        arrays = {name: value.copy() for name, value in packed.objects.items() if isinstance(value, np.ndarray)}
         batch = tensor_dict(tensors, packed.rows) if packed.meta["has_batch"] else None
         return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))  # type: ignore[arg-type]
 
@@ -154,13 +149,9 @@ class DataProto:
 
     def pack(self) -> wire.Packed:
         """The wire format: real tokens only, sliceable by rows. The numbers are copies, the objects are not."""
-        tensors: dict[str, torch.Tensor] = {}
-        objects: dict[str, Any] = dict(self.non_tensor_batch)
-        for name, value in self.batch.items() if self.batch is not None else ():
-            if isinstance(value, torch.Tensor) and wire.can_pack(value):
-                tensors[name] = value
-            else:
-                objects[name] = value
+        columns = dict(self.batch.items()) if self.batch is not None else {}
+        tensors = {k: v for k, v in columns.items() if isinstance(v, torch.Tensor) and wire.can_pack(v)}
+        objects = self.non_tensor_batch | {k: v for k, v in columns.items() if k not in tensors}
         meta = {"meta_info": self.meta_info, "has_batch": self.batch is not None}
         return wire.pack(tensors, objects, meta, len(self))
 
@@ -171,14 +162,11 @@ class DataProto:
         batch = None if self.batch is None else self.batch.clone()
         return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
-    # -- reading it ------------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         if self.batch is not None:
             return self.batch.batch_size[0]
-        for value in self.non_tensor_batch.values():
-            return value.shape[0] if isinstance(value, np.ndarray) and value.ndim else 0
-        return 0
+        first = next(iter(self.non_tensor_batch.values()), None)
+        return first.shape[0] if isinstance(first, np.ndarray) and first.ndim else 0
 
     def __contains__(self, name: str) -> bool:
         return (self.batch is not None and name in self.batch.keys()) or name in self.non_tensor_batch
@@ -187,13 +175,11 @@ class DataProto:
         """An int gives a DataProtoItem; a slice, list, array or tensor (indices or a bool mask) a DataProto."""
         if isinstance(item, slice):
             return self._rows(item)
-        if isinstance(item, list | np.ndarray) or (isinstance(item, torch.Tensor) and item.ndim):
-            return self.select_idxs(item)
-        if isinstance(item, int | np.integer | torch.Tensor):
-            row = int(item)
-            arrays = {name: value[row] for name, value in self.non_tensor_batch.items()}
-            return DataProtoItem(None if self.batch is None else self.batch[row], arrays, copy_meta(self.meta_info))
-        raise TypeError(f"a DataProto is indexed by int, slice, list, array or tensor, not {type(item).__name__}")
+        if isinstance(item, list) or getattr(item, "ndim", 0):
+            return self.select_idxs(item)  # type: ignore[arg-type]
+        row = operator.index(item)
+        arrays = {name: value[row] for name, value in self.non_tensor_batch.items()}
+        return DataProtoItem(None if self.batch is None else self.batch[row], arrays, copy_meta(self.meta_info))
 
     def select(
         self,
@@ -213,18 +199,11 @@ class DataProto:
         return copy.deepcopy(result) if deepcopy else result
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
-        """These rows, by indices or by a bool mask, as copies.
-
-        Raises:
-            BatchError: idxs are uint8, which may be either; or no whole numbers.
-        """
+        """These rows, by indices or by a bool mask, as copies. Raises BatchError for uint8, which may be either."""
         index = torch.as_tensor(idxs)
         if index.dtype == torch.uint8 or index.is_floating_point():
             raise BatchError(f"rows are chosen by whole numbers or a bool mask, found {index.dtype}: convert it")
-        index = index if index.dtype == torch.bool else index.long()
-        if index.dtype == torch.bool:
-            index = index.nonzero().flatten()
-        return self._rows(index)
+        return self._rows(index.nonzero().flatten() if index.dtype == torch.bool else index.long())
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Rows [start:end:step]; tensors are views."""
@@ -238,8 +217,6 @@ class DataProto:
             batch = batch[index.to(batch.device) if isinstance(index, torch.Tensor) and batch.device else index]
         return type(self)(batch, arrays, copy_meta(self.meta_info))
 
-    # -- changing it in place --------------------------------------------------------------------------------------
-
     def pop(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -247,20 +224,15 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Take these columns out of this batch, in place; returns them as a batch. A missing one is a BatchError."""
-        own = list(self.batch.keys()) if self.batch is not None else []
-        for wanted, known in (
-            (batch_keys, own),
-            (non_tensor_batch_keys, list(self.non_tensor_batch)),
-            (meta_info_keys, list(self.meta_info)),
-        ):
-            missing = [name for name in wanted or () if name not in known]
-            if missing:
-                raise BatchError(f"cannot pop {missing}: this batch has {known}")
-        tensors: dict[str, Any] = {}
-        if self.batch is not None:
-            tensors = {name: self.batch.pop(name) for name in batch_keys or ()}
-        arrays = {name: self.non_tensor_batch.pop(name) for name in non_tensor_batch_keys or ()}
-        return type(self).from_dict(tensors, arrays, {name: self.meta_info.pop(name) for name in meta_info_keys or ()})
+        taken: list[dict[str, Any]] = []
+        asked = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        sources: tuple[Any, ...] = ({} if self.batch is None else self.batch, self.non_tensor_batch, self.meta_info)
+        for wanted, source in zip(asked, sources, strict=True):
+            if missing := [name for name in wanted or () if name not in source.keys()]:
+                raise BatchError(f"cannot pop {missing}: this batch has {list(source.keys())}")
+        for wanted, source in zip(asked, sources, strict=True):
+            taken.append({name: source.pop(name) for name in wanted or ()})
+        return type(self).from_dict(*taken)
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Rename tensors, in place."""
@@ -296,13 +268,6 @@ class DataProto:
             self.batch = self.batch.to(device)
         return self
 
-    def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
-        """Append `padding_size` copies of the "first" or "last" row, in place and unmarked (verl's; prefer `pad`)."""
-        row = {"first": 0, "last": -1, "": -1}[padding_candidate] % max(len(self), 1)
-        self.reorder(list(range(len(self))) + [row] * padding_size)
-
-    # -- new batches from it ---------------------------------------------------------------------------------------
-
     def pad(self, divisor: int) -> DataProto:
         """A batch whose length is a multiple of `divisor`: this one, or one with copies of row 0 at the end.
 
@@ -335,24 +300,6 @@ class DataProto:
             raise BatchError(f"repeat_times has {len(counts)} entries, the batch {len(self)} rows")
         return self._rows(torch.arange(len(self)).repeat_interleave(counts))
 
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Each row becomes n_split rows: `split_keys` are cut along their second dimension, other columns repeat.
-
-        Raises:
-            BatchError: a column of split_keys is missing, or has no second dimension that n_split divides.
-        """
-        rows = len(self) * n_split
-        repeated = self.repeat(n_split)
-        for name in split_keys or ():
-            is_tensor = self.batch is not None and name in self.batch.keys()
-            value: Any = self.batch[name] if is_tensor else self.non_tensor_batch.get(name)
-            if value is None or value.ndim < 2 or value.shape[1] % n_split:
-                found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
-                raise BatchError(f"column {name!r} {found}, and needs a second dimension that {n_split} divides")
-            columns: Any = repeated.batch if is_tensor else repeated.non_tensor_batch
-            columns[name] = value.reshape(rows, value.shape[1] // n_split, *value.shape[2:])
-        return repeated
-
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` batches whose lengths differ by at most one, the longer ones first; views of the tensors."""
         return [self.slice(start, stop) for start, stop in chunk_bounds(len(self), chunks)]
@@ -366,8 +313,7 @@ class DataProto:
         """The batches one after another. meta_info["metrics"] becomes a dict of lists; other keys must agree."""
         if not data:
             raise ValueError("DataProto.concat needs at least one batch")
-        first = data[0]
-        names = [{*(part.batch.keys() if part.batch is not None else ()), *part.non_tensor_batch} for part in data]
+        first, names = data[0], [set(_columns(part)) for part in data]
         for part, own in enumerate(names):
             for name in sorted(set().union(*names) - own):
                 having = [number for number, others in enumerate(names) if name in others]
@@ -390,39 +336,27 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """Mini-batches, `epochs` times over; drawn anew each epoch where dataloader_kwargs has shuffle=True.
 
-        Raises:
-            BatchError: the rows are no multiple of mini_batch_size, or dataloader_kwargs has anything else.
+        Raises BatchError if mini_batch_size does not divide the rows, or dataloader_kwargs has anything else.
         """
         options = dataloader_kwargs or {}
-        if unknown := sorted(options.keys() - {"shuffle"}):
-            raise BatchError(f"dataloader_kwargs={options}: only shuffle is known, found {unknown}")
-        if len(self) % mini_batch_size:
-            raise BatchError(f"{len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}")
+        if options.keys() - {"shuffle"} or len(self) % mini_batch_size:
+            raise BatchError(
+                f"dataloader_kwargs={options}, mini_batch_size={mini_batch_size}: only shuffle is known, and the size "
+                f"must divide {len(self)} rows"
+            )
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
         draw = torch.randperm if options.get("shuffle", False) else lambda rows, generator: torch.arange(rows)
         orders = (draw(len(self), generator=generator) for _ in range(epochs))
         return (self._rows(rows) for order in orders for rows in order.split(mini_batch_size))
 
-    # -- other forms -----------------------------------------------------------------------------------------------
-
-    def get_data_info(self) -> str:
-        """One line per column and fact: name, shape, type, device."""
-        return get_data_info(self)
-
-    def print_size(self, prefix: str = "") -> None:
-        """Print the number of rows and the bytes of tensors and arrays."""
-        print(f"{prefix}, {size_in_words(self)}" if prefix else size_in_words(self))
-
     def save_to_disk(self, filepath: str | Path) -> None:
-        with open(filepath, "wb") as file:
-            pickle.dump(self, file, protocol=5)
+        Path(filepath).write_bytes(pickle.dumps(self, protocol=5))
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
         """What `save_to_disk` wrote. A pickle: load only files that you trust."""
-        with open(filepath, "rb") as file:
-            return pickle.load(file)
+        return pickle.loads(Path(filepath).read_bytes())
 
 
 class DataProtoFuture:
@@ -432,7 +366,8 @@ class DataProtoFuture:
     fit that method's ranks one to one; otherwise here.
 
     Args:
-        futures: one handle per part, in row order. None of its own where it is made of other futures.
+        futures: one handle per part, in row order. None of its own where it is made of other futures: workers cut
+            their other arguments evenly, which its parts need not be.
         resolve: waits for handles and gives their values; raises what a worker raised.
         collect: makes the batch out of the values.
         padded: whether the parts hold rows that `collect` trims.
@@ -445,42 +380,15 @@ class DataProtoFuture:
         collect: Callable[[list[Any]], Any],
         padded: bool = False,
     ) -> None:
-        self.futures = futures
-        self.padded = padded
-        self._resolve = resolve
-        self._collect = collect
-        self._value: Any = None
-        self._ready = False
+        self.futures, self.padded = futures, padded
+        self._resolve, self._collect = resolve, collect
+        self._answer: list[Any] = []
 
     def get(self) -> Any:
         """Waits; the same object each time."""
-        if not self._ready:
-            self._value = self._collect(self._resolve(self.futures))
-            self._ready = True
-        return self._value
-
-    @staticmethod
-    def concat(refs: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """The batches of these futures one after another, without waiting for them (see `DataProto.concat`)."""
-        wrong = sorted({type(ref).__name__ for ref in refs if not isinstance(ref, DataProtoFuture)})
-        if wrong or not refs:
-            raise TypeError(
-                f"DataProtoFuture.concat takes at least one DataProtoFuture and nothing else, found {wrong}"
-            )
-        # No handles: workers cut their other arguments evenly, which the parts of several batches need not be.
-        return DataProtoFuture([], lambda _: [ref.get() for ref in refs], DataProto.concat)
-
-    def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Futures of the parts that `DataProto.chunk` gives, without waiting; the batch is fetched once for all."""
-        chunk_bounds(0, chunks)  # refuses chunks < 1 now rather than in `get`
-
-        def rows_of(whole: DataProto, number: int) -> DataProto:
-            return whole.slice(*chunk_bounds(len(whole), chunks)[number])
-
-        def part(number: int) -> DataProtoFuture:
-            return DataProtoFuture([], lambda _: [self.get()], lambda values: rows_of(values[0], number))
-
-        return [part(number) for number in range(chunks)]
+        if not self._answer:
+            self._answer.append(self._collect(self._resolve(self.futures)))
+        return self._answer[0]
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -511,3 +419,55 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     batch: Any = None if items[0].batch is None else torch.stack(batches)
     arrays = {name: as_column([item.non_tensor_batch[name] for item in items]) for name in items[0].non_tensor_batch}
     return DataProto(batch, arrays, copy_meta(items[0].meta_info))
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Columns (rows, ...) as (new_batch_size, rows / new_batch_size, ...), neighbours in one group."""
+    if new_batch_size < 1 or len(data) % new_batch_size:
+        raise BatchError(f"cannot fold {len(data)} rows into new_batch_size={new_batch_size}: it must divide them")
+    return _reshaped(data, 1, (new_batch_size, len(data) // new_batch_size))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """The inverse: the first `batch_dims` dimensions of every column become one, the rows."""
+    shapes = {name: tuple(column.shape) for name, column in _columns(data).items()}
+    leading = {shape[:batch_dims] for shape in shapes.values()}
+    if batch_dims < 1 or len(leading) > 1 or any(len(shape) < batch_dims for shape in leading):
+        raise BatchError(f"all columns must agree in their first {batch_dims} dimensions, found {shapes}")
+    return _reshaped(data, batch_dims, (math.prod(next(iter(leading), (len(data),))),))
+
+
+def _columns(data: DataProto) -> dict[str, Any]:
+    return ({} if data.batch is None else dict(data.batch.items())) | data.non_tensor_batch
+
+
+def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataProto:
+    """Every column with `leading` in place of its first `old_dims` dimensions."""
+    columns = {name: value.reshape(*leading, *value.shape[old_dims:]) for name, value in _columns(data).items()}
+    arrays = {name: columns.pop(name) for name in data.non_tensor_batch}
+    batch: Any = None if data.batch is None else tensor_dict(columns, leading[0])
+    return type(data)(batch, arrays, copy_meta(data.meta_info))
+
+
+def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> DataProto:
+    """Replace the rows of `data`, in place as in verl, by those of all ranks in rank order; returns `data`.
+
+    Ranks may hold different numbers of rows. meta_info stays that of the own rank.
+
+    Args:
+        process_group: the ranks that take part, all of which must call this; None = all.
+
+    Raises:
+        BatchError: on every rank alike, if the ranks' columns differ.
+    """
+    payloads: list[Any] = [None] * dist.get_world_size(process_group)
+    packed = data.select(meta_info_keys=[]).pack()
+    dist.all_gather_object(payloads, (sorted(map(str, _columns(data))), packed), group=process_group)
+    if any(names != payloads[0][0] for names, _ in payloads):
+        raise BatchError(f"the ranks' batches must have the same columns, found {[names for names, _ in payloads]}")
+    gathered = data.from_parts([part for _, part in payloads])
+    if data.batch is not None:
+        for name, value in data.batch.items():
+            gathered.batch[name] = gathered.batch[name].to(value.device)
+    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
+    return data

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeVar
@@ -46,20 +47,12 @@ class Registry(dict[str, T]):
 def add_entry(
     entries: dict[str, T], kind: str, name: str | Enum, facts: dict[str, Any] | None = None
 ) -> Callable[[T], T]:
-    """Decorator that files an object in `entries`.
-
-    The same object may be filed again under its name (modules are imported twice under test runners).
-    Raises ValueError if another object has the name already.
-    """
+    """Decorator that files an object in `entries`, also twice. Raises ValueError if another object has the name."""
     key = _key(name)
 
     def decorate(item: T) -> T:
-        known = entries.get(key)
-        if known is not None and known is not item:
-            raise ValueError(
-                f"{kind} {key!r} is already registered as {_where(known)}; {_where(item)} needs another name."
-            )
-        entries[key] = item
+        if entries.setdefault(key, item) is not item:
+            raise ValueError(f"{kind} {key!r} is already registered as {entries[key]}; {item} needs another name.")
         if facts and isinstance(entries, Registry):  # and not a plain dict in its place
             entries.facts[key] = facts
         return item
@@ -75,8 +68,12 @@ def find_entry(entries: dict[str, T], kind: str, name: str | Enum) -> T:
     key = _key(name)
     if key in entries:
         return entries[key]
-    if ":" in key:
-        return _import(key, kind)
+    module_name, is_path, attributes = key.partition(":")
+    if is_path:
+        try:
+            return operator.attrgetter(attributes)(importlib.import_module(module_name))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{kind} {key!r} cannot be imported: {error}. Expected pkg.module:object.") from error
     known = ", ".join(sorted(entries)) or "none"
     raise ValueError(f"Unknown {kind}: {key}{did_you_mean(key, entries)}. Known: {known}; or a path pkg.module:object.")
 
@@ -91,7 +88,7 @@ def foreign_modules(entries: Iterable[object]) -> list[str]:
     """Modules outside this project that define some of these entries, and so registered them: another process imports
     them to know the entries too. What is defined in a script that was started itself cannot be imported."""
     modules = {getattr(entry, "__module__", "__main__") for entry in entries}
-    return sorted(name for name in modules if name.partition(".")[0] not in OWN_PACKAGES and name != "__main__")
+    return sorted(name for name in modules if name.partition(".")[0] not in (*OWN_PACKAGES, "__main__"))
 
 
 def import_modules(modules: Iterable[str]) -> None:
@@ -113,18 +110,3 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 def _key(name: str | Enum) -> str:
     return str(name.value) if isinstance(name, Enum) else name
-
-
-def _import(path: str, kind: str) -> T:  # type: ignore[type-var]
-    module_name, _, attributes = path.partition(":")
-    try:
-        found = importlib.import_module(module_name)
-        for attribute in attributes.split("."):
-            found = getattr(found, attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{kind} {path!r} cannot be imported: {error}. Expected pkg.module:object.") from error
-    return found  # type: ignore[return-value]
-
-
-def _where(item: object) -> str:
-    return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', repr(item))}"

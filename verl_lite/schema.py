@@ -2,21 +2,19 @@
 
 Dimensions: B rows, P = data.max_prompt_length (left-padded), R = data.max_response_length (right-padded), E epochs;
 of clips F frames, 3 colours, H x W pixels. Names are verl's, because users' own code reads them. A stage calls `check`
-on what it was given, so that a missing column is reported by who should have written it, not by a KeyError three calls
-deeper.
+on what it was given, so that a missing column is reported by who should have written it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from verl_lite.protocol import DataProto
 from verl_lite.registry import did_you_mean
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One column. dtype: a torch dtype's name, or "object" for what is not a tensor."""
 
     name: str
@@ -119,14 +117,13 @@ def column(name: str) -> Column:
 
     Raises ValueError for a name that is not a column, with the nearest one.
     """
-    if name in _BY_NAME:
-        return _BY_NAME[name]
     if name.startswith(_EXTRA_PREFIX):
         meaning = f"{name.removeprefix(_EXTRA_PREFIX)!r} of what the reward function returned"
         return Column(name, ("B",), "object", meaning, _REWARD)
-    raise ValueError(
-        f"{name!r} is not a column of a batch{did_you_mean(name, _BY_NAME)}. verl_lite/schema.py lists them."
-    )
+    if name not in _BY_NAME:
+        near = did_you_mean(name, _BY_NAME)
+        raise ValueError(f"{name!r} is not a column of a batch{near}. verl_lite/schema.py lists them.")
+    return _BY_NAME[name]
 
 
 def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:
@@ -135,26 +132,19 @@ def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:
     The message names the stage, the column and the file that should have written it.
     """
     sizes: dict[str, tuple[int, str]] = {}
-    for name in columns_required:
-        entry = column(name)
-        if name not in data:
-            present = sorted([*(data.batch.keys() if data.batch is not None else ()), *data.non_tensor_batch])
-            raise ValueError(
-                f"{stage}: column {name!r} is missing ({entry.meaning}). {entry.writer} writes it; "
-                f"the batch has {', '.join(present) or 'no columns'}."
-            )
-        if entry.dtype == "object" or data.batch is None or name not in data.batch.keys():
-            continue
-        shape = tuple(data.batch[name].shape)
-        if len(shape) != len(entry.dims):
-            raise ValueError(
-                f"{stage}: column {name!r} has shape {shape}, expected ({', '.join(entry.dims)}). "
-                f"{entry.writer} writes it."
-            )
-        for dim, size in zip(entry.dims, shape, strict=True):
-            known, other = sizes.setdefault(dim, (size, name))
-            if size != known:
-                raise ValueError(
-                    f"{stage}: column {name!r} has shape {shape}, so {dim} = {size}, but {other!r} has "
-                    f"{dim} = {known}. {entry.writer} writes it."
-                )
+    tensors = {} if data.batch is None else data.batch
+    for entry in map(column, columns_required):
+        problem, shape = "", ()
+        if entry.name not in data:
+            present = ", ".join(sorted([*tensors.keys(), *data.non_tensor_batch])) or "no columns"
+            problem = f"is missing ({entry.meaning}); the batch has {present}"
+        elif entry.dtype != "object" and entry.name in tensors.keys():
+            shape = tuple(tensors[entry.name].shape)
+            if len(shape) != len(entry.dims):
+                problem = f"has shape {shape}, expected ({', '.join(entry.dims)})"
+        for dim, size in zip(entry.dims, shape, strict=False):
+            known, other = sizes.setdefault(dim, (size, entry.name))
+            if size != known and not problem:
+                problem = f"has shape {shape}, so {dim} = {size}, but {other!r} has {dim} = {known}"
+        if problem:
+            raise ValueError(f"{stage}: column {entry.name!r} {problem}. {entry.writer} writes it.")

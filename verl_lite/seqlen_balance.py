@@ -72,12 +72,12 @@ class BatchPlan:
         Adds is_padding (n,) bool, mini_batch and micro_batch (n, epochs) int64, meta_info["schedule"]; response_mask,
         where present, is 0 on padding. Raises ValueError unless data has the rows that were planned.
         """
-        _check_rows("apply", data, self.num_rows, "rows were planned")
+        _require_rows(data, self.num_rows)
         planned = data.select_idxs(self.order)
         columns = {name: torch.from_numpy(getattr(self, name)).clone() for name in (*PLAN_COLUMNS, "is_padding")}
-        if planned.batch is not None and "is_padding" in planned.batch.keys():
-            columns["is_padding"] |= torch.as_tensor(planned.batch.pop("is_padding").cpu())
-        if planned.batch is not None and "response_mask" in planned.batch.keys():
+        if "is_padding" in planned:
+            columns["is_padding"] |= planned.batch.pop("is_padding").cpu()
+        if "response_mask" in planned:
             mask = planned.batch["response_mask"]
             padding = torch.from_numpy(self.is_padding).to(mask.device)
             planned.batch["response_mask"] = mask.masked_fill(padding.unsqueeze(-1), 0)
@@ -89,14 +89,13 @@ class BatchPlan:
 
         The columns that `apply` added are gone, if they are there. Raises ValueError unless data has n rows.
         """
-        _check_rows("restore", data, len(self.order), "places were planned")
+        _require_rows(data, len(self.order))
         places = np.flatnonzero(~self.is_padding)
         restored = data.select_idxs(places[np.argsort(self.order[places])])
-        if restored.batch is not None:
-            added = [name for name in PLAN_COLUMNS if name in restored.batch.keys()]
-            if "is_padding" in restored.batch.keys() and not bool(restored.batch["is_padding"].any()):
-                added.append("is_padding")
-            restored.pop(batch_keys=added)
+        added = [name for name in PLAN_COLUMNS if name in restored]
+        if "is_padding" in restored and not bool(restored.batch["is_padding"].any()):
+            added.append("is_padding")
+        restored.pop(batch_keys=added)
         restored.meta_info.pop("schedule", None)
         return restored
 
@@ -126,7 +125,17 @@ def plan_batch(
     batch.
     """
     sizes, tokens = np.asarray(lengths, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
-    _check(sizes, tokens, world_size, mini_batch_size, max_token_len, micro_batch_size, epochs)
+    given = mini_batch_size if isinstance(mini_batch_size, Sequence) else []
+    _check(
+        sizes,
+        tokens,
+        max_token_len,
+        given,
+        world_size=world_size,
+        mini_batch_size=min(given) if isinstance(mini_batch_size, Sequence) else mini_batch_size,
+        micro_batch_size=micro_batch_size,
+        epochs=epochs,
+    )
     num_rows = len(sizes)
     bounds = _Bounds(max_token_len or int(sizes.sum() + num_rows * sizes.max()), micro_batch_size or num_rows)
     steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
@@ -199,9 +208,6 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
     return sets
 
 
-# ------------------------------------------------------------------------------------------------ mini-batches, ranks
-
-
 def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: int, seed: int | None) -> Ints:
     """(B, epochs): the optimizer step of each row."""
     steps = np.empty((num_rows, epochs), dtype=np.int64)
@@ -271,9 +277,6 @@ def _by_value(values: Ints, number: int) -> list[Ints]:
     ascending = np.argsort(values, kind="stable")
     bounds = np.searchsorted(values[ascending], np.arange(number + 1))
     return [ascending[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
-# ----------------------------------------------------------------------------------------------------- micro-batches
 
 
 def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
@@ -363,34 +366,13 @@ def _split(bins: list[list[int]], number: int) -> list[list[int]]:
     return bins
 
 
-# ------------------------------------------------------------------------------------------------------------- checks
-
-
 def _check(
-    lengths: Ints,
-    num_tokens: Ints,
-    world_size: int,
-    mini_batch_size: int | Sequence[int] | None,
-    max_token_len: int | None,
-    micro_batch_size: int | None,
-    epochs: int,
+    lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: Sequence[int], **bounds: int | None
 ) -> None:
-    if lengths.ndim != 1 or lengths.shape != num_tokens.shape:
-        raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must both be (B,).")
-    if len(lengths) == 0:
-        raise ValueError("plan_batch: the batch has no rows; there is nothing to plan.")
-    if isinstance(mini_batch_size, Sequence) and sum(mini_batch_size) != len(lengths):
-        raise ValueError(
-            f"plan_batch: mini_batch_size={mini_batch_size} are {sum(mini_batch_size)} sequences; "
-            f"the batch has {len(lengths)}."
-        )
-    bounds: dict[str, int | None] = {
-        "world_size": world_size,
-        "mini_batch_size": min(mini_batch_size) if isinstance(mini_batch_size, Sequence) else mini_batch_size,
-        "max_token_len": max_token_len,
-        "micro_batch_size": micro_batch_size,
-        "epochs": epochs,
-    }
+    if lengths.ndim != 1 or lengths.shape != num_tokens.shape or not len(lengths):
+        raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must be (B,), B > 0.")
+    if steps and sum(steps) != len(lengths):
+        raise ValueError(f"plan_batch: {steps=} are {sum(steps)} sequences; the batch has {len(lengths)}.")
     for name, value in bounds.items():
         if value is not None and value < 1:
             raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
@@ -403,6 +385,6 @@ def _check(
         )
 
 
-def _check_rows(method: str, data: DataProto, expected: int, what: str) -> None:
-    if len(data) != expected:
-        raise ValueError(f"BatchPlan.{method}: the batch has {len(data)} rows, {expected} {what}.")
+def _require_rows(data: DataProto, planned: int) -> None:
+    if len(data) != planned:
+        raise ValueError(f"BatchPlan: the batch has {len(data)} rows, {planned} were planned.")

@@ -27,14 +27,10 @@ def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
     """The callable `name` of a module that came from `path`. Raises UserError if there is none, with those found."""
     found = getattr(module, name, None)
     if not callable(found):
-        known = sorted(
-            key
-            for key, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", None) == module.__name__
-        )
+        own = (k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
         raise UserError(
-            f"{name_key}={name!r}: {path} defines nothing of that name; found: {', '.join(known) or 'nothing'}. Set "
-            f"{name_key} to one of them"
+            f"{name_key}={name!r}: {path} defines nothing of that name; found: {', '.join(sorted(own)) or 'nothing'}. "
+            f"Set {name_key} to one of them"
         )
     return found
 
@@ -44,23 +40,21 @@ def load_module(path: str, key: str) -> ModuleType:
 
     Raises UserError if there is no such file or module; what the code raises is raised.
     """
-    if path.startswith(MODULE_PREFIX):
-        name = path.removeprefix(MODULE_PREFIX)
+    file, name = Path(path).expanduser(), path.removeprefix(MODULE_PREFIX)
+    problem = "no such file" if not file.is_file() else "not a Python file"
+    if name != path:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if not name.startswith(error.name or " "):  # it was found, and something that it imports was not
                 raise
-            raise UserError(f"{key}={path!r}: {error}; expected pkg://package.module of this environment") from None
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(
-            f"{key}={path!r}: no such file (looked for {file.absolute()}). Give a Python file or pkg://package.module"
-        )
+            problem = str(error)
     module_name = f"user_code_{file.stem}_{zlib.crc32(str(file.absolute()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
+    spec = importlib.util.spec_from_file_location(module_name, file) if file.is_file() else None
     if spec is None or spec.loader is None:
-        raise UserError(f"{key}={path!r} is not a Python file; expected NAME.py")
+        raise UserError(
+            f"{key}={path!r}: {problem} (looked in {Path.cwd()}). Expected a Python file NAME.py or pkg://package.module"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # before it runs: dataclasses and pickle look their module up here
     spec.loader.exec_module(module)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_lite.protocol import (
     BatchError,
@@ -19,11 +20,13 @@ from verl_lite.protocol import (
     DataProtoItem,
     chunk_bounds,
     collate_fn,
+    fold_batch_dim,
     pad_dataproto_to_divisor,
-    union_numpy_dict,
-    union_tensor_dict,
+    unfold_batch_dim,
     unpad_dataproto,
 )
+
+Change = Callable[[DataProto], object]
 
 
 def batch(rows: int = 4) -> DataProto:
@@ -32,31 +35,18 @@ def batch(rows: int = 4) -> DataProto:
     return DataProto.from_dict(tensors, names, {"step": 1, "nested": {"list": [1]}})
 
 
-def test_from_dict_changes_nothing_and_keeps_lists_as_objects() -> None:
+def y(data: DataProto) -> list[float]:
+    return data.batch["y"].tolist()
+
+
+def test_making_one_changes_nothing_and_keeps_lists_as_objects() -> None:
     given = {"pair": [[1, 2], [3, 4]]}
     data = DataProto.from_dict({"x": torch.zeros(2)}, given)
     assert given == {"pair": [[1, 2], [3, 4]]}
     assert data.non_tensor_batch["pair"].shape == (2,)  # equal-length lists do not become a matrix
-    assert data.non_tensor_batch["pair"][1] == [3, 4]
-    assert DataProto.from_dict({}).batch is None
-    assert len(DataProto()) == 0
-
-
-def test_from_single_dict_sorts_by_type() -> None:
+    assert DataProto.from_dict({}).batch is None and len(DataProto()) == 0
     data = DataProto.from_single_dict({"t": torch.zeros(2), "a": np.array(["p", "q"])}, meta_info={"k": 1})
     assert list(data.batch.keys()) == ["t"] and list(data.non_tensor_batch) == ["a"] and data.meta_info == {"k": 1}
-    with pytest.raises(ValueError, match="'bad' must be a tensor or a numpy array, found list"):
-        DataProto.from_single_dict({"bad": [1]})
-
-
-@pytest.mark.parametrize("kind", [AssertionError, ValueError])
-def test_columns_of_different_lengths_are_refused(kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="same number of rows"):
-        DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)})
-    with pytest.raises(kind, match="the batch has 2 rows"):
-        DataProto.from_dict({"a": torch.zeros(2)}, {"b": [1, 2, 3]})
-    with pytest.raises(kind, match="numpy array"):
-        DataProto(non_tensor_batch={"b": [1, 2]})  # type: ignore[dict-item]
 
 
 def test_indexing() -> None:
@@ -65,14 +55,9 @@ def test_indexing() -> None:
     assert isinstance(item, DataProtoItem)
     assert item.batch["x"].tolist() == [3, 4, 5] and item.non_tensor_batch["name"] == "n1"
     mask = torch.tensor([False, True, True, False])
-    for index in (slice(1, 3), [1, 2], np.array([1, 2]), torch.tensor([1, 2]), mask):
-        part = data[index]
-        assert part.batch["y"].tolist() == [1.0, 2.0] and part.non_tensor_batch["name"].tolist() == ["n1", "n2"]
-    assert data[[False, True, True, False]].batch["y"].tolist() == [1.0, 2.0]
-    assert data.slice(0, 4, 2).batch["y"].tolist() == [0.0, 2.0]
-    assert data[np.int64(3)].non_tensor_batch["name"] == "n3"
-    with pytest.raises(TypeError, match="not str"):
-        data["x"]
+    for index in (slice(1, 3), [1, 2], np.array([1, 2]), torch.tensor([1, 2]), mask, mask.tolist()):
+        assert y(data[index]) == [1.0, 2.0] and data[index].non_tensor_batch["name"].tolist() == ["n1", "n2"]
+    assert y(data.slice(0, 4, 2)) == [0.0, 2.0] and data[np.int64(3)].non_tensor_batch["name"] == "n3"
     assert "x" in data and "name" in data and "z" not in data
 
 
@@ -80,6 +65,7 @@ def test_meta_info_is_never_shared() -> None:
     data = batch()
     results = [data.slice(0, 2), data.select(), data.repeat(2), *data.chunk(2), DataProto.concat([data]), data | data]
     results += [data.pad(3), data[[0]], pickle.loads(pickle.dumps(data)), next(data.make_iterator(2, 1))]
+    results += [fold_batch_dim(data, 2), DataProto.from_tensordict(data.to_tensordict())]
     for result in results:
         result.meta_info["nested"]["list"].append("changed")
         result.meta_info["new"] = True
@@ -92,14 +78,11 @@ def test_select_pop_rename() -> None:
     assert list(selected.batch.keys()) == ["x"] and not selected.non_tensor_batch and selected.meta_info == {"step": 1}
     selected.rename("x", "z")
     assert list(selected.batch.keys()) == ["z"] and "x" in data
-    deep = data.select(deepcopy=True)
-    deep.batch["y"][:] = -1
-    assert data.batch["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    data.select(deepcopy=True).batch["y"][:] = -1
+    assert y(data) == [0.0, 1.0, 2.0, 3.0]
     popped = data.pop(batch_keys=["x"], non_tensor_batch_keys=["chat"], meta_info_keys=["step"])
     assert list(popped.batch.keys()) == ["x"] and popped.meta_info == {"step": 1}
     assert "x" not in data and "chat" not in data and "step" not in data.meta_info
-    with pytest.raises(AssertionError, match=r"cannot pop \['x'\]"):
-        data.pop(batch_keys=["x"])
 
 
 def test_union_in_place_and_or_not() -> None:
@@ -109,47 +92,30 @@ def test_union_in_place_and_or_not() -> None:
     assert "z" not in data and "tag" not in data and "more" not in data.meta_info and "x" not in other
     assert data.union(other) is data and "z" in data
     assert data.union(DataProto.from_dict({"z": torch.ones(4)})) is data
-    with pytest.raises(AssertionError, match="'z'"):
-        data.union(DataProto.from_dict({"z": torch.zeros(4)}))
-    with pytest.raises(AssertionError, match="meta_info key 'more'"):
-        data.union(DataProto.from_dict({"w": torch.zeros(4)}, meta_info={"more": 3}))
-    with pytest.raises(AssertionError, match="rows"):
-        data.union(DataProto.from_dict({"w": torch.zeros(3)}))
     only_meta = DataProto(meta_info={"late": 1})
     assert (data | only_meta).meta_info["late"] == 1 and len(only_meta | data) == 4
 
 
 def test_union_of_values_that_equality_is_hard_for() -> None:
-    nan = np.array([1.0, np.nan])
-    loop: list = [1]
-    loop.append(loop)
-    objects = np.empty(2, dtype=object)
-    objects[:] = [{"a": np.array([np.nan])}, loop]
-    same = copy.deepcopy(objects)
-    union_numpy_dict({"f": nan, "o": objects}, {"f": nan.copy(), "o": same})
-    different = copy.deepcopy(objects)
-    different[0]["a"][0] = 0.0
-    with pytest.raises(AssertionError, match="'o'"):
-        union_numpy_dict({"o": objects}, {"o": different})
-    with_nan = TensorDict({"t": torch.tensor([1.0, float("nan")])}, batch_size=[2])
-    union_tensor_dict(with_nan, with_nan.clone())
-    with pytest.raises(AssertionError, match="'t'"):
-        union_tensor_dict(with_nan, TensorDict({"t": torch.ones(2)}, batch_size=[2]))
+    def hard() -> DataProto:
+        arrays = {"f": np.array([1.0, np.nan]), "o": [{"a": np.array([np.nan])}, [1, (2,)]]}
+        return DataProto.from_dict({"t": torch.tensor([1.0, float("nan")])}, arrays)
+
+    hard().union(hard())
+    for change in (lambda d: d.batch["t"].fill_(1), lambda d: d.non_tensor_batch["o"][0]["a"].fill(0)):
+        different = hard()
+        change(different)
+        with pytest.raises(AssertionError, match="'[to]'"):
+            hard().union(different)
 
 
-def test_reorder_repeat_unfold() -> None:
+def test_reorder_and_repeat() -> None:
     data = batch()
-    assert data.repeat(2).batch["y"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert y(data.repeat(2)) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert data.repeat(2, interleave=False).non_tensor_batch["name"].tolist() == ["n0", "n1", "n2", "n3"] * 2
-    assert data.sample_level_repeat([0, 2, 1, 0]).batch["y"].tolist() == [1, 1, 2]
-    with pytest.raises(BatchError, match="3 entries"):
-        data.sample_level_repeat([1, 1, 1])
+    assert y(data.sample_level_repeat([0, 2, 1, 0])) == [1, 1, 2]
     data.reorder(torch.tensor([3, 1, 0, 2]))
-    assert data.batch["y"].tolist() == [3, 1, 0, 2] and data.non_tensor_batch["name"][0] == "n3"
-    unfolded = DataProto.from_dict({"x": torch.arange(8).reshape(2, 4), "y": torch.tensor([5, 6])})
-    unfolded = unfolded.unfold_column_chunks(2, split_keys=["x"])
-    assert unfolded.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert unfolded.batch["y"].tolist() == [5, 5, 6, 6]
+    assert y(data) == [3, 1, 0, 2] and data.non_tensor_batch["name"][0] == "n3"
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(4, 2), (5, 3), (2, 4), (0, 2), (7, 1)])
@@ -161,36 +127,23 @@ def test_chunk_is_array_split_and_concat_its_inverse(rows: int, chunks: int) -> 
     assert torch.equal(joined.batch["x"], data.batch["x"])
     assert joined.non_tensor_batch["name"].tolist() == data.non_tensor_batch["name"].tolist()
     assert [len(part) for part in data.split(3)] == [len(range(i, min(i + 3, rows))) for i in range(0, rows, 3)]
-
-
-def test_chunk_bounds_by_hand() -> None:
     assert chunk_bounds(5, 3) == [(0, 2), (2, 4), (4, 5)]
-    with pytest.raises(ValueError, match="at least 1"):
-        chunk_bounds(5, 0)
 
 
-def test_concat_merges_metrics_and_refuses_conflicts() -> None:
-    def part(metrics: object, step: int = 1) -> DataProto:
-        return DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"metrics": metrics, "step": step})
+def test_concat_merges_metrics() -> None:
+    def part(metrics: object) -> DataProto:
+        return DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"metrics": metrics, "step": 1})
 
     merged = DataProto.concat([part({"a": 1, "b": 2}), part([{"a": 3}, {"a": 4}])]).meta_info
     assert merged == {"metrics": {"a": [1, 3, 4], "b": [2]}, "step": 1}
-    with pytest.raises(AssertionError, match="Conflicting values for meta_info key 'step'"):
-        DataProto.concat([part({}), part({}, step=2)])
-    with pytest.raises(ValueError, match="at least one"):
-        DataProto.concat([])
 
 
 def test_make_iterator() -> None:
     data = batch(6)
-    plain = [part.batch["y"].tolist() for part in data.make_iterator(2, epochs=2)]
-    assert plain == [[0, 1], [2, 3], [4, 5]] * 2
+    assert [y(part) for part in data.make_iterator(2, epochs=2)] == [[0, 1], [2, 3], [4, 5]] * 2
     shuffled = {"shuffle": True}
-    first = [p.batch["y"].tolist() for p in data.make_iterator(3, 2, seed=1, dataloader_kwargs=shuffled)]
-    again = [p.batch["y"].tolist() for p in data.make_iterator(3, 2, seed=1, dataloader_kwargs=shuffled)]
+    first, again = ([y(p) for p in data.make_iterator(3, 2, seed=1, dataloader_kwargs=shuffled)] for _ in range(2))
     assert first == again and sorted(first[0] + first[1]) == [0, 1, 2, 3, 4, 5] and first[:2] != first[2:]
-    with pytest.raises(AssertionError, match="mini_batch_size=4"):
-        next(data.make_iterator(4, 1))
 
 
 def test_pad_marks_rows_of_weight_zero() -> None:
@@ -199,68 +152,96 @@ def test_pad_marks_rows_of_weight_zero() -> None:
     assert padded.batch["x"].tolist() == [1, 2, 3, 1]
     assert padded.batch["is_padding"].tolist() == [False, False, False, True]
     assert padded.batch["response_mask"].sum(1).tolist() == [2, 2, 2, 0]
-    assert len(data) == 3 and data.batch["response_mask"].sum() == 6
-    assert "is_padding" not in data.pad(3)
-    again = padded.pad(3)
-    assert again.batch["is_padding"].tolist() == [False, False, False, True, True, True]
-    names = DataProto.from_dict(non_tensors={"n": ["a"]}).pad(2)
-    assert names.batch["is_padding"].tolist() == [False, True]
+    assert len(data) == 3 and data.batch["response_mask"].sum() == 6 and "is_padding" not in data.pad(3)
+    assert padded.pad(3).batch["is_padding"].tolist() == [False, False, False, True, True, True]
+    assert DataProto.from_dict(non_tensors={"n": ["a"]}).pad(2).batch["is_padding"].tolist() == [False, True]
     assert len(data.slice(0, 0).pad(2)) == 0
-    assert len(data.pad(16)) == 16
 
 
 def test_verl_padding_helpers() -> None:
     data = batch(3)
     padded, added = pad_dataproto_to_divisor(data, 7)
-    assert added == 4 and padded.batch["y"].tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert unpad_dataproto(padded, added).batch["y"].tolist() == [0, 1, 2]
+    assert added == 4 and y(padded) == [0, 1, 2, 0, 1, 2, 0]
+    assert y(unpad_dataproto(padded, added)) == [0, 1, 2] and len(unpad_dataproto(data, 9)) == 0
     assert pad_dataproto_to_divisor(data, 3) == (data, 0)
-    data.padding(2)
-    assert data.batch["y"].tolist() == [0, 1, 2, 2, 2] and data.non_tensor_batch["name"][-1] == "n2"
-    data.padding(1, "first")
-    assert data.batch["y"].tolist()[-1] == 0
 
 
 def test_rows_to_batch_and_to_disk(tmp_path: Path) -> None:
     data = batch()
     rows = collate_fn([data[i] for i in range(4)])
-    assert torch.equal(rows.batch["x"], data.batch["x"])
-    assert rows.non_tensor_batch["chat"][2] == [{"role": "user", "i": 2}]
     data.save_to_disk(tmp_path / "batch.pkl")
-    loaded = DataProto.load_from_disk(tmp_path / "batch.pkl")
-    assert torch.equal(loaded.batch["x"], data.batch["x"]) and loaded.meta_info == data.meta_info
-    assert loaded.non_tensor_batch["chat"].tolist() == data.non_tensor_batch["chat"].tolist()
-    assert data.to("cpu") is data
-    assert type(copy.deepcopy(data)) is DataProto
+    for other in (rows, DataProto.load_from_disk(tmp_path / "batch.pkl"), copy.deepcopy(data), data.to("cpu")):
+        assert type(other) is DataProto and len(other | data) == 4  # the union raises where anything differs
 
 
-def test_parts_with_other_columns_are_named() -> None:
-    """Not lost without a word in one order, and a bare KeyError in the other."""
-    plain = DataProto.from_dict({"x": torch.zeros(2)}, {"name": ["a", "b"]})
-    more = DataProto.from_dict({"x": torch.zeros(2), "y": torch.ones(2)}, {"name": ["a", "b"]})
-    for parts, missing, having in (([plain, more], 0, "[1]"), ([more, plain], 1, "[0]")):
-        with pytest.raises(ValueError, match=f"column 'y' is missing in part {missing}") as caught:
-            DataProto.concat(parts)
-        assert having in str(caught.value)
+def test_fold_by_hand_and_back() -> None:
+    inner = TensorDict({"z": torch.arange(6)}, batch_size=[6])
+    data = batch(6) | DataProto(TensorDict({"inner": inner}, batch_size=[6]))
+    folded = fold_batch_dim(data, new_batch_size=3)
+    assert len(folded) == 3 and y(folded) == [[0, 1], [2, 3], [4, 5]] and y(folded[[2]]) == [[4, 5]]
+    assert folded.batch["x"][0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert folded.batch["inner", "z"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert folded.non_tensor_batch["name"].tolist() == [["n0", "n1"], ["n2", "n3"], ["n4", "n5"]]
+    assert len(unfold_batch_dim(folded) | data) == 6
+    deep = DataProto.from_dict({"x": torch.arange(24).reshape(2, 3, 2, 2)}, {"n": np.arange(12).reshape(2, 3, 2)})
+    flat = unfold_batch_dim(deep, batch_dims=3)
+    assert len(flat) == 12 and flat.batch["x"][4].tolist() == [8, 9] and flat.non_tensor_batch["n"][4] == 4
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_as_one_tensordict_and_back(rows: int) -> None:
+    data = batch(rows)
+    joined = data.to_tensordict()
+    assert joined.batch_size == torch.Size([rows])
+    assert set(joined.keys()) == {"x", "y", "name", "chat", "step", "nested"}
+    assert isinstance(joined.get("step"), NonTensorData) and joined["step"] == 1
+    back = DataProto.from_tensordict(joined)
+    assert list(back.batch.keys()) == ["x", "y"] and len(back | data) == rows
+    if rows == 4:
+        part = DataProto.from_tensordict(joined[torch.tensor([3, 1])], {"more": 2})
+        assert part.non_tensor_batch["name"].tolist() == ["n3", "n1"] and part.meta_info["more"] == 2
+    objects = DataProto.from_tensordict(DataProto.from_dict(non_tensors={"n": ["a", "b"]}).to_tensordict())
+    assert objects.batch is None and objects.non_tensor_batch["n"].tolist() == ["a", "b"]
+    jagged = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
+    made = TensorDict({"ids": jagged, "name": NonTensorStack("a", "b")}, batch_size=[2])
+    assert DataProto.from_tensordict(made).to_tensordict()["ids"][0].tolist() == [0, 1, 2]
+
+
+def test_tensordict_is_imported_only_when_needed() -> None:
+    program = "import sys, verl_lite.single_controller.worker_group; sys.exit('tensordict' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+MORE = DataProto.from_dict({"y": torch.zeros(4), "late": torch.zeros(4, 7)})
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda data: data.select_idxs(torch.tensor([1, 0, 1, 0], dtype=torch.uint8)), "uint8"),
-        (lambda data: data.unfold_column_chunks(2, ["name"]), r"'name' has shape \(4,\)"),
-        (lambda data: data.unfold_column_chunks(2, ["z"]), "'z' is missing"),
-        (lambda data: data.make_iterator(2, 1, dataloader_kwargs={"bogus": 1}), "bogus"),
+        (lambda data: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), "same number of rows"),
+        (lambda data: DataProto.from_dict({"a": torch.zeros(2)}, {"b": [1, 2, 3]}), r"'b'.*2 rows.*\(3,\)"),
+        (lambda data: DataProto(non_tensor_batch={"b": [1, 2]}), "numpy array"),  # type: ignore[dict-item]
+        (lambda data: DataProto.from_single_dict({"bad": [1]}), "'bad' must be a tensor or a numpy array, found list"),
+        (lambda data: DataProto(TensorDict({}, batch_size=[2, 3])), "one batch dimension"),
+        (lambda data: data.pop(batch_keys=["z"]), r"cannot pop \['z'\]"),
+        (lambda data: data.union(MORE), "'y'"),
+        (lambda data: data.union(DataProto(meta_info={"step": 3})), "meta_info key 'step'"),
+        (lambda data: data.union(MORE.slice(0, 3)), "rows"),
+        (lambda data: data.sample_level_repeat([1, 1, 1]), "3 entries"),
+        (lambda data: data.chunk(0), "at least 1"),
+        (lambda data: DataProto.concat([]), "at least one"),
+        (lambda data: DataProto.concat([data, MORE]), r"column 'late' is missing in part 0.*\[1\]"),
+        (lambda data: DataProto.concat([data | MORE.select(["late"]), data]), "column 'late' is missing in part 1"),
         (lambda data: data.make_iterator(3, 1), "mini_batch_size=3"),
+        (lambda data: data.make_iterator(2, 1, dataloader_kwargs={"bogus": 1}), "bogus"),
+        (lambda data: data.select_idxs(torch.tensor([1, 0, 1, 0], dtype=torch.uint8)), "uint8"),
+        (lambda data: fold_batch_dim(data, 3), "4 rows into new_batch_size=3"),
+        (lambda data: unfold_batch_dim(data), "first 2 dimensions"),
+        (lambda data: (data | DataProto(meta_info={"x": 1})).to_tensordict(), "'x' is used twice"),
+        (lambda data: DataProto.from_tensordict(data.to_tensordict(), {"step": 7}), "'step'"),
     ],
 )
-def test_wrong_arguments_are_named_at_once(wrong: Callable[[DataProto], object], said: str) -> None:
-    data = DataProto.from_dict({"x": torch.arange(4)}, {"name": ["a", "b", "c", "d"]})
-    with pytest.raises(ValueError, match=said):
-        wrong(data)
-
-
-def test_nothing_is_given_and_nothing_is_left() -> None:
-    assert len(unpad_dataproto(DataProto.from_dict({"x": torch.arange(6)}), 9)) == 0
-    empty: Any = None
-    assert DataProto(non_tensor_batch=empty, meta_info=empty).non_tensor_batch == {}
+def test_wrong_arguments_are_named_at_once(wrong: Change, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        wrong(batch())
+    assert isinstance(caught.value, BatchError) or "at least" in said or "'bad'" in said

@@ -198,9 +198,9 @@ def test_apply_keeps_earlier_padding_marks_and_restore_keeps_them():
 
 def test_apply_and_restore_refuse_another_batch():
     plan = plan_batch([4, 3, 2], num_tokens=[1, 1, 1], world_size=2, mini_batch_size=None)
-    with pytest.raises(ValueError, match="apply: the batch has 5 rows, 3 rows were planned"):
+    with pytest.raises(ValueError, match="has 5 rows, 3 were planned"):
         plan.apply(batch(5))
-    with pytest.raises(ValueError, match="restore: the batch has 3 rows, 4 places were planned"):
+    with pytest.raises(ValueError, match="has 3 rows, 4 were planned"):
         plan.restore(batch(3))
 
 
@@ -238,8 +238,8 @@ def test_large_batches_are_planned_fast():
     ("arguments", "message"),
     [
         ({"lengths": [3, 9]}, r"actor.ppo_max_token_len_per_gpu=8: row 1 alone has 9 tokens. Set it .* at least 9"),
-        ({"lengths": [], "num_tokens": []}, "no rows"),
-        ({"num_tokens": [1]}, "must both be"),
+        ({"lengths": [], "num_tokens": []}, "B > 0"),
+        ({"num_tokens": [1]}, r"lengths \(2,\) and num_tokens \(1,\)"),
         ({"mini_batch_size": 0}, "mini_batch_size=0; expected at least 1"),
         ({"mini_batch_size": [1, 2]}, "are 3 sequences; the batch has 2"),
         ({"mini_batch_size": [2, 0]}, "mini_batch_size=0; expected at least 1"),

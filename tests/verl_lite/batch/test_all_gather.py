@@ -41,7 +41,7 @@ def gather(counts: list[int], group_of_one: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("counts", [[2, 2], [3, 1], [0, 2]])
+@pytest.mark.parametrize("counts", [[3, 1], [0, 2]])
 def test_rows_of_all_ranks_in_rank_order(ranks: Ranks, counts: list[int]) -> None:
     expected = [i for i in range(counts[0])] + [10 + i for i in range(counts[1])]
     for rank, result in enumerate(ranks.run(gather, counts, False)):

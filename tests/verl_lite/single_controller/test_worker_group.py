@@ -132,17 +132,6 @@ def test_futures_as_results_and_arguments(groups: Groups, rows: int) -> None:
         failing.get()
 
 
-def test_futures_joined_and_cut_are_arguments(groups: Groups) -> None:
-    group = groups["calculator"]
-    # the parts of 6 and of 2 rows are not the 2 rows each into which 4 ranks cut 8
-    joined = DataProtoFuture.concat([group.later(batch(6)), group.later(batch(2))])
-    result = group.add(batch(8), other=joined)
-    assert result.batch["y"].tolist() == [i + 5 + 10.0 * z for i, z in enumerate([0, 1, 2, 3, 4, 5, 0, 1])]
-    first, second = group.later(batch(5)).chunk(2)
-    assert group.add(batch(3), other=first).batch["y"].tolist() == [5.0, 16.0, 27.0]
-    assert group.add(batch(2), other=second).batch["y"].tolist() == [35.0, 46.0]
-
-
 def test_mesh(groups: Groups) -> None:
     group = groups["mesh"]
     data = batch(5)
