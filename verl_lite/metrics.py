@@ -108,7 +108,7 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
-        entries = entry if isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str) else [entry]
+        entries: Any = entry if isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str) else [entry]
         if len(entries) and isinstance(entries[0], Metric):
             result |= values(join({name: entries}))
         elif len(entries):

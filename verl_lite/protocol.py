@@ -113,15 +113,18 @@ class DataProto:
             elif isinstance(value, NonTensorData):
                 facts = union_meta([facts, {name: value.data}])
         batch: Any = tensor_dict.exclude(*arrays, *facts)
-        return cls(None if arrays and batch.is_empty() else batch, arrays, facts)
+        batch = None if arrays and batch.is_empty() else batch
+        return cls(batch, arrays, facts)
 
     def to_tensordict(self) -> TensorDict:
         """All of it as one TensorDict of batch_size [rows]; tensors are shared. A name used twice is a BatchError."""
         from tensordict import NonTensorData, NonTensorStack
 
         joined = tensor_dict({}, len(self)) if self.batch is None else self.batch.copy()
-        stacks = {k: NonTensorStack(*map(NonTensorData, column)) for k, column in self.non_tensor_batch.items()}
-        facts = {name: NonTensorData(copy_meta(value)) for name, value in self.meta_info.items()}
+        stacks: dict[str, Any] = {
+            name: NonTensorStack(*map(NonTensorData, column)) for name, column in self.non_tensor_batch.items()
+        }
+        facts: dict[str, Any] = {name: NonTensorData(copy_meta(value)) for name, value in self.meta_info.items()}
         for name, value in (*stacks.items(), *facts.items()):
             if name in joined.keys():
                 raise BatchError(f"{name!r} is used twice, and a TensorDict holds one of them: rename it")
@@ -175,8 +178,8 @@ class DataProto:
         """An int gives a DataProtoItem; a slice, list, array or tensor (indices or a bool mask) a DataProto."""
         if isinstance(item, slice):
             return self._rows(item)
-        if isinstance(item, list) or getattr(item, "ndim", 0):
-            return self.select_idxs(item)  # type: ignore[arg-type]
+        if isinstance(item, list) or (isinstance(item, np.ndarray | torch.Tensor) and item.ndim):
+            return self.select_idxs(item)
         row = operator.index(item)
         arrays = {name: value[row] for name, value in self.non_tensor_batch.items()}
         return DataProtoItem(None if self.batch is None else self.batch[row], arrays, copy_meta(self.meta_info))
@@ -224,7 +227,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Take these columns out of this batch, in place; returns them as a batch. A missing one is a BatchError."""
-        taken: list[dict[str, Any]] = []
+        taken: list[Any] = []
         asked = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         sources: tuple[Any, ...] = ({} if self.batch is None else self.batch, self.non_tensor_batch, self.meta_info)
         for wanted, source in zip(asked, sources, strict=True):

@@ -134,7 +134,7 @@ def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:
     sizes: dict[str, tuple[int, str]] = {}
     tensors = {} if data.batch is None else data.batch
     for entry in map(column, columns_required):
-        problem, shape = "", ()
+        problem, shape = "", tuple[int, ...]()
         if entry.name not in data:
             present = ", ".join(sorted([*tensors.keys(), *data.non_tensor_batch])) or "no columns"
             problem = f"is missing ({entry.meaning}); the batch has {present}"

@@ -76,7 +76,7 @@ class BatchPlan:
         planned = data.select_idxs(self.order)
         columns = {name: torch.from_numpy(getattr(self, name)).clone() for name in (*PLAN_COLUMNS, "is_padding")}
         if "is_padding" in planned:
-            columns["is_padding"] |= planned.batch.pop("is_padding").cpu()
+            columns["is_padding"] |= torch.as_tensor(planned.batch.pop("is_padding").cpu())
         if "response_mask" in planned:
             mask = planned.batch["response_mask"]
             padding = torch.from_numpy(self.is_padding).to(mask.device)
