@@ -72,8 +72,8 @@ actor/perf/{host_rss_gb,max_memory_allocated_gb,max_memory_reserved_gb} | GiB | 
     memory of the fullest worker; on CUDA the peak of the update, allocated and reserved
 actor/pg_clipfrac | share | losses that clip | <= 0.3 | tokens where the loss clips, truncates or leaves out its ratio
     / valid tokens; which, says each loss
-actor/pg_clipfrac_lower | share | vanilla, geo_mean, cispo | | tokens bounded from the other side (dual clip; the
-    lower clip of some losses) / valid tokens
+actor/pg_clipfrac_lower | share | vanilla, geo_mean, dppo | | tokens bounded from the other side (dual clip; dppo:
+    a ratio above clip_ratio_c) / valid tokens
 actor/pg_loss | | | | the policy loss of actor.policy_loss.loss_mode, aggregated as actor.loss_agg_mode says; its size
     says little, since advantages are centred
 actor/policykl | nats | | | d = log pi - log pi_old, aggregated as loss_agg_mode says

@@ -55,8 +55,9 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
         _require(bool((found != 0).any()), f"{name} are not all zero")
         _require(not bool(found[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
     _require_unchanged(batch, before)
-    hidden = all(map(torch.equal, function(**hide(batch, math.nan)), result))
-    _require(hidden, f"values under mask 0 never matter: {_WHERE}")
+    for number in (1.5, math.nan):
+        hidden = all(map(torch.equal, function(**hide(batch, number)), result))
+        _require(hidden, f"values under mask 0 never matter (here {number:g}): {_WHERE}")
     kept = mask.any(dim=1).nonzero().squeeze(1)
     few = zip(function(**take_rows(batch, kept)), result, strict=True)
     repair = "count valid rows only, with response_mask.any(dim=1)"

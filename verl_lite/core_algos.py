@@ -1,6 +1,9 @@
 """The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
 
-The names that verl's users import are all found here; what they name stands in the folder `algos`: estimators in
+The names that verl's users import are found here, but for verl's `compute_policy_loss_reinforce` and
+`compute_policy_loss_bypass_mode` (`algorithm.rollout_correction.*` does that to any loss), `compute_pf_ppo_reweight_data`
+(`verl_lite.pf_ppo`), and what is for pictures (`kl_penalty_image`, `compute_policy_loss_flow_grpo`:
+`verl_lite.flow_sde`). What they name stands in the folder `algos`: estimators in
 `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses` and
 `covariance_losses`, sums over masks and groups and `agg_loss` in `masked`. README.md beside this file is the guide:
 every name with its formula, key and source.
@@ -162,7 +165,9 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
 # What `algorithm.adv_estimator` knows. Formulas, papers and differences from verl and ROLL stand with each function.
 register_adv_est("gae", rows="trajectory")(compute_gae_advantage_return)
 register_adv_est("grpo", groups=True)(compute_grpo_outcome_advantage)
-register_adv_est("grpo_vectorized", groups=True)(compute_grpo_outcome_advantage)
+compute_grpo_vectorized_outcome_advantage = register_adv_est("grpo_vectorized", groups=True)(
+    compute_grpo_outcome_advantage
+)
 register_adv_est("grpo_passk", groups=True)(compute_grpo_passk_outcome_advantage)
 register_adv_est("gdpo", groups=True, raw_scores=True)(compute_gdpo_outcome_advantage)
 register_adv_est("rloo", groups=True)(compute_rloo_outcome_advantage)
@@ -300,6 +305,11 @@ def _kl_estimate(difference: torch.Tensor, name: str) -> torch.Tensor:
             return (inverse.exp() - inverse - 1).clamp(-10.0, 10.0)
 
 
+def kl_penalty_forward(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+    """verl's name of the value of `kl_penalty`, whose gradient a "+" would change: (B, T)."""
+    return _kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+
+
 def compute_approx_kl(
     log_probs: torch.Tensor,
     log_probs_base: torch.Tensor,
@@ -332,6 +342,13 @@ def apply_kl_penalty(
         per_sequence = divergence.sum(dim=-1) / lengths.clamp(min=1)
         mean_kl = float(per_sequence.sum() / (lengths > 0).sum().clamp(min=1))
     return token_level_scores - kl_coef * divergence, mean_kl
+
+
+def compute_rewards(
+    token_level_scores: torch.Tensor, old_log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kl_ratio: float
+) -> torch.Tensor:
+    """verl's name of scores less kl_ratio (old_log_prob - ref_log_prob), all (B, T), without a mask."""
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 class FixedKLController:
@@ -394,3 +411,10 @@ def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     """log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable. fp32 at least."""
     wide = at_least_fp32(logits)
     return wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(dim=-1)
+
+
+def compute_entropy_loss(
+    logits: torch.Tensor, response_mask: torch.Tensor, loss_agg_mode: str = "token-mean"
+) -> torch.Tensor:
+    """The entropy of softmax(logits) (B, T, V), aggregated over the valid tokens of a mini-batch given whole."""
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)

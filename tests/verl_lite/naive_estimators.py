@@ -48,11 +48,9 @@ class Given:
         return [row for row in self.rows if any(self.mask[row])]
 
     def scores(self) -> Row:
-        """Sum of a row's rewards, 0 for a row without a valid token. A finite reward under mask 0 counts."""
-        return [
-            sum(r for r in rewards if math.isfinite(r)) * any(m)
-            for rewards, m in zip(self.rewards, self.mask, strict=True)
-        ]
+        """Sum of the rewards of a row's valid tokens."""
+        rows = zip(self.rewards, self.mask, strict=True)
+        return [sum(r for r, m in zip(rewards, mask, strict=True) if m) for rewards, mask in rows]
 
     def groups(self, labels: list[Any] | None = None) -> dict[Any, list[int]]:
         """Rows with a valid token by group label (default: index)."""

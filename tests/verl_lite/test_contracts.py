@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl_lite import core_algos
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.algos.policy_losses import RATIO_LOSSES
 from verl_lite.config import ActorConfig, PolicyLossConfig
@@ -50,6 +52,15 @@ def test_the_names_of_verl_and_roll_are_there() -> None:
         *("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro", "cispo"),
         *("tis", "topr", "kimi15"),
     }
+
+
+def test_verls_smaller_names_give_what_verl_defines() -> None:
+    scores, old, ref = (torch.tensor([[value, value]]) for value in (1.0, -1.0, -2.0))
+    assert core_algos.compute_rewards(scores, old, ref, 0.5).tolist() == [[0.5, 0.5]]
+    assert core_algos.kl_penalty_forward(old, ref, "k1+").tolist() == [[1.0, 1.0]]
+    logits = torch.tensor([[[0.0, 0.0], [0.0, -torch.inf]]])  # entropies ln 2 and 0
+    assert core_algos.compute_entropy_loss(logits, torch.tensor([[1, 0]])).item() == pytest.approx(math.log(2))
+    assert core_algos.compute_entropy_loss(logits, torch.ones(1, 2)).item() == pytest.approx(math.log(2) / 2)
 
 
 @pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))

@@ -211,3 +211,18 @@ def test_19_bf16_columns_are_computed_in_fp32() -> None:
     found, _ = ADV_ESTIMATOR_REGISTRY["reinforce"](rewards, mask)
     assert found.dtype == torch.float32 and found[0, 0].item() == 600.0
     assert agg_loss(rewards, mask, "token-sum").item() == 600.0
+
+
+def test_20_gspo_is_a_mean_over_sequences_whatever_the_mode() -> None:
+    columns, config = loss_batch(), ActorConfig()
+    arguments = [columns[key] for key in LOSS_ARGUMENTS]
+    by_mode = [POLICY_LOSS_REGISTRY["gspo"](*arguments, mode, config)[0] for mode in ("token-mean", "token-sum")]
+    assert by_mode[0] == by_mode[1]
+
+
+def test_21_the_tail_of_the_token_baseline_goes_by_position() -> None:
+    """Two tokens each; only the first row has one at the third place, which so has no baseline."""
+    rewards, mask = [[0.0, 0.0, 5.0], [0.0, 1.0, 0.0]], [[1, 0, 1], [1, 1, 0]]
+    pi = {"old_log_probs": torch.full((2, 3), math.log(0.5)), "sum_pi_squared": torch.full((2, 3), 0.5)}
+    found = estimate("optimal_token_baseline", rewards, mask, index=["a", "a"], **pi)
+    assert found[0].tolist() == pytest.approx([2.0, 0.0, 5.0]) and found[1, 0].item() == pytest.approx(-2.0)

@@ -156,6 +156,15 @@ def test_gspo_and_geo_mean_of_a_row_by_hand() -> None:
     assert geo_mean.item() == pytest.approx(-2 * math.exp(0.05))
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_counts_ratios_above_c_among_the_tokens_inside(name: str) -> None:
+    """A bad token that grew fivefold goes on its way back: inside, with a weight of c = 3 in place of 5."""
+    token = one(Token(5.0, -1.0, 0.0)) | {"old_log_prob": torch.full((1, 1), -9.0), "log_prob": torch.tensor([[-7.4]])}
+    loss, metrics = POLICY_LOSS_REGISTRY[name](*token.values(), "token-mean", CONFIG)
+    assert loss.item() == pytest.approx(3 * -7.4)
+    assert (metrics["pg_clipfrac"].value, metrics["pg_clipfrac_lower"].value) == (0, 1)
+
+
 def test_importance_weights_by_hand() -> None:
     """A token's loss counts times its weight: -2 * 3. A row of geo_mean by their geometric mean: sqrt(1 * 4)."""
     token = one(Token(1.0, 2.0, -2.0))

@@ -3,9 +3,8 @@
 Plain functions with verl's names and arguments; `core_algos` registers them. Rows without a valid token (padding, a
 failed reward) take no part in any statistic and get 0. Group statistics are in fp64, by segment sums.
 
-Estimators of whole answers ("outcome") read one score per row, the sum of its rewards: see `outcome_scores`. Estimators
-of steps (gae, reinforce_plus_plus, remax, the optimal token baselines) read rewards under mask 1 only: put the score of
-an answer on a token of the policy.
+Estimators of whole answers ("outcome") read one score per row, the sum of its rewards: see `outcome_scores`. All read
+rewards under mask 1 only: put the score of an answer on a token of the policy.
 """
 
 from __future__ import annotations
@@ -34,23 +33,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Score of each response (B,): the sum of its token rewards; 0 for a row without a valid token.
-
-    A finite reward under mask 0 counts: an answer may end in a token that the environment wrote, and its score sits
-    there. NaN and infinities under mask 0 do not.
-    """
-    is_valid = response_mask.bool()
-    return _scores(token_level_rewards, is_valid, is_valid.any(dim=-1))
-
-
-def _scores(token_level_rewards: torch.Tensor, is_valid: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    rewards = at_least_fp32(token_level_rewards)
-    scores = rewards.sum(dim=-1)
-    odd = ~torch.isfinite(scores)  # NaN or an infinity somewhere: a second look at these rows
-    if bool(odd.any()):
-        readable = is_valid[odd] | torch.isfinite(rewards[odd])
-        scores[odd] = torch.where(readable, rewards[odd], 0).sum(dim=-1)
-    return torch.where(valid, scores, 0)
+    """Score of each response (B,): the sum of the rewards of its valid tokens, 0 for a row that has none."""
+    return torch.where(response_mask.bool(), at_least_fp32(token_level_rewards), 0).sum(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ def outcomes(
     check_rows(name, len(token_level_rewards), index=index)
     is_valid = response_mask.bool()
     valid = is_valid.any(dim=-1)
-    scores = _scores(token_level_rewards, is_valid, valid).double()
+    scores = outcome_scores(token_level_rewards, is_valid).double()
     groups, num_groups = group_ids(index, scores.device)
     return Outcomes(is_valid, scores, valid, groups, num_groups, *group_mean_std(scores, groups, num_groups, valid))
 

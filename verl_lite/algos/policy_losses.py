@@ -335,7 +335,7 @@ def compute_policy_loss_gspo(
     """GSPO: max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean of d over the row) (arXiv:2507.18071).
 
     Written per token as s = sg(s) exp(log_prob - sg(log_prob)), log s at most 10, so that advantages may differ within
-    a row (GSPO-token). The mode is always seq-mean-token-mean, as the paper defines it and verl has it.
+    a row (GSPO-token). The mode is always seq-mean-token-mean, as the paper defines it (verl 0.9.1: loss_agg_mode).
     """
     low, high = clip_range(config)
     log_ratio = bounded_log_ratio(log_prob.detach(), old_log_prob)

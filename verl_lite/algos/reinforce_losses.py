@@ -145,7 +145,8 @@ def compute_policy_loss_dppo_tv(
     """DPPO with total variation: -sg(min(r, c)) A log_prob where the token is inside, else 0 (arXiv:2602.04879).
 
     Inside: p - p_old <= high where A > 0, p - p_old >= -low elsewhere. The clip ranges are bounds of probabilities
-    here, and clip_ratio_c = c bounds the weight; 20 suits it better than PPO's 3.
+    here, and clip_ratio_c = c bounds the weight; 20 suits it better than PPO's 3. Metrics, as in verl: pg_clipfrac, the
+    tokens outside; pg_clipfrac_lower, those inside whose ratio is above c.
     """
     low, high = clip_range(config)
     shift = (log_prob.exp() - old_log_prob.exp()).detach()
@@ -184,6 +185,6 @@ def _divergence_gated(
 ) -> TokenLosses:
     if config.clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={config.clip_ratio_c}: it bounds ratios above 1; set it above 1.0.")
-    weights = bounded_log_ratio(log_prob.detach(), old_log_prob).exp().clamp(max=config.clip_ratio_c)
-    losses = torch.where(is_inside, -weights * advantages * log_prob, 0)
-    return losses, {"pg_clipfrac": ~is_inside, "pg_clipfrac_lower": ~is_inside & (advantages <= 0)}
+    ratio = bounded_log_ratio(log_prob.detach(), old_log_prob).exp()
+    losses = torch.where(is_inside, -ratio.clamp(max=config.clip_ratio_c) * advantages * log_prob, 0)
+    return losses, {"pg_clipfrac": ~is_inside, "pg_clipfrac_lower": is_inside & (ratio > config.clip_ratio_c)}

@@ -32,9 +32,11 @@ def rollout_probs_diff(
 
 @torch.no_grad()
 def mismatch_metrics(
-    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor
+    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor | None, response_mask: torch.Tensor
 ) -> dict[str, Metric]:
     """rollout_corr/*: how far the trainer's policy is from the rollout's, under verl's names. All arguments (B, T).
+
+    Without rollout_log_probs only training_ppl and training_log_ppl, as verl's `compute_offpolicy_metrics`.
 
     With x = log_probs - rollout_log_probs within +-20, n the tokens of a row:
       kl, k3_kl                        mean over tokens of -x, of e^x - 1 - x: estimates of KL(rollout || trainer)
@@ -48,6 +50,13 @@ def mismatch_metrics(
     has_token, tokens = lengths > 0, int(lengths.sum())
     if not tokens:
         return {}
+    if rollout_log_probs is None:
+        totals = torch.where(is_valid, at_least_fp32(log_probs), 0).sum(dim=-1, dtype=torch.float64)[has_token]
+        alone = -totals / lengths[has_token]
+        return {
+            "rollout_corr/training_ppl": Metric.mean(float(alone.exp().sum()), len(alone)),
+            "rollout_corr/training_log_ppl": Metric.mean(float(alone.sum()), len(alone)),
+        }
     log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
     totals = torch.stack(
         [
