@@ -1,10 +1,9 @@
 """The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
 
-The names that verl's users import are found here, but for verl's `compute_policy_loss_reinforce` and
-`compute_policy_loss_bypass_mode` (`algorithm.rollout_correction.*` does that to any loss), `compute_pf_ppo_reweight_data`
-(`verl_lite.pf_ppo`), and what is for pictures (`kl_penalty_image`, `compute_policy_loss_flow_grpo`:
-`verl_lite.flow_sde`). What they name stands in the folder `algos`: estimators in
-`advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses` and
+The names that verl's users import are found here, but for `compute_policy_loss_reinforce` and
+`compute_policy_loss_bypass_mode` (`algorithm.rollout_correction` does that to any loss), `compute_pf_ppo_reweight_data`
+(`verl_lite.pf_ppo`) and those for pictures (`verl_lite.flow_sde`). What they name stands in the folder `algos`:
+estimators in `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses` and
 `covariance_losses`, sums over masks and groups and `agg_loss` in `masked`. README.md beside this file is the guide:
 every name with its formula, key and source.
 
