@@ -45,8 +45,7 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
             with the rows.
     """
     batch = estimator_batch(groups_of_one=groups_of_one) | columns
-    mask, before = batch["response_mask"], _copied(batch)
-    result = function(**batch)
+    mask, before, result = batch["response_mask"], _copied(batch), function(**batch)
     _require(isinstance(result, tuple) and len(result) == 2, "an estimator gives (advantages, returns)")
     for name, found in zip(("advantages", "returns"), result, strict=True):
         _require(tuple(found.shape) == (ROWS, WIDTH), f"{name} are (B, T), found {tuple(found.shape)}")
@@ -56,12 +55,12 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
         _require(not bool(found[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
     _require_unchanged(batch, before)
     for number in (1.5, math.nan):
-        hidden = all(map(torch.equal, function(**hide(batch, number)), result))
-        _require(hidden, f"values under mask 0 never matter (here {number:g}): {_WHERE}")
+        found = function(**hide(batch, number))
+        _require(all(map(torch.equal, found, result)), f"values under mask 0 never matter: {_WHERE}")
     kept = mask.any(dim=1).nonzero().squeeze(1)
     few = zip(function(**take_rows(batch, kept)), result, strict=True)
-    repair = "count valid rows only, with response_mask.any(dim=1)"
-    _require(all(_close(a, b[kept]) for a, b in few), f"rows without a valid token have no weight: {repair}")
+    promise = "rows without a valid token have no weight: count valid rows only, with response_mask.any(dim=1)"
+    _require(all(_close(a, b[kept]) for a, b in few), promise)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
     moved = zip(function(**take_rows(batch, order)), result, strict=True)
     _require(all(_close(a, b[order]) for a, b in moved), "the order of the rows does not matter: group by `index`")
