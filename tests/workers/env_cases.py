@@ -51,7 +51,8 @@ class Obedient:
         self.said.append(action)
         ends = action == "end"
         metrics = {"action_is_valid": bool(action)}
-        usual = (self._observation(), float(len(self.said)), ends, False, {"metrics": metrics, "pid": os.getpid()})
+        info = {"metrics": metrics, "pid": os.getpid(), "most": running[1]}
+        usual = (self._observation(), float(len(self.said)), ends, False, info)
         return usual if gave is None else gave
 
     def render(self) -> str:

@@ -1,18 +1,57 @@
-"""Environments inside a process of the pool, or in threads of the rollout worker (`agentic.env_pool.num_workers: 0`).
+"""Environments inside a process of the pool, or in the rollout worker itself (`agentic.env_pool.num_workers: 0`).
 
-An environment object serves one episode after another; one that failed is not used again.
+An environment object serves one episode after another; one that failed is not used again. What it gives is checked
+against its protocol (trainer/AGENTIC.md), and plain values come out: a reward that is NaN, an observation that is bytes
+or a metric that is a list would fail far away, in the tokenizer or the loss.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import math
+import numbers
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_lite.envs import Env, EnvTemplate, find_env
+from verl_lite.errors import UserError
 from verl_lite.registry import import_modules
-from workers.envs.reply import EnvReply, NonsenseError, read_reset, read_step
+
+AGGREGATIONS = ("mean", "sum", "min", "max", "last", "first")
+_SHOWN_CHARS = 200
+
+
+class NonsenseError(UserError):
+    """An environment does not keep to the protocol. The message says where, what came and what was expected."""
+
+
+@dataclass(frozen=True)
+class EnvReply:
+    """What a reset or step came to.
+
+    observation: None after a reset: the environment's dataset is exhausted. frame: what `render()` gave, if asked for.
+    seconds: the call itself took. error: the environment failed, as a traceback or a sentence; nothing else is set
+    then, and the episode is over. is_timeout: it failed because it took too long.
+    """
+
+    key: Hashable
+    observation: str | None
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    frame: Any = None
+    seconds: float = 0.0
+    error: str | None = None
+    is_timeout: bool = False
+
+    def digest(self) -> str:
+        """By which two replies are compared: the same observation, reward and end give the same."""
+        told = (self.observation, self.reward, self.terminated, self.truncated)
+        return hashlib.sha256(repr(told).encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -44,6 +83,10 @@ class _Episode:
     env: Env
     render: bool = False
 
+    def frame(self) -> object:
+        render = getattr(self.env, "render", None) if self.render else None
+        return render() if callable(render) else None
+
 
 class EnvHost:
     """The environments of `templates`; a session is an episode.
@@ -64,15 +107,13 @@ class EnvHost:
 
     def run(self, session: int, payload: Begin | Act | Trial) -> EnvReply:
         """A reset, a step, or a trial. Raises whatever the environment does, and NonsenseError."""
-        if isinstance(payload, Trial):
-            return self._try(payload.tag)
         try:
-            return self._begin(session, payload) if isinstance(payload, Begin) else self._act(session, payload)
+            if isinstance(payload, Act):
+                return self._act(self._episodes[session], payload.action)
+            reply = self._begin(session, payload)
+            return self._try(session, reply) if isinstance(payload, Trial) else reply
         except BaseException:
-            with self._changing:
-                episode = self._episodes.pop(session, None)
-            if episode is not None:
-                _close(episode.env)
+            self._close(session)
             raise
 
     def end(self, session: int) -> None:
@@ -81,51 +122,112 @@ class EnvHost:
             if (episode := self._episodes.pop(session, None)) is not None:
                 self._spare[episode.tag].append(episode.env)
 
-    def _begin(self, session: int, payload: Begin) -> EnvReply:
+    def _begin(self, session: int, payload: Begin | Trial) -> EnvReply:
+        begin = payload if isinstance(payload, Begin) else Begin(payload.tag, 0, render=True)
         with self._changing:
-            spare = self._spare[payload.tag]
+            spare = self._spare[begin.tag] if isinstance(payload, Begin) else []
             env = spare.pop() if spare else None
-        episode = _Episode(payload.tag, env or self._templates[payload.tag].make(), payload.render)
+        episode = _Episode(begin.tag, env or self._templates[begin.tag].make(), begin.render)
         with self._changing:
             self._episodes[session] = episode
-        observation, info = read_reset(episode.env.reset(payload.seed))
-        return EnvReply(None, observation, info=info, frame=_frame(episode))
+        observation, info = read_reset(episode.env.reset(begin.seed))
+        return EnvReply(None, observation, info=info, frame=episode.frame())
 
-    def _act(self, session: int, payload: Act) -> EnvReply:
+    def _act(self, episode: _Episode, action: str) -> EnvReply:
+        return replace(read_step(episode.env.step(action)), frame=episode.frame())
+
+    def _try(self, session: int, begun: EnvReply) -> EnvReply:
         episode = self._episodes[session]
-        return replace(read_step(episode.env.step(payload.action)), frame=_frame(episode))
+        if begun.observation is None:
+            raise NonsenseError("reset(0) gave no observation: its dataset is empty")
+        sample = getattr(episode.env, "sample_random_action", None)
+        action = sample() if callable(sample) else ""
+        if not isinstance(action, str):
+            raise _nonsense("sample_random_action", action, "the text of an action")
+        reply = self._act(episode, action)
+        self._close(session)
+        return reply
 
-    def _try(self, tag: str) -> EnvReply:
-        episode = _Episode(tag, self._templates[tag].make(), render=True)
-        try:
-            observation, _ = read_reset(episode.env.reset(0))
-            if observation is None:
-                raise NonsenseError("reset(0) gave no observation: its dataset is empty")
-            sample = _method(episode.env, "sample_random_action")
-            action = sample() if sample is not None else ""
-            if not isinstance(action, str):
-                raise NonsenseError(f"sample_random_action gave {action!r}, expected the text of an action")
-            reply = read_step(episode.env.step(action))
-            _frame(episode)
-            return reply
-        finally:
-            _close(episode.env)
-
-
-def _method(env: Env, name: str) -> Callable[[], Any] | None:
-    method = getattr(env, name, None)
-    return method if callable(method) else None
+    def _close(self, session: int) -> None:
+        with self._changing:
+            episode = self._episodes.pop(session, None)
+        close = getattr(episode.env, "close", None) if episode is not None else None
+        if callable(close):
+            with contextlib.suppress(BaseException):  # it is thrown away: what it raises now changes nothing
+                close()
 
 
-def _frame(episode: _Episode) -> object:
-    render = _method(episode.env, "render") if episode.render else None
-    return None if render is None else render()
+def read_reset(result: object) -> tuple[str | None, dict[str, Any]]:
+    """Observation and info of a reset. Raises NonsenseError."""
+    observation, info = _parts("reset", result, "(observation, info)")
+    return None if observation is None else _text("the observation of reset", observation), _info("reset", info)
 
 
-def _close(env: Env) -> None:
-    close = _method(env, "close")
-    if close is not None:
-        try:
-            close()
-        except BaseException:  # it is thrown away: what it raises now changes nothing
-            return
+def read_step(result: object) -> EnvReply:
+    """The five values of a step. Raises NonsenseError."""
+    found = _parts("step", result, "(observation, reward, terminated, truncated, info)")
+    observation, reward, terminated, truncated, info = found
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not _is_flag(flag):
+            raise _nonsense(f"{name} of step", flag, "true or false")
+    observation, reward = _text("the observation of step", observation), _number("the reward of step", reward)
+    return EnvReply(None, observation, reward, bool(terminated), bool(truncated), _info("step", info))
+
+
+def _parts(method: str, result: object, expected: str) -> tuple[Any, ...]:
+    number = expected.count(",") + 1
+    if not isinstance(result, tuple | list) or len(result) != number:
+        raise _nonsense(f"what {method} gave", result, f"{number} values: a tuple {expected}")
+    return tuple(result)
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _nonsense(what, value, "text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _nonsense(what, value, f"valid text ({error})") from None
+    return str(value)
+
+
+def _number(what: str, value: object) -> float:
+    item = getattr(value, "item", None)  # a numpy scalar, or an array of one number
+    number = item() if callable(item) and getattr(value, "size", 1) == 1 else value
+    if not isinstance(number, numbers.Real) or not math.isfinite(number):
+        raise _nonsense(what, number, "a finite number")
+    return float(number)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's need not be imported here
+
+
+def _info(method: str, info: object) -> dict[str, Any]:
+    checked = dict(_mapping(f"the info of {method}", info))
+    for key in ("suffix", "env_instruction"):
+        if checked.get(key) is not None:
+            checked[key] = _text(f"info[{key!r}] of {method}", checked[key])
+    if checked.get("metrics") is not None:
+        checked["metrics"] = {
+            str(name): bool(value) if _is_flag(value) else _number(f"metric {name!r} of {method}", value)
+            for name, value in _mapping(f"metrics in the info of {method}", checked["metrics"]).items()
+        }
+    modes = checked.get("metrics_agg_mode")
+    for name, mode in _mapping("metrics_agg_mode", {} if modes is None else modes).items():
+        if mode not in AGGREGATIONS:
+            where = f"metrics_agg_mode[{name!r}] in the info of {method}"
+            raise _nonsense(where, mode, f"one of {', '.join(AGGREGATIONS)}")
+    return checked
+
+
+def _mapping(what: str, value: object) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _nonsense(what, value, "a dictionary")
+    return value
+
+
+def _nonsense(what: str, value: object, expected: str) -> NonsenseError:
+    text = repr(value)
+    shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    return NonsenseError(f"{what} is {shown}, expected {expected}")

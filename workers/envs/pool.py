@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import queue
 import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -20,11 +19,9 @@ from dataclasses import dataclass, replace
 from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError, printable
-from workers.envs.host import Act, Begin, EnvHost, Trial
-from workers.envs.reply import EnvReply, digest
-from workers.pool.channel import Call, Reply
-from workers.pool.pool import ProcessPool, Work
-from workers.pool.runners import ThreadRunner
+from workers.envs.host import Act, Begin, EnvHost, EnvReply, Trial
+from workers.pool.channel import Reply
+from workers.pool.pool import InlinePool, ProcessPool, Work
 
 __all__ = ["EnvError", "EnvPool", "EnvReply"]
 
@@ -42,8 +39,8 @@ class _Episode:
 
 
 class EnvPool:
-    """The environments of `templates`, in `config.num_workers` processes; 0 = in threads of this process, without
-    deadlines, where a debugger can stop.
+    """The environments of `templates`, in `config.num_workers` processes; 0 = in the caller's thread, one call after
+    the other and without deadlines, where a debugger can stop.
 
     modules: imported in each process, for the environments that they register (`verl_lite.envs.env_modules()`).
     log_dir: what environments print goes to env-{process}.log there; None drops it.
@@ -68,10 +65,10 @@ class EnvPool:
             threads=config.threads,
             timeout_s=config.timeout_s,
             max_memory_mb=config.max_memory_mb,
-            digest=digest,
+            digest=EnvReply.digest,
             log_dir=log_dir,
         )
-        self._pool: ProcessPool | _Threads | None = None
+        self._pool: ProcessPool | InlinePool | None = None
         self._numbers = itertools.count()
         self._ids: dict[Hashable, int] = {}
         self._episodes: dict[int, _Episode] = {}
@@ -87,8 +84,6 @@ class EnvPool:
 
         Raises KeyError for a tag that has no template.
         """
-        if tag not in self._templates:
-            raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
         self.discard(key)
         self._begin(key, tag, Begin(tag, seed, render))
 
@@ -108,17 +103,15 @@ class EnvPool:
         if number is None:
             return
         episode = self._episodes[number]
-        if not episode.is_busy:
-            del self._episodes[number]
-            self._started().end(number)
-            return
         waiting = self._waiting[episode.tag]
         unsent = [call for call in waiting if call[0] == number]
+        if episode.is_busy and not unsent:
+            episode.is_discarded = True  # its reply is still to come, to be dropped
+            return
         for call in unsent:
             waiting.remove(call)
-            del self._episodes[number]
-            self._started().end(number)
-        episode.is_discarded = not unsent  # its reply is still to come, to be dropped
+        del self._episodes[number]
+        self._started().end(number)
 
     def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
         """What ended since; waits up to `timeout_s` for the first. Raises EnvError if no process can be started."""
@@ -126,7 +119,7 @@ class EnvPool:
         while True:
             replies = self._started().poll(max(0.0, until - time.monotonic()))
             wanted = [reply for reply in map(self._settle, replies) if reply is not None]
-            if wanted or time.monotonic() >= until:
+            if wanted or time.monotonic() >= until or (self._work.num_workers == 0 and not replies):
                 return wanted
 
     def dry_run(self, tags: Iterable[str]) -> None:
@@ -135,19 +128,24 @@ class EnvPool:
         Raises EnvError naming the tag, what is wrong and what to change. Not while episodes are under way.
         """
         tags = list(dict.fromkeys(tags))
+        if unknown := set(tags) - set(self._templates):
+            known = ", ".join(self._templates) or "none"
+            raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {known}")
         for tag in tags:
-            if tag not in self._templates:
-                known = ", ".join(self._templates) or "none"
-                raise EnvError(
-                    f"environments of the tag {tag!r}: agentic.custom_envs has no such entry; it has {known}"
-                )
             self._begin(("dry_run", tag), tag, Trial(tag))
-        replies: list[EnvReply] = []
+        replies: dict[Hashable, EnvReply] = {}
         while len(replies) < len(tags):
-            replies += self.poll(1.0)
-        for reply in replies:
-            self.discard(reply.key)
-        failures = [self._explain(reply) for reply in replies if reply.error is not None]
+            replies |= {reply.key: reply for reply in self.poll(1.0)}
+        failures = []
+        for tag in tags:
+            self.discard(("dry_run", tag))
+            template, error = self._templates[tag], replies["dry_run", tag].error
+            if error is not None:
+                failures.append(
+                    f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does "
+                    f"not work; nothing was started. Made, reset with seed 0, and stepped once:\n{printable(error)}\n"
+                    "Change the entry, or the environment: trainer/AGENTIC.md says what it has to give."
+                )
         if failures:
             raise EnvError("\n\n".join(failures))
 
@@ -161,14 +159,14 @@ class EnvPool:
         if self._pool is not None:
             self._pool.close()
 
-    # ------------------------------------------------------------------------------------------------------- calls
-
-    def _started(self) -> ProcessPool | _Threads:
+    def _started(self) -> ProcessPool | InlinePool:
         if self._pool is None:
-            self._pool = _Threads(self._work) if self._work.num_workers == 0 else ProcessPool(self._work)
+            self._pool = InlinePool(self._work) if self._work.num_workers == 0 else ProcessPool(self._work)
         return self._pool
 
     def _begin(self, key: Hashable, tag: str, call: Begin | Trial) -> None:
+        if tag not in self._templates:
+            raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
         number = self._ids[key] = next(self._numbers)
         self._episodes[number] = _Episode(key, tag)
         self._call(number, call)
@@ -200,41 +198,3 @@ class EnvPool:
             return replace(reply.value, key=episode.key, seconds=reply.seconds)
         del self._ids[episode.key]
         return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
-
-    def _explain(self, reply: EnvReply) -> str:
-        assert isinstance(reply.key, tuple)
-        tag = reply.key[1]
-        template = self._templates[tag]
-        return (
-            f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not "
-            f"work; nothing was started. Made, reset with seed 0, and stepped once:\n{printable(reply.error or '')}\n"
-            "Change the entry, or the environment: trainer/AGENTIC.md says what it has to give."
-        )
-
-
-class _Threads:
-    """As `ProcessPool`, in threads of this process."""
-
-    processes_replaced = 0
-
-    def __init__(self, work: Work) -> None:
-        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._host = work.make()
-        self._runner = ThreadRunner(self._host, work.threads, self._replies.put, has_caller=False)
-        self.end = self._host.end
-
-    def submit(self, number: int, payload: object, lane: str | None) -> None:
-        self._runner.submit(Call(number, payload, lane))
-
-    def poll(self, timeout_s: float) -> list[Reply]:
-        replies: list[Reply] = []
-        try:
-            if timeout_s > 0:
-                replies.append(self._replies.get(timeout=timeout_s))
-            while True:
-                replies.append(self._replies.get_nowait())
-        except queue.Empty:
-            return replies
-
-    def close(self) -> None:
-        self._runner.close()

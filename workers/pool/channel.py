@@ -1,46 +1,24 @@
-"""What goes between a pool and its processes: calls there, replies back, over a socket pair.
-
-A message is a number and bytes. The number is that of a session, or CONTROL. The pool's end never blocks, whatever the
-process does; the process's end blocks.
+"""What goes between a pool and its processes: calls there, replies back, over a socket pair, framed as
+`multiprocessing.Connection` does, which is the process's end. The pool's end never blocks, whatever the process does.
 """
 
 from __future__ import annotations
 
-import os
+import mmap
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
 CONTROL = -1
+"""In place of the number of a session: of the process itself."""
 
-_HEADER = struct.Struct("<qq")
+_HEADER = struct.Struct("!iq")
+_NUMBER = struct.Struct("!q")
+_SLOT = struct.Struct("<dqQ")
 _CHUNK_BYTES = 1 << 18
-
-Frame = tuple[int, bytes]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a session, which has one under way at most. lane: of calls with the same, one runs at a time in each
-    process; None = any number."""
-
-    session: int
-    payload: Any
-    lane: str | None = None
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a call came to. seconds: it took. error: it failed, as a traceback or a sentence; there is no value then.
-    is_timeout: it failed because it took too long."""
-
-    session: int
-    value: Any = None
-    seconds: float = 0.0
-    error: str | None = None
-    is_timeout: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,32 +34,36 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The process is ready. info: its handler's."""
+class Call:
+    """A call of a session, which has one under way at most. lane: of calls with the same, one runs at a time in each
+    process; None = any number."""
 
-    info: Any
-
-
-@dataclass(frozen=True)
-class NotLoaded:
-    """The handler cannot be made. error: the traceback."""
-
-    error: str
+    session: int
+    payload: Any
+    lane: str | None = None
 
 
 @dataclass(frozen=True)
-class Spoiled:
-    """Something goes on that should have ended: the process has to be replaced."""
+class Reply:
+    """What a call came to. seconds: it took. error: it failed, as a traceback or a sentence; there is no value then.
+    is_timeout: it failed because it took too long. The first one of CONTROL says how the handler began, and further
+    ones answer empty messages: the process is not frozen."""
+
+    session: int
+    value: Any = None
+    seconds: float = 0.0
+    error: str | None = None
+    is_timeout: bool = False
 
 
-@dataclass(frozen=True)
-class Pong:
-    """The answer to an empty control message: the process is not frozen. stacks: of each call that runs."""
-
-    stacks: dict[int, str]
+def packed(number: int, message: bytes) -> bytes:
+    """A message of the process's end."""
+    return _NUMBER.pack(number) + message
 
 
-Control = Loaded | NotLoaded | Spoiled | Pong
+def unpacked(message: bytes) -> tuple[int, bytes]:
+    """A message to the process's end."""
+    return _NUMBER.unpack_from(message)[0], message[_NUMBER.size :]
 
 
 class PoolEnd:
@@ -92,16 +74,15 @@ class PoolEnd:
         self._socket = end
         self._unsent, self._received = bytearray(), bytearray()
         self.is_closed = False
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        self.fileno, self.close = end.fileno, end.close
 
     def send(self, number: int, message: bytes) -> None:
-        """Adds to what the next `flush` sends."""
-        self._unsent += _HEADER.pack(number, len(message)) + message
+        """Adds to what is sent, and sends what goes."""
+        self._unsent += _HEADER.pack(_NUMBER.size + len(message), number) + message
+        self.flush()
 
     def flush(self) -> bool:
-        """Never blocks. True: something is left. If the other end is gone, `receive` tells."""
+        """True: something is left. If the other end is gone, `receive` tells."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -111,7 +92,7 @@ class PoolEnd:
             self._unsent.clear()
         return False
 
-    def receive(self) -> list[Frame]:
+    def receive(self) -> list[tuple[int, bytes]]:
         """The messages that are complete. Sets is_closed when the other end is gone and all is read."""
         while True:
             try:
@@ -124,47 +105,48 @@ class PoolEnd:
             self._received += chunk
             if len(chunk) < _CHUNK_BYTES:
                 break
-        return self._frames()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _frames(self) -> list[Frame]:
-        frames, place = [], 0
+        messages, place = [], 0
         while len(self._received) - place >= _HEADER.size:
-            number, size = _HEADER.unpack_from(self._received, place)
-            end = place + _HEADER.size + size
+            size, number = _HEADER.unpack_from(self._received, place)
+            end = place + _HEADER.size - _NUMBER.size + size
             if len(self._received) < end:
                 break
-            frames.append((number, bytes(self._received[place + _HEADER.size : end])))
+            messages.append((number, bytes(self._received[place + _HEADER.size : end])))
             place = end
         del self._received[:place]
-        return frames
+        return messages
 
 
-class ProcessEnd:
-    """Blocks until a message is there, or sent; many threads may send."""
+@dataclass(frozen=True)
+class Running:
+    """A call under way. since: by `time.monotonic`, one clock for all processes. thread: `threading.get_ident()`."""
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(True)
-        self._file = self._socket.makefile("rb")
-        self._sending = threading.Lock()
+    session: int
+    since: float
+    thread: int
 
-    def send(self, number: int, message: bytes) -> None:
-        with self._sending:
-            self._socket.sendall(_HEADER.pack(number, len(message)) + message)
 
-    def receive(self) -> Frame | None:
-        """The next message; None when the other end is gone."""
-        header = self._file.read(_HEADER.size)
-        if len(header) < _HEADER.size:
-            return None
-        number, size = _HEADER.unpack(header)
-        message = self._file.read(size)
-        return (number, message) if len(message) == size else None
+class Page:
+    """Shared memory that tells whose code runs in which thread: so the pool knows what is overdue, and who was at work
+    when it finds a process dead."""
 
-    def leave(self) -> None:
-        """In a forked child: the pool must not take it for this process. Takes no lock, which a thread may hold that is
-        not there any more."""
-        os.close(self._socket.detach())
+    def __init__(self, fd: int, threads: int) -> None:
+        self._page = mmap.mmap(fd, threads * _SLOT.size)
+        self.close = self._page.close
+
+    def note(self, slot: int, session: int) -> None:
+        """The calling thread runs this session's code from now on, CONTROL = nobody's. In one piece (`pack_into` would
+        fill the place with zeros first), and the time first: a reader in between sees an earlier session that has just
+        begun."""
+        place = slot * _SLOT.size
+        self._page[place : place + _SLOT.size] = _SLOT.pack(time.monotonic(), session, threading.get_ident())
+
+    def running(self) -> list[Running]:
+        """All calls under way."""
+        slots = _SLOT.iter_unpack(self._page[:])
+        return [Running(session, since, thread) for since, session, thread in slots if session != CONTROL]
+
+    @staticmethod
+    def empty(threads: int) -> bytes:
+        """Its content before the process starts."""
+        return _SLOT.pack(0.0, CONTROL, 0) * threads

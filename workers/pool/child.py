@@ -1,30 +1,31 @@
-"""The inside of a supervised process: takes calls from its pool, runs them, sends what they came to.
-
-Started by `workers.pool.process` as a bare interpreter: it imports neither torch nor the caller's main module. A page
-of shared memory tells which sessions' code runs, in which threads and since when: that is how the pool knows what is
-overdue, and who was at work when it finds this process dead.
+"""The inside of a supervised process: takes calls from its pool, runs them in threads or all at once in an event loop,
+and sends what they came to. Started by `workers.pool.process` as a bare interpreter: it imports neither torch nor the
+caller's main module.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import ctypes
 import faulthandler
 import io
-import mmap
 import os
 import pickle
 import signal
-import struct
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+import types
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, Protocol, cast
 
-from workers.pool.channel import CONTROL, Control, Loaded, NotLoaded, Pong, ProcessEnd, Reply, Spoiled, Start
-from workers.pool.runners import NOBODY, Handler, LoopRunner, ThreadRunner
+from verl_lite.errors import UserError
+from workers.pool.channel import CONTROL, Call, Page, Reply, Start, packed, unpacked
 
 STACK_SIGNAL = signal.SIGUSR1
 """On this signal the process writes the stacks of its threads to stderr, whatever it is doing."""
@@ -32,139 +33,232 @@ STACK_SIGNAL = signal.SIGUSR1
 _PRINTED_BYTES_MAX = 10 << 20
 _LAST_LINE = b"\n[more output of this process is dropped]\n"
 _REPLY_BYTES_MAX = 64 << 20
+_TRACEBACK_CHARS = 8000
 _PONG_AFTER_S = 0.2
+_CANCEL_S = 1.0
 _SWITCH_INTERVAL_S = 0.001
 _PR_SET_PDEATHSIG = 1
-_CULPRIT = struct.Struct("<q")
-_SLOT = struct.Struct("<dqQ")
+
+_session: contextvars.ContextVar[int] = contextvars.ContextVar("session", default=CONTROL)
+"""The session in whose task the code runs; tasks that it starts inherit it."""
+
+Deliver = Callable[[Reply], None]
+Note = Callable[[int, int], None]
+"""Told whenever a thread, by its number, begins with the code of a session, or is through with it (CONTROL)."""
 
 
-@dataclass(frozen=True)
-class Running:
-    """A call under way. since: by `time.monotonic`, one clock for all processes. thread: `threading.get_ident()`."""
+class Handler(Protocol):
+    """The work of a process.
 
-    session: int
-    since: float
-    thread: int
+    info: told to the pool when the process is ready. is_async: `run` gives coroutines, which run at the same time.
+    """
 
+    info: Any
+    is_async: bool
 
-class Page:
-    """The shared page. culprit: the session whose code is ending the process; and a slot for each thread."""
+    def run(self, session: int, payload: Any) -> Any:
+        """A call; its value is pickled, and what it raises is the reply's error."""
+        ...
 
-    def __init__(self, fd: int, threads: int) -> None:
-        self._page = mmap.mmap(fd, self.size(threads))
-
-    @staticmethod
-    def size(threads: int) -> int:
-        """In bytes."""
-        return _CULPRIT.size + threads * _SLOT.size
-
-    def clear(self, threads: int) -> None:
-        """Before the process starts."""
-        self.culprit = NOBODY
-        for slot in range(threads):
-            self.note(slot, NOBODY)
-
-    def note(self, slot: int, session: int) -> None:
-        """The calling thread runs this session's code from now on. In one piece (`pack_into` would fill the place with
-        zeros first), and the time first: a reader in between sees an earlier session that has just begun."""
-        place = _CULPRIT.size + slot * _SLOT.size
-        self._page[place : place + _SLOT.size] = _SLOT.pack(time.monotonic(), session, threading.get_ident())
-
-    def running(self) -> list[Running]:
-        """All calls under way."""
-        slots = _SLOT.iter_unpack(self._page[_CULPRIT.size :])
-        return [Running(session, since, thread) for since, session, thread in slots if session != NOBODY]
-
-    @property
-    def culprit(self) -> int:
-        return int(_CULPRIT.unpack_from(self._page)[0])
-
-    @culprit.setter
-    def culprit(self, session: int) -> None:
-        self._page[: _CULPRIT.size] = _CULPRIT.pack(session)
-
-    def close(self) -> None:
-        self._page.close()
+    def end(self, session: int) -> None:
+        """Nothing more comes from this session. Called in a thread of its own."""
+        ...
 
 
 def main(socket_fd: int, page_fd: int, threads: int, parent_pid: int) -> None:
-    """Serves until the pool closes its end. First message: `Start`, answered with Loaded or NotLoaded."""
+    """Serves until the pool closes its end. First message: `Start`."""
     die_with_parent(parent_pid)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    channel, page = ProcessEnd(socket_fd), Page(page_fd, threads)
-    pid = os.getpid()
+    connection, page, pid, sending = Connection(socket_fd), Page(page_fd, threads), os.getpid(), threading.Lock()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
-    os.register_at_fork(after_in_child=channel.leave)
-    _name_who_exits(page, pid)
-    first = channel.receive()
-    if first is None:
-        return
-    start: Start = pickle.loads(first[1])
+    os.register_at_fork(after_in_child=connection.close)  # the pool must not take the child for this process
+    start: Start = pickle.loads(unpacked(connection.recv_bytes())[1])
     sys.stdout = sys.stderr = capped_log(start.log_path)
-    try:
-        handler: Handler = pickle.loads(start.make)()
-    except BaseException:  # the user's modules may raise anything; the pool reports it
-        channel.send(CONTROL, pickle.dumps(NotLoaded(traceback.format_exc())))
-        return
-    _serve(start, handler, channel, page)
-
-
-def _serve(start: Start, handler: Handler, channel: ProcessEnd, page: Page) -> None:
-    pid = os.getpid()
 
     def note(slot: int, session: int) -> None:
         if os.getpid() != pid:  # a fork inside untrusted code came back, and only one may go on
             os._exit(1)
         page.note(slot, session)
 
-    def tell(message: Control) -> None:
-        channel.send(CONTROL, pickle.dumps(message))
-
     def deliver(reply: Reply) -> None:
-        channel.send(reply.session, _packed(reply))
-
-    runner: ThreadRunner | LoopRunner
-    if handler.is_async:
-        runner = LoopRunner(handler, start.timeout_s, start.overdue, deliver, note, lambda: tell(Spoiled()))
-    else:
-        runner = ThreadRunner(handler, start.threads, deliver, note, has_caller=True)
+        message = packed(reply.session, _pickled(reply))
+        with sending:
+            connection.send_bytes(message)
 
     def read() -> None:
-        while (frame := channel.receive()) is not None:
-            number, packed = frame
-            if number == CONTROL:
-                time.sleep(_PONG_AFTER_S)  # those that were held up by another, which just ended, end now too
-                tell(Pong(_stacks(page)))
-            elif packed:
-                runner.submit(pickle.loads(packed))
-            else:
-                handler.end(number)
-        os._exit(0)  # the pool is gone; what still runs is nobody's
+        try:
+            while True:
+                number, message = unpacked(connection.recv_bytes())
+                if number == CONTROL:
+                    time.sleep(_PONG_AFTER_S)  # those that were held up by another, which just ended, end now too
+                    deliver(Reply(CONTROL))
+                elif message:
+                    runner.submit(pickle.loads(message))
+                else:
+                    handler.end(number)
+        finally:
+            os._exit(0)  # the pool is gone; what still runs is nobody's
 
-    tell(Loaded(handler.info))
+    try:
+        handler: Handler = pickle.loads(start.make)()
+    except BaseException:  # the user's modules may raise anything; the pool reports it
+        return deliver(Reply(CONTROL, error=traceback.format_exc()))
+    runner: ThreadRunner | LoopRunner
+    if handler.is_async:
+        runner = LoopRunner(handler, start.timeout_s, start.overdue, deliver, note)
+    else:
+        runner = ThreadRunner(handler, start.threads, deliver, note)
+    deliver(Reply(CONTROL, handler.info))
     threading.Thread(target=read, name="pool-reader", daemon=True).start()
     runner.serve()
 
 
-def _packed(reply: Reply) -> bytes:
+def perform(handler: Handler, call: Call) -> Reply:
+    """Runs a call here and now. Nothing is raised."""
+    started, value, error = time.monotonic(), None, None
     try:
-        packed = pickle.dumps(reply)
+        value = handler.run(call.session, call.payload)
+    except UserError as raised:
+        error = str(raised)
+    except BaseException:  # the one door to untrusted code, which may even raise SystemExit
+        error = traceback.format_exc()[-_TRACEBACK_CHARS:]
+    return Reply(call.session, value, time.monotonic() - started, error)
+
+
+class ThreadRunner:
+    """Runs calls in at most `threads` threads; the first of them is the caller of `serve`."""
+
+    def __init__(self, handler: Handler, threads: int, deliver: Deliver, note: Note) -> None:
+        self._handler, self._deliver, self._note = handler, deliver, note
+        self._changed = threading.Condition()
+        self._queue: deque[Call] = deque()
+        self._busy_lanes: set[str] = set()
+        self._threads_max, self._threads, self._idle = threads, 1, 0
+
+    def submit(self, call: Call) -> None:
+        """Queues a call and returns at once."""
+        with self._changed:
+            self._queue.append(call)
+            if len(self._queue) > self._idle and self._threads < self._threads_max:
+                threading.Thread(target=self.serve, args=(self._threads,), daemon=True).start()
+                self._threads += 1
+            self._changed.notify()
+
+    def serve(self, slot: int = 0) -> None:
+        """Runs calls for ever."""
+        while True:
+            call = self._next()
+            self._note(slot, call.session)
+            reply = perform(self._handler, call)
+            self._note(slot, CONTROL)
+            with self._changed:
+                self._busy_lanes.discard(call.lane or "")
+                self._changed.notify()
+            self._deliver(reply)
+
+    def _next(self) -> Call:
+        """The first call in the queue that may run now. Blocks until there is one."""
+        with self._changed:
+            self._idle += 1
+            while True:
+                for place, call in enumerate(self._queue):
+                    if call.lane not in self._busy_lanes:
+                        del self._queue[place]
+                        self._busy_lanes |= {call.lane} if call.lane else set()
+                        self._idle -= 1
+                        return call
+                self._changed.wait()
+
+
+class LoopRunner:
+    """Runs calls at once, in the event loop of the caller of `serve`.
+
+    Each has `timeout_s` from its beginning; then it is cancelled and the others go on. One that blocks the loop instead
+    of awaiting is told apart: before each step of a task `note` gets the session that the task belongs to. overdue:
+    what is said of a cancelled call.
+    """
+
+    def __init__(self, handler: Handler, timeout_s: float, overdue: str, deliver: Deliver, note: Note) -> None:
+        self._handler, self._timeout_s, self._overdue = handler, timeout_s, overdue
+        self._deliver, self._note = deliver, note
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(
+            lambda loop, coroutine, **more: asyncio.Task(self._watched(cast(Any, coroutine)), loop=loop, **more)
+        )
+
+    def submit(self, call: Call) -> None:
+        """Starts a call, from any thread."""
+        self._loop.call_soon_threadsafe(self._begin, call)
+
+    def serve(self) -> None:
+        """Runs calls for ever."""
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _begin(self, call: Call) -> None:
+        context = contextvars.copy_context()
+        context.run(_session.set, call.session)
+        task = self._loop.create_task(self._perform(call), context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _perform(self, call: Call) -> None:
+        started = time.monotonic()
+        work = self._loop.create_task(self._handler.run(call.session, call.payload))
+        done, pending = await asyncio.wait({work}, timeout=self._timeout_s)
+        value, error = None, None
+        if not done:
+            error = f"{self._overdue}; it was cancelled."
+            work.cancel()
+            _, pending = await asyncio.wait({work}, timeout=_CANCEL_S)
+        elif work.cancelled():
+            error = "It cancelled itself (asyncio.CancelledError)."
+        elif (raised := work.exception()) is not None:
+            error = "".join(traceback.format_exception(raised))[-_TRACEBACK_CHARS:]
+        else:
+            value = work.result()
+        self._deliver(Reply(call.session, value, time.monotonic() - started, error, is_timeout=not done))
+        if pending:
+            os._exit(1)  # it ignores its cancellation: what it holds ends with the process, and the others begin anew
+
+    async def _watched(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await _steps(coroutine, self._note, _session.get())
+
+
+@types.coroutine
+def _steps(coroutine: Coroutine[Any, Any, Any], note: Note, session: int) -> Generator[Any, None, Any]:
+    """Runs a coroutine as `await` does, and notes its session while it runs, and nobody while it waits."""
+    thrown: BaseException | None = None
+    while True:
+        note(0, session)
+        try:
+            waits_for = coroutine.send(None) if thrown is None else coroutine.throw(thrown)
+        except StopIteration as end:
+            return end.value
+        except (SystemExit, KeyboardInterrupt) as end:  # of this task alone, not of the loop
+            raise RuntimeError(f"{type(end).__name__}: {end}") from end
+        finally:
+            note(0, CONTROL)
+        thrown = None
+        try:
+            yield waits_for
+        except BaseException as error:  # a cancellation, which is the coroutine's to handle
+            thrown = error
+
+
+def _pickled(reply: Reply) -> bytes:
+    try:
+        message = pickle.dumps(reply)
     except Exception as error:  # whatever objects untrusted code gives may raise anything
         reason = f"What it gave cannot go to another process: {type(error).__name__}: {error}"
     else:
-        if len(packed) <= _REPLY_BYTES_MAX:
-            return packed
-        reason = f"What it gave is {len(packed) >> 20} MiB long; {_REPLY_BYTES_MAX >> 20} MiB are allowed"
+        if len(message) <= _REPLY_BYTES_MAX:
+            return message
+        reason = f"What it gave is {len(message) >> 20} MiB long; {_REPLY_BYTES_MAX >> 20} MiB are allowed"
     return pickle.dumps(Reply(reply.session, seconds=reply.seconds, error=reason))
-
-
-def _stacks(page: Page) -> dict[int, str]:
-    frames = sys._current_frames()
-    threads = {call.session: frames[call.thread] for call in page.running() if call.thread in frames}
-    return {session: "".join(traceback.format_stack(frame)) for session, frame in threads.items()}
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -173,19 +267,6 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
-
-
-def _name_who_exits(page: Page, pid: int) -> None:
-    """From now on `os._exit` notes on the page whose code calls it, which no signal and no stack would tell."""
-    leave = os._exit
-
-    def exit_with_note(status: int) -> NoReturn:
-        if os.getpid() == pid:
-            here = [call.session for call in page.running() if call.thread == threading.get_ident()]
-            page.culprit = here[0] if here else NOBODY
-        leave(status)
-
-    os._exit = exit_with_note
 
 
 def capped_log(path: str | None, limit: int = _PRINTED_BYTES_MAX) -> io.TextIOWrapper:
@@ -199,16 +280,14 @@ def capped_log(path: str | None, limit: int = _PRINTED_BYTES_MAX) -> io.TextIOWr
 
 class _CappedFile(io.RawIOBase):
     def __init__(self, path: str | None, limit: int) -> None:
-        self._left, self._file = limit, None
-        if path is not None:
-            is_long = Path(path).exists() and Path(path).stat().st_size > limit
-            self._file = open(path, "wb" if is_long else "ab", buffering=0)
+        is_long = path is not None and Path(path).exists() and Path(path).stat().st_size > limit
+        self._left, self._file = limit, open(path or os.devnull, "wb" if is_long else "ab", buffering=0)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        if self._file is not None and self._left > 0:
+        if self._left > 0:
             self._left -= len(data)
             try:
                 self._file.write(data if self._left > 0 else _LAST_LINE)

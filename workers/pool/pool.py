@@ -6,9 +6,9 @@ an environment), or a single call (a reward). Calls of many sessions run at the 
 - A call that raises, or takes longer than its deadline, has failed; in the latter case its process is killed.
 - When a process dies or is killed, what its other sessions did is done again in another: the same calls, which have to
   give the same replies. A session whose replies differ has failed.
-- Who brought a process down has failed, if that is known: from the page of who runs, the stack of a crash, or
-  `os._exit`. Otherwise each that may have done it goes on in a process that runs one call at a time, and has failed if
-  that dies too. So a process that was killed from outside costs nobody a result.
+- Who brought a process down has failed, if the stack of a crash tells. Otherwise each that was at work goes on in a
+  process that runs one call at a time, and has failed if that dies too. So a process that was killed from outside costs
+  nobody a result.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import pickle
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.pool.channel import Call, Loaded, NotLoaded, Pong, Reply, Spoiled, Start
+from workers.pool.channel import CONTROL, Call, Reply, Start
+from workers.pool.child import Handler, perform
 from workers.pool.process import Process
-from workers.pool.runners import Handler
 
 START_TIMEOUT_S = 120.0
 _CHECK_S = 0.25
@@ -71,6 +71,27 @@ class _Session:
     is_sent: bool = False
 
 
+class InlinePool:
+    """As `ProcessPool`, in the caller's thread, where a debugger can stop: a call has ended when `submit` returns."""
+
+    processes_replaced = 0
+
+    def __init__(self, work: Work) -> None:
+        self.handler = work.make()
+        self.end = self.handler.end
+        self._replies: list[Reply] = []
+
+    def submit(self, number: int, payload: Any, lane: str | None = None) -> None:
+        self._replies.append(perform(self.handler, Call(number, payload, lane)))
+
+    def poll(self, timeout_s: float) -> list[Reply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class ProcessPool:
     """`work.num_workers` processes, started by the constructor, and those that are being retired.
 
@@ -84,6 +105,7 @@ class ProcessPool:
         self._work = work
         self._make = pickle.dumps(work.make)
         self._overdue = f"took longer than {work.options}.timeout_s={work.timeout_s:g} seconds"
+        self._check_s = min(_CHECK_S, work.timeout_s / 4)
         self._sessions: dict[int, _Session] = {}
         self._processes: list[Process] = []
         self._replies: list[Reply] = []
@@ -95,20 +117,15 @@ class ProcessPool:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._fill()
 
-    def submit(self, number: int, payload: Any, lane: str | None = None, process: Process | None = None) -> None:
-        """Sends the next call of a session, or begins it; its reply comes from `poll`. An error ends the session.
-
-        lane: see `Call`. process: where a new session is to live, from `emptiest`; None = with the fewest others. With
-        a process the call goes out with the next `poll`, together with more of them.
-        """
+    def submit(self, number: int, payload: Any, lane: str | None = None) -> None:
+        """Sends the next call of a session, or begins it, in the process with the fewest others; its reply comes from
+        `poll`. An error ends the session. lane: see `Call`."""
         session = self._sessions.get(number)
         if session is None:
-            session = self._sessions[number] = _Session(number, process or self._emptiest(self._processes))
+            session = self._sessions[number] = _Session(number, self._emptiest())
             session.process.sessions.add(number)
         session.call = Call(number, payload, lane)
         self._advance(session)
-        if process is None:
-            session.process.channel.flush()
 
     def end(self, number: int) -> None:
         """Frees a session, of which no call is under way."""
@@ -134,10 +151,10 @@ class ProcessPool:
         except OSError:  # thousands of them unread, or the pool is closed
             pass
 
-    def emptiest(self) -> Process | None:
-        """The process with the fewest sessions of those that are ready for new ones."""
-        ready = [process for process in self._processes if process.is_loaded]
-        return self._emptiest(ready) if any(not process.is_retiring for process in ready) else None
+    def room(self, per_process: int) -> int:
+        """How many new sessions it takes until each process that is ready has `per_process`."""
+        ready = [process for process in self._processes if process.is_loaded and not process.is_retiring]
+        return sum(max(0, per_process - len(process.sessions)) for process in ready)
 
     def close(self) -> None:
         """Ends all processes, busy or not."""
@@ -164,25 +181,16 @@ class ProcessPool:
             log_path = next(path for path in paths if path not in taken)
         overdue = f"The {work.what} {self._overdue}"
         process = Process(Start(self._make, threads, log_path, overdue, work.timeout_s), is_alone=is_alone)
-        process.is_retiring = is_alone
         self._processes.append(process)
         for pipe in (process.channel.fileno(), *process.stderr):
             self._selector.register(pipe, selectors.EVENT_READ, process)
         self._next_check = 0.0
         return process
 
-    def _emptiest(self, processes: Collection[Process]) -> Process:
-        return min((each for each in processes if not each.is_retiring), key=lambda process: len(process.sessions))
-
-    def _retire(self, process: Process, why: str) -> None:
-        """It gets no new sessions and ends with those that it has; another takes its place."""
-        if not process.is_retiring:
-            process.is_retiring = True
-            process.note(f"this process is being replaced: it {why}")
-            self.processes_replaced += 1
-            self._fill()
-        if not process.sessions:
-            self._dispose(process)
+    def _emptiest(self) -> Process:
+        """The process for a new session: of those that are ready, if there is one."""
+        open_ones = [process for process in self._processes if not process.is_retiring]
+        return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
 
     def _dispose(self, process: Process) -> None:
         process.kill()
@@ -196,22 +204,21 @@ class ProcessPool:
     def _advance(self, session: _Session) -> None:
         """Sends a call if one is waited for: first those that the session's process has not run yet."""
         process = session.process
-        if session.call is None or session.is_sent:
-            return
-        if process.is_alone and any(self._sessions[number].is_sent for number in process.sessions):
+        if session.call is None or session.is_sent or (process.is_alone and self._sent(process)):
             return
         session.is_sent = True
         process.send(session.done[session.seen][0] if session.seen < len(session.done) else session.call)
         self._next_check = min(self._next_check, time.monotonic() + self._check_s)
+
+    def _sent(self, process: Process) -> list[int]:
+        """The sessions of a process of which a call is under way."""
+        return [number for number in sorted(process.sessions) if self._sessions[number].is_sent]
 
     def _answer(self, session: _Session, reply: Reply) -> None:
         session.call = None
         self._replies.append(reply)
         if reply.error is not None or self._work.digest is None:
             self._forget(session)
-
-    def _fail(self, session: _Session, error: str, *, is_timeout: bool = False) -> None:
-        self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
 
     def _forget(self, session: _Session) -> None:
         process = session.process
@@ -245,20 +252,18 @@ class ProcessPool:
         return is_woken
 
     def _take_messages(self, process: Process) -> None:
-        for message in process.receive():
-            if isinstance(message, Reply):
-                self._take_reply(process, message)
-            elif isinstance(message, NotLoaded):
-                raise self._work.error(f"The {self._work.what} does not load.\n{message.error}")
-            elif isinstance(message, Loaded):
-                process.is_loaded, self.info, self._failed_starts = True, message.info, 0
-                self.wake()  # there is room for new sessions
-                self._check_start(process)
-            elif isinstance(message, Pong):
+        for reply in process.receive():
+            if reply.session != CONTROL:
+                self._take_reply(process, reply)
+            elif process.is_loaded:
                 process.pinged_at = None
-                self._end_overdue(process, message)
-            elif isinstance(message, Spoiled) and process in self._processes:
-                self._retire(process, "did not end a call")
+                self._end_overdue(process, is_frozen=False)
+            elif reply.error is not None:
+                raise self._work.error(f"The {self._work.what} does not load.\n{reply.error}")
+            else:
+                process.is_loaded, self.info, self._failed_starts = True, reply.value, 0
+                self.wake()  # there is room for new sessions
+                self._check_memory(process, "before its first call")
 
     def _take_reply(self, process: Process, reply: Reply) -> None:
         session = self._sessions.get(reply.session)
@@ -266,36 +271,28 @@ class ProcessPool:
             return
         session.is_sent = False
         digest = None if reply.error is not None or self._work.digest is None else self._work.digest(reply.value)
-        if session.seen < len(session.done):
-            self._take_repeated(session, reply, digest)
-        else:
+        if session.seen == len(session.done):
             if digest is not None and session.call is not None:
                 session.done.append((session.call, digest))
                 session.seen += 1
             self._answer(session, reply)
+        elif digest == session.done[session.seen][1]:  # a call that was done again
+            session.seen += 1
+            self._advance(session)
+        else:
+            why = reply.error or (
+                f"Done again, it answered differently to its call {session.seen + 1} of {len(session.done)}: it depends"
+                " on something else (time, another process, a random state of its own) and so cannot go on."
+            )
+            error = f"Its process died, for another's fault. {why}"
+            self._answer(session, Reply(session.number, error=error, is_timeout=reply.is_timeout))
         if process.is_alone and process in self._processes:
             for number in sorted(process.sessions):
                 self._advance(self._sessions[number])
         elif process in self._processes:
             self._check_memory(process)
 
-    def _take_repeated(self, session: _Session, reply: Reply, digest: str | None) -> None:
-        """The reply to a call that is done again."""
-        if digest == session.done[session.seen][1]:
-            session.seen += 1
-            self._advance(session)
-            return
-        why = reply.error or (
-            f"Done again, it answered differently to its call {session.seen + 1} of {len(session.done)}: it depends on "
-            "something else (time, another process, a random state of its own) and so cannot go on."
-        )
-        self._fail(session, f"Its process died, for another's fault. {why}", is_timeout=reply.is_timeout)
-
     # ------------------------------------------------------------------------------------------------------- watching
-
-    @property
-    def _check_s(self) -> float:
-        return min(_CHECK_S, self._work.timeout_s / 4)
 
     def _check(self) -> None:
         """What takes too long or holds too much; nothing if there is nothing to watch."""
@@ -306,81 +303,70 @@ class ProcessPool:
             if process not in self._processes or (process.is_loaded and process not in awaited):
                 continue
             self._next_check = now + self._check_s
+            running = process.running()
             if not process.is_loaded:
                 if now > process.started_at + START_TIMEOUT_S:
-                    process.write_stack()
+                    process.stacks()
                     how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.stderr_tail()}"
                     raise self._work.error(f"The {self._work.what}'s process {how}")
-                continue
-            running = process.running()
-            if process.pinged_at is not None and now > process.pinged_at + _ANSWER_S:
-                self._end_frozen(process)
-            elif process.pinged_at is None and any(now > call.since + self._work.timeout_s for call in running):
+            elif process.pinged_at is not None:
+                if now > process.pinged_at + _ANSWER_S:
+                    self._end_overdue(process, is_frozen=True)
+            elif any(now > call.since + self._work.timeout_s for call in running):
                 process.ping()
             elif not running and now > process.last_sign_at + self._work.timeout_s + _GRACE_S:
                 self._handle_crash(process, "stopped answering")
             else:
                 self._check_memory(process)
 
-    def _end_overdue(self, process: Process, pong: Pong) -> None:
-        """The process is not frozen: calls that are overdue are so by themselves."""
-        before = time.monotonic() - self._work.timeout_s
-        overdue = [call.session for call in process.running() if call.since < before and call.session in pong.stacks]
-        if overdue and process in self._processes:
-            stacks = {session: f" It was here:\n{pong.stacks[session]}" for session in overdue}
-            self._handle_crash(process, self._overdue, overdue, stacks=stacks, is_timeout=True)
-
-    def _end_frozen(self, process: Process) -> None:
-        """A call is overdue and nothing of its process runs: one holds the interpreter's lock, or it was stopped."""
-        process.write_stack()
+    def _end_overdue(self, process: Process, *, is_frozen: bool) -> None:
+        """Ends a process in which a call is overdue. If others of its threads go on, that call is so by itself; if it
+        is frozen, because one holds the interpreter's lock, any of those that run may be the one."""
+        before, stacks = time.monotonic() - self._work.timeout_s, process.stacks()
         self._take_messages(process)
-        if process.pinged_at is not None and process in self._processes:
-            running = [call.session for call in process.running()]
-            self._handle_crash(process, self._overdue, running if len(running) == 1 else None, is_timeout=True)
+        running = [call for call in process.running() if call.session in self._sessions]
+        culprits = [call.session for call in running if call.since < before]
+        if culprits and process in self._processes:
+            certain = [] if is_frozen and len(running) > 1 else culprits
+            self._handle_crash(process, self._overdue, certain, stacks=stacks, is_timeout=True)
 
-    def _check_start(self, process: Process) -> None:
-        limit, held = self._work.max_memory_mb, process.memory_mb()
-        if limit is not None and held > limit:
-            key = f"{self._work.options}.max_memory_mb={limit}"
-            held_text = f"The {self._work.what}'s process holds {held:.0f} MiB before its first call"
-            raise self._work.error(f"{held_text}, more than {key}: raise the limit.")
-
-    def _check_memory(self, process: Process) -> None:
+    def _check_memory(self, process: Process, when: str = "") -> None:
         limit = self._work.max_memory_mb
         if limit is None:
             return
-        held, key = process.memory_mb(), f"{self._work.options}.max_memory_mb={limit}"
-        running = [call.session for call in process.running()]
+        held, running = process.memory_mb(), [call.session for call in process.running()]
+        how = f"held {held:.0f} MiB{when and ' '}{when}, more than {{}}{self._work.options}.max_memory_mb={limit}"
+        if held > limit and when:
+            raise self._work.error(f"The {self._work.what}'s process {how.format('')}: raise the limit.")
         if held > _MEMORY_FACTOR_IN_CALL * limit and running:
-            how = f"held {held:.0f} MiB, more than {_MEMORY_FACTOR_IN_CALL:g} times {key}"
-            self._handle_crash(process, how, running if len(running) == 1 else None)
-        elif held > limit and not process.is_retiring:
-            self._retire(process, f"held {held:.0f} MiB, more than {key}")
-
-    # --------------------------------------------------------------------------------------------------------- deaths
-
-    def _is_sent(self, number: int) -> bool:
-        return number in self._sessions and self._sessions[number].is_sent
+            how = how.format(f"{_MEMORY_FACTOR_IN_CALL:g} times ")
+            self._handle_crash(process, how, running if len(running) == 1 else [])
+        elif held > limit and not process.is_retiring:  # it ends with the sessions that it has
+            process.is_retiring = True
+            process.note(f"this process is being replaced: it {how.format('')}")
+            self.processes_replaced += 1
+            self._fill()
+            if not process.sessions:
+                self._dispose(process)
 
     def _handle_crash(
         self,
         process: Process,
         how: str,
-        culprits: Collection[int] | None = None,
+        culprits: Sequence[int] = (),
         *,
-        stacks: dict[int, str] | None = None,
+        stacks: Mapping[int, str] | None = None,
         is_timeout: bool = False,
     ) -> None:
-        """A process is dead, or has to be. culprits: whose fault that certainly is; None = whoever it looks like."""
+        """A process is dead, or has to be. culprits: whose fault that certainly is; none = whoever it looks like."""
         process.kill()
         self._take_messages(process)
         if process not in self._processes:
             return  # by what it still said
-        blamed, is_certain = process.candidates() if culprits is None else (list(culprits), True)
-        sent = [number for number in sorted(process.sessions) if self._is_sent(number)]
-        candidates = [number for number in blamed if number in sent]
-        if not is_certain and not candidates:
-            candidates = sent  # it died between two calls, which an earlier one may have brought about
+        certain = culprits or process.crashed()
+        sent, running = self._sent(process), [call.session for call in process.running()]
+        candidates = [number for number in certain or running or sent if number in sent]
+        is_certain = bool(certain) or process.is_alone
         tail = process.stderr_tail()
         process.note(f"this process was replaced: the {self._work.what} {how}")
         self.processes_replaced += not process.is_retiring
@@ -394,14 +380,13 @@ class ProcessPool:
         alone = None
         for session in sessions:
             session.seen, session.is_sent = 0, False
-            is_candidate = session.number in candidates
-            if is_candidate and (is_certain or process.is_alone):
+            if session.number in candidates and is_certain:
                 details = (stacks or {}).get(session.number, tail)
                 error = f"The {self._work.what} {how}; its process was replaced.{details}"
-                self._fail(session, error, is_timeout=is_timeout)
+                self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
                 continue
-            if is_candidate:
+            if session.number in candidates:
                 alone = alone or self._start(1, is_alone=True)
-            session.process = alone if is_candidate and alone else self._emptiest(self._processes)
+            session.process = alone if session.number in candidates and alone else self._emptiest()
             session.process.sessions.add(session.number)
             self._advance(session)

@@ -1,5 +1,5 @@
 """One supervised process as its pool sees it: start it, send calls, take replies, kill it with all that it started, say
-what it died of and who may have done it.
+what it died of and where its threads were.
 
 It runs a bare interpreter in a session of its own. What it writes to stderr below Python (the stack of a segmentation
 fault) comes through a pipe, of which only the end is kept, so that nothing that it prints can fill memory or disk.
@@ -22,9 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from workers.pool.channel import CONTROL, Call, Control, PoolEnd, Reply, Start
-from workers.pool.child import STACK_SIGNAL, Page, Running
-from workers.pool.runners import NOBODY
+from workers.pool.channel import CONTROL, Call, Page, PoolEnd, Reply, Running, Start
+from workers.pool.child import STACK_SIGNAL
 
 _END_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 0.5
@@ -46,10 +45,9 @@ class Process:
         ours, theirs = socket.socketpair()
         self._stderr, stderr = os.pipe()
         os.set_blocking(self._stderr, False)
-        with tempfile.TemporaryFile() as page, theirs:
-            page.truncate(Page.size(start.threads))
+        with tempfile.TemporaryFile(buffering=0) as page, theirs:
+            page.write(Page.empty(start.threads))
             self._page = Page(page.fileno(), start.threads)
-            self._page.clear(start.threads)
             arguments = f"{theirs.fileno()}, {page.fileno()}, {start.threads}, {os.getpid()}"
             code = f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child import main; main({arguments})"
             self._process = subprocess.Popen(
@@ -67,13 +65,11 @@ class Process:
         self.stderr = [self._stderr]
         self._stderr_tail, self._is_killed = b"", False
         self.sessions: set[int] = set()
-        self.is_loaded = self.is_retiring = False
-        self.is_alone = is_alone
+        self.is_loaded = False
+        self.is_retiring = self.is_alone = is_alone
         self.pinged_at: float | None = None
         self.started_at = self.last_sign_at = time.monotonic()
         self.channel.send(CONTROL, pickle.dumps(start))
-
-    # ------------------------------------------------------------------------------------------------ calls, replies
 
     def send(self, call: Call) -> None:
         self.last_sign_at = time.monotonic()
@@ -86,32 +82,26 @@ class Process:
         self.pinged_at = time.monotonic()
         self.channel.send(CONTROL, b"")
 
-    def receive(self) -> list[Reply | Control]:
+    def receive(self) -> list[Reply]:
         """What it said. Sets channel.is_closed if it is dead."""
-        messages: list[Reply | Control] = []
-        for number, packed in self.channel.receive():
+        replies = []
+        for number, message in self.channel.receive():
             self.last_sign_at = time.monotonic()
             try:
-                messages.append(pickle.loads(packed))
+                replies.append(pickle.loads(message))
             except Exception as error:  # objects that untrusted code made up may do anything when they are put together
                 reason = f"What it gave cannot be read here: {type(error).__name__}: {error}"
-                messages.append(Reply(number, error=reason))
-        return messages
-
-    # ------------------------------------------------------------------------------------------------------ watching
+                replies.append(Reply(number, error=reason))
+        return replies
 
     def running(self) -> list[Running]:
-        """The calls whose code runs, of sessions that live here."""
-        return [call for call in self._page.running() if call.session in self.sessions]
+        """The calls whose code runs, or ran when the process died."""
+        return self._page.running()
 
-    def candidates(self) -> tuple[list[int], bool]:
-        """Of a dead process: the sessions that may have done it, and whether that is certain."""
-        if self._page.culprit != NOBODY:
-            return [self._page.culprit], True
-        running = self.running()
+    def crashed(self) -> list[int]:
+        """Of a dead process: the session in whose thread it crashed, if it left the stack of a crash."""
         crash = _CRASH.search(self._stderr_text())
-        crashed = [call.session for call in running if crash and call.thread == int(crash.group(1), 16)]
-        return (crashed, True) if crashed else ([call.session for call in running], False)
+        return [call.session for call in self.running() if crash and call.thread == int(crash[1], 16)]
 
     def memory_mb(self) -> float:
         """Its resident memory in MiB; 0 if it is dead."""
@@ -132,13 +122,18 @@ class Process:
                 return
             self._stderr_tail = (self._stderr_tail + chunk)[-_STDERR_TAIL_BYTES:]
 
-    def write_stack(self) -> None:
-        """Lets the process write to stderr where it is, which works even if it is inside C code."""
+    def stacks(self) -> dict[int, str]:
+        """Where the code of each running session is, inside C code too; asks the process, which writes it to stderr."""
         os.kill(self._process.pid, STACK_SIGNAL)
         patience_s, until = _STACK_TIMEOUT_S, time.monotonic() + _STACK_TIMEOUT_S
         while self.stderr and time.monotonic() < until and wait(self.stderr, patience_s):
             self.read_stderr()
             patience_s = _STACK_PAUSE_S  # it comes in pieces
+        text, found = self._stderr_text(), {}
+        for call in self.running():
+            if stack := re.search(rf"hread 0x0*{call.thread:x} [^\n]*\n((?:  [^\n]*\n?)+)", text):
+                found[call.session] = f" It was here (last call first):\n{stack[1]}"
+        return found
 
     def stderr_tail(self) -> str:
         """The end of what the process wrote to stderr below Python; of a crash, the stack of its thread."""
@@ -152,8 +147,6 @@ class Process:
         if self.log_path is not None:
             with contextlib.suppress(OSError), Path(self.log_path).open("a", encoding="utf-8") as file:
                 file.write(f"[{time.strftime('%H:%M:%S')} {text}]\n")
-
-    # ------------------------------------------------------------------------------------------------------- the end
 
     def cause_of_death(self) -> str:
         """What ended it; waits a little for its end. Kill it afterwards: what it started may live on."""

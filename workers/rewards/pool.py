@@ -24,10 +24,6 @@ from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, 
 from workers.pool.channel import Reply
 from workers.pool.pool import ProcessPool, Work
 
-_SENT_AHEAD_S = 0.05
-_SENT_AHEAD_MAX = 256
-_FIRST_GUESS_S = 0.005
-
 
 class RewardError(UserError):
     """The reward function cannot be used at all: it does not load, or fails on a row of the dataset."""
@@ -87,13 +83,12 @@ class RewardPool:
         self._expected: set[Hashable] = set()
         self._results: dict[Hashable, RewardResult] = {}
         self._failure: str | None = None
-        self._handler: RewardHandler | None = None  # without processes
+        self._inline: RewardHandler | None = None  # without processes
         self._queue: deque[RewardItem] = deque()
         self._alone: deque[RewardItem] = deque()  # of lists that failed as a whole: each is called by itself
         self._sent: dict[int, list[RewardItem]] = {}
         self._numbers = itertools.count()
         self._rate = RateLimit(config.max_rpm)
-        self._seconds_per_call = _FIRST_GUESS_S
         self._thread: threading.Thread | None = None
         self._pool: ProcessPool | None = None
         self._is_closing = False
@@ -102,7 +97,7 @@ class RewardPool:
         """Starts the processes without waiting for them; `submit` does it at first use."""
         with self._changed:
             if self._work.num_workers == 0:
-                self._handler = self._handler or RewardHandler(self._config, self._modules)
+                self._inline = self._inline or RewardHandler(self._config, self._modules)
             elif self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
                 self._thread.start()
@@ -117,10 +112,10 @@ class RewardPool:
                 if item.key in self._expected or item.key in self._results:
                     raise ValueError(f"reward sample {item.key!r} is already submitted and not yet collected")
                 self._expected.add(item.key)
-        if self._handler is not None:
-            size = self._config.batch_size if self._handler.info == "batch" else 1
+        if self._inline is not None:
+            size = self._config.batch_size if self._inline.info == "batch" else 1
             for start in range(0, len(items), size):
-                self._put(items[start : start + size], self._handler.scorer.score_all(items[start : start + size]))
+                self._put(items[start : start + size], self._inline.scorer.score_all(items[start : start + size]))
             return
         self._queue.extend(items)
         if self._pool is not None:
@@ -196,8 +191,7 @@ class RewardPool:
         try:
             pool = self._pool = ProcessPool(self._work)
             while not self._is_closing:
-                feed_again_at = self._feed(pool)
-                for reply in pool.poll(max(0.0, feed_again_at - time.monotonic())):
+                for reply in pool.poll(max(0.0, self._feed(pool) - time.monotonic())):
                     self._take(reply)
             reason = "The reward pool is closed."
         except RewardError as error:
@@ -212,43 +206,29 @@ class RewardPool:
     def _feed(self, pool: ProcessPool) -> float:
         """Sends samples to the processes that have room. Returns when the rate limit lets the next one go, by
         `time.monotonic`; infinity if that is not what samples wait for."""
-        while (waiting := len(self._alone) + len(self._queue)) and (process := pool.emptiest()) is not None:
-            room = self._room(pool.info, len(process.sessions), math.ceil(waiting / self._work.num_workers))
+        while self._alone or self._queue:
+            if pool.info == "async":
+                at_most = self._config.max_concurrent
+                room = min(pool.room(math.ceil(at_most / self._work.num_workers)), at_most - len(self._sent))
+            else:
+                room = pool.room(1)
             if room <= 0:
                 break
-            for _ in range(room):
-                if not self._rate.allows_call():
-                    return self._rate.next_call
-                self._rate.count()
-                number = next(self._numbers)
-                self._sent[number] = self._next_call(pool.info)
-                pool.submit(number, self._sent[number], process=process)
-                if not self._alone and not self._queue:
-                    break
+            if not self._rate.allows_call():
+                return self._rate.next_call
+            self._rate.count()
+            number = next(self._numbers)
+            if self._alone:
+                self._sent[number] = [self._alone.popleft()]
+            else:
+                share = math.ceil(len(self._queue) / self._work.num_workers) if pool.info == "batch" else 1
+                size = min(share, self._config.batch_size)
+                self._sent[number] = [self._queue.popleft() for _ in range(size)]
+            pool.submit(number, self._sent[number])
         return math.inf
-
-    def _room(self, style: str, in_flight: int, share: int) -> int:
-        """Calls that a process may get now, no more than its share of those that wait."""
-        config = self._config
-        if style == "async":
-            own = math.ceil(config.max_concurrent / self._work.num_workers) - in_flight
-            return min(share, own, config.max_concurrent - len(self._sent))
-        if in_flight:
-            return 0
-        if style == "batch" or config.max_memory_mb is not None:
-            return 1  # its memory is looked at after each call
-        return min(share, _SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
-
-    def _next_call(self, style: str) -> list[RewardItem]:
-        if self._alone:
-            return [self._alone.popleft()]
-        share = math.ceil(len(self._queue) / self._work.num_workers)
-        size = min(share, self._config.batch_size) if style == "batch" else 1
-        return [self._queue.popleft() for _ in range(size)]
 
     def _take(self, reply: Reply) -> None:
         items = self._sent.pop(reply.session)
-        self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
         if reply.error is None:
             self._put(items, reply.value)
         elif len(items) > 1:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.metrics import Metric
-from workers.envs.reply import EnvReply
+from workers.envs.host import EnvReply
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message
 from workers.rollout.turn_messages import PastTurn, turn_messages

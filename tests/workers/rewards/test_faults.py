@@ -217,7 +217,7 @@ def test_a_call_that_swells_without_end_is_killed_and_fails(make_pool: Callable)
 
 def test_a_limit_below_what_the_process_needs_anyway_is_an_error(make_pool: Callable) -> None:
     pool = make_pool(max_memory_mb=1)
-    with pytest.raises(RewardError, match=r"holds \d+ MiB before its first call, more than reward.max_memory_mb=1"):
+    with pytest.raises(RewardError, match=r"held \d+ MiB before its first call, more than reward.max_memory_mb=1"):
         score(pool, "fine")
 
 
