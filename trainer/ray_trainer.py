@@ -24,10 +24,8 @@ from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.requirements import needs_greedy_baseline
-from trainer.rewards.baselines import take_greedy_baselines
 from trainer.rewards.groups import group_shares
-from trainer.rewards.overlong import punish_overlong
-from trainer.rewards.scores import Scorer, mask_failed
+from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
 from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics, timed

@@ -27,8 +27,7 @@ class RewardFailure(RuntimeError):
 
 
 class Failures:
-    """What failed among the last batches, against a limit: kept in a file, the first shown, and the run ended where
-    there are too many.
+    """What failed among the last batches, against a limit.
 
     what: failed, in one word. option, max_error_rate: the limit and its key. error: raised beyond it. path: of the
     file, json lines. show: gets the first failure of the run as text.
@@ -59,10 +58,10 @@ class Failures:
             self._recent.popleft()
         if not failed:
             return
+        where = f"See {self._path}"
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-            where = f"See {self._path}"
         except OSError as error:  # a full disk does not end a run
             where = f"They could not be written to {self._path} ({error.strerror})"
         failures, things = (sum(column) for column in zip(*self._recent, strict=True))
@@ -103,28 +102,19 @@ class FailureLog:
 
         Raises RewardFailure if more than `max_error_rate` of them failed; see `Failures.note`.
         """
+        columns, rows = batch.non_tensor_batch, []
         failed = [row for row, result in enumerate(results) if result.failed]
-        samples = [self._sample(batch, row, results[row]) for row in failed[:_KEPT_PER_BATCH]]
-        self._failures.note(len(failed), len(results), samples, lambda: self._text(samples[0]))
+        for row in failed[:_KEPT_PER_BATCH]:
+            ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
+            truth = columns["reward_model"][row].get("ground_truth") if "reward_model" in columns else None
+            kept = {name: columns[name][row] for name in ("sample_id", "data_source")}
+            kept |= {"ground_truth": truth, "response": self._decode(ids), "response_ids": ids}
+            rows.append(kept | {"timed_out": results[row].timed_out, "error": results[row].error})
 
-    def _sample(self, batch: DataProto, row: int, result: RewardResult) -> dict[str, Any]:
-        columns = batch.non_tensor_batch
-        ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
-        truths = columns.get("reward_model")
-        return {
-            "sample_id": columns["sample_id"][row],
-            "data_source": columns["data_source"][row],
-            "ground_truth": None if truths is None else truths[row].get("ground_truth"),
-            "response": self._decode(ids),
-            "response_ids": ids,
-            "timed_out": result.timed_out,
-            "error": result.error,
-        }
+        def first() -> str:
+            answer = rows[0]["response"]
+            cut = answer if len(answer) <= _SHOWN_CHARACTERS else answer[:_SHOWN_CHARACTERS] + " ..."
+            where = f"sample {rows[0]['sample_id']} of data_source={rows[0]['data_source']!r}"
+            return f"{where}, with the answer\n{cut}\nand the error\n{rows[0]['error']}"
 
-    def _text(self, sample: dict[str, Any]) -> str:
-        answer = sample["response"]
-        cut = answer if len(answer) <= _SHOWN_CHARACTERS else answer[:_SHOWN_CHARACTERS] + " ..."
-        return (
-            f"sample {sample['sample_id']} of data_source={sample['data_source']!r}, with the answer\n{cut}\n"
-            f"and the error\n{sample['error']}"
-        )
+        self._failures.note(len(failed), len(results), rows, first)

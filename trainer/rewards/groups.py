@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.rewards.overlong import check_no_such_entry
+from trainer.rewards.scores import check_no_overlong_entry
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.algos.group_outcomes import KINDS, GroupKinds, group_kinds
 from verl_lite.algos.masked import group_ids
@@ -53,16 +53,14 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
 def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(B,) outcomes in fp64, and (B,) bool which answers have one; see `groups_of`."""
     mask = batch.batch["response_mask"]
-    if "outcomes" in batch:
-        scores = batch.batch["outcomes"]
-    else:
-        scores = outcome_scores(batch.batch["token_level_scores"], mask)
+    has_outcomes = "outcomes" in batch
+    scores = batch.batch["outcomes"] if has_outcomes else outcome_scores(batch.batch["token_level_scores"], mask)
     answered, is_accuracy = (mask != 0).any(1), metric in (None, ACCURACY)
     name = f"reward/{ACCURACY if is_accuracy else metric}"
     if metric == SCORE or (is_accuracy and name not in batch):
         return scores.double(), answered
     column = batch.non_tensor_batch[name] if name in batch else np.full(len(batch), None)
-    values = torch.tensor([float(x) if is_number(x) else np.nan for x in column], dtype=torch.float64)
+    values = torch.tensor([float(x) if _is_number(x) else np.nan for x in column], dtype=torch.float64)
     if is_accuracy:
         values = torch.where(values.isnan(), scores.double(), values)
     return values, answered & ~values.isnan()
@@ -87,20 +85,16 @@ def names_entry(config: PPOConfig) -> bool:
 
 
 def check_entries(config: PPOConfig, sources: Sequence[str], results: Sequence[RewardResult]) -> None:
-    """Whether the rewards of some rows, scored before the run, have the entry that dynamic sampling looks at, and none
-    that the penalty of long answers needs for itself. sources: the data_source of each row.
-
-    Raises UserError naming source, entry and what there is.
-    """
-    names = {name for result in results for name in result.extra}
+    """Raises UserError unless the rewards of some rows, scored before the run, have the entry that dynamic sampling
+    looks at, and none that the penalty of long answers needs for itself. sources: the data_source of each row."""
     overlong = config.reward.overlong_buffer
     if overlong.enable and overlong.log:
-        check_no_such_entry({f"reward/{name}" for name in names})
+        check_no_overlong_entry({f"reward/{name}" for result in results for name in result.extra})
     metric = config.algorithm.filter_groups.metric
     for source, result in zip(sources, results, strict=True):
         is_alone = metric == ACCURACY and not result.extra
-        if names_entry(config) and not is_alone and not is_number(result.extra.get(str(metric))):
-            numbers = [name for name, value in sorted(result.extra.items()) if is_number(value)]
+        if names_entry(config) and not is_alone and not _is_number(result.extra.get(str(metric))):
+            numbers = [name for name, value in sorted(result.extra.items()) if _is_number(value)]
             raise UserError(
                 f"algorithm.filter_groups.metric={metric}: the reward of data_source={source!r} returns no such number "
                 f"but {', '.join(numbers) or 'nothing besides the score'}. Name one of these that every source has, or "
@@ -108,6 +102,5 @@ def check_entries(config: PPOConfig, sources: Sequence[str], results: Sequence[R
             )
 
 
-def is_number(value: object) -> bool:
-    """Whether something that a reward function returned can be compared as a number."""
+def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float | np.number | np.bool_)

@@ -8,8 +8,7 @@ anew (`reward_model.retokenize`). A text that is too long for the model has no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -25,14 +24,6 @@ from workers.policy.sequence_score import check_sequence_classifier
 RewardInputs = Callable[[DataProto], tuple[DataProto, list[str | None]]]
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The longest row that the reward model takes, and what says so."""
-
-    tokens: int
-    reason: str
-
-
 def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> RewardInputs:
     """The way from batches to rows for the reward model of `config`.
 
@@ -44,10 +35,14 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
     except UserError as error:
         raise UserError(f"reward_model.{error}") from error
     check_sequence_classifier(model, path)
-    reward_tokenizer = load_reward_tokenizer(path, config.reward_model.model.trust_remote_code)
+    try:
+        trust = config.reward_model.model.trust_remote_code
+        reward_tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise UserError(f"reward_model.model.path={path!r}: its tokenizer cannot be read ({error})") from error
     if config.reward_model.retokenize:
-        return Retokenizer(tokenizer, reward_tokenizer, longest_row(config, model))
-    check_same_vocabulary(tokenizer, reward_tokenizer, path)
+        return Retokenizer(tokenizer, reward_tokenizer, *_longest_row(config, model))
+    _check_same_vocabulary(tokenizer, reward_tokenizer, path)
     longest = config.data.max_prompt_length + config.data.max_response_length
     context = longest_context(model)
     if context is not None and context < longest:
@@ -55,31 +50,29 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
             f"reward_model.model.path={path!r}: it reads at most {context} tokens, fewer than data.max_prompt_length + "
             f"data.max_response_length = {longest}: lower these, or take a model with a longer context"
         )
-    return policy_tokens
-
-
-def policy_tokens(batch: DataProto) -> tuple[DataProto, list[str | None]]:
-    """The rows as the policy sampled them."""
-    return batch, [None] * len(batch)
+    return lambda batch: (batch, [None] * len(batch))
 
 
 class Retokenizer:
     """Rows under another tokenizer and chat template.
 
-    tokenizer: the policy's. reward_tokenizer: the reward model's, with a chat template; UserError without. limit: None
-    where a row may have any length.
+    tokenizer: the policy's. reward_tokenizer: the reward model's, with a chat template; UserError without. longest:
+    tokens of a row, None for any number; reason: what says so.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, reward_tokenizer: PreTrainedTokenizerBase, limit: Limit | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reward_tokenizer: PreTrainedTokenizerBase,
+        longest: int | None = None,
+        reason: str = "",
     ) -> None:
         if reward_tokenizer.chat_template is None:
             raise UserError(
                 f"reward_model.retokenize=true: the tokenizer in {reward_tokenizer.name_or_path!r} (reward_model.model."
-                "path) has no chat template, so chats cannot become its input; add chat_template to its "
-                "tokenizer_config.json"
+                "path) has no chat template; add chat_template to its tokenizer_config.json"
             )
-        self._policy, self._reward, self._limit = tokenizer, reward_tokenizer, limit
+        self._policy, self._reward, self._longest, self._reason = tokenizer, reward_tokenizer, longest, reason
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, list[str | None]]:
         """Reads raw_prompt, responses, attention_mask, response_mask.
@@ -88,65 +81,39 @@ class Retokenizer:
         row that can be scored. Of a row longer than the limit only the first tokens stay, which are not scored.
         """
         tokens = self._reward(self.texts(batch), add_special_tokens=False)["input_ids"]
-        errors = [self._too_long(len(row)) for row in tokens]
-        readable = torch.tensor([error is None for error in errors])
-        if self._limit is not None:
-            tokens = [row[: self._limit.tokens] for row in tokens]
-        return right_padded(tokens, batch.batch["response_mask"].any(1) & readable), errors
-
-    def texts(self, batch: DataProto) -> list[str]:
-        """Each row's chat with its answer as the assistant's message, under the reward model's template."""
-        answers = batch.batch["responses"]
-        lengths = batch.batch["attention_mask"][:, -answers.shape[1] :].sum(1).tolist()
-        written = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]
-        chats = [
-            [*prompt, {"role": "assistant", "content": text}]
-            for prompt, text in zip(
-                batch.non_tensor_batch["raw_prompt"],
-                self._policy.batch_decode(written, skip_special_tokens=True),
-                strict=True,
-            )
+        longest = max(map(len, tokens)) if self._longest is None else self._longest
+        errors = [
+            f"The reward model was not asked: prompt and answer are {len(row)} tokens of its tokenizer, and "
+            f"{self._reason} allows {longest}."
+            if len(row) > longest
+            else None
+            for row in tokens
         ]
-        return cast(list[str], self._reward.apply_chat_template(chats, tokenize=False, add_generation_prompt=False))
-
-    def _too_long(self, length: int) -> str | None:
-        """Why a text of so many tokens has no score, if that is so."""
-        if self._limit is None or length <= self._limit.tokens:
-            return None
-        return (
-            f"The reward model was not asked: prompt and answer are {length} tokens of its tokenizer, and "
-            f"{self._limit.reason} allows {self._limit.tokens}."
-        )
-
-
-def right_padded(tokens: Sequence[Sequence[int]], answered: torch.Tensor) -> DataProto:
-    """The token columns of rows without a prompt of their own. answered: (B,) bool, the rows that count."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in tokens], batch_first=True)
-    lengths = torch.tensor([len(row) for row in tokens])
-    real = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    return DataProto.from_dict(
-        tensors={
+        answered = batch.batch["response_mask"].any(1) & torch.tensor([error is None for error in errors])
+        rows = [torch.tensor(row[:longest], dtype=torch.long) for row in tokens]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        real = (torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]).long()
+        columns = {
             "input_ids": ids,
             "attention_mask": real,
             "position_ids": (real.cumsum(1) - 1).clamp(min=0),
             "responses": ids,
             "response_mask": real * answered[:, None],
         }
-    )
+        return DataProto.from_dict(tensors=columns), errors
+
+    def texts(self, batch: DataProto) -> list[str]:
+        """Each row's chat with its answer as the assistant's message, under the reward model's template."""
+        answers = batch.batch["responses"]
+        lengths = batch.batch["attention_mask"][:, -answers.shape[1] :].sum(1).tolist()
+        written = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]
+        texts = self._policy.batch_decode(written, skip_special_tokens=True)
+        prompts = batch.non_tensor_batch["raw_prompt"]
+        chats = [[*p, {"role": "assistant", "content": text}] for p, text in zip(prompts, texts, strict=True)]
+        return cast(list[str], self._reward.apply_chat_template(chats, tokenize=False, add_generation_prompt=False))
 
 
-def load_reward_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer in the reward model's folder. UserError without one."""
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"reward_model.model.path={path!r}: its tokenizer cannot be read ({error}), and without it nothing says "
-            "that the policy's token ids mean the same to it; put the tokenizer's files into the folder"
-        ) from error
-
-
-def check_same_vocabulary(
+def _check_same_vocabulary(
     tokenizer: PreTrainedTokenizerBase, reward_tokenizer: PreTrainedTokenizerBase, path: str
 ) -> None:
     """Raises UserError unless each token of the policy has the same id in the reward model's vocabulary."""
@@ -162,15 +129,12 @@ def check_same_vocabulary(
         )
 
 
-def longest_row(config: PPOConfig, model: PretrainedConfig) -> Limit | None:
-    """The tighter of the model's context and the token budget of a micro-batch; None where there is neither."""
-    options, actor = config.reward_model, config.actor
-    limits = []
-    context = longest_context(model)
-    if context is not None:
-        limits.append(Limit(context, "the context of reward_model.model.path"))
+def _longest_row(config: PPOConfig, model: PretrainedConfig) -> tuple[int | None, str]:
+    """The tighter of the model's context and the token budget of a micro-batch, and what says so."""
+    options, actor, context = config.reward_model, config.actor, longest_context(model)
+    limits = [] if context is None else [(context, "the context of reward_model.model.path")]
     if actor.use_dynamic_bsz if options.use_dynamic_bsz is None else options.use_dynamic_bsz:
         own = options.forward_max_token_len_per_gpu
         key = "actor.ppo_max_token_len_per_gpu" if own is None else "reward_model.forward_max_token_len_per_gpu"
-        limits.append(Limit(own or actor.ppo_max_token_len_per_gpu, key))
-    return min(limits, key=lambda limit: limit.tokens, default=None)
+        limits.append((own or actor.ppo_max_token_len_per_gpu, key))
+    return min(limits, default=(None, ""))

@@ -1,4 +1,5 @@
-"""The scores of a batch: of the reward function, of a reward model, or the weighted sum of both, laid out as columns.
+"""The scores of a batch: of the reward function, of a reward model, or the weighted sum of both, laid out as columns;
+and what the driver does to them: failed samples are masked, long answers punished, greedy ones become baselines.
 
 Workers send finished samples to the pool of reward functions while others still generate; here the driver lets the
 reward model score, and then waits for the rest of the pool. A reward that failed is a third outcome: its sample is
@@ -7,8 +8,7 @@ masked, so that it has no weight in any loss, metric or group statistic, and `tr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -17,12 +17,17 @@ import torch
 
 from trainer.evaluate.sample import is_prediction
 from trainer.rewards.failures import FailureLog
-from verl_lite.config import RewardConfig
+from verl_lite.algos.advantages import outcome_scores
+from verl_lite.algos.reward_shaping import overlong_penalty
+from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.worker_group import ServiceHandle
+
+OVERLONG = ("overlong_reward", "overlong")
+"""Columns `reward/<name>` of the penalty of a long answer and of whether there is one, under verl's names."""
 
 
 class Scorer(Protocol):
@@ -42,15 +47,6 @@ class RewardModel(Protocol):
     def score(self, batch: DataProto) -> list[RewardResult]:
         """One result for each row."""
         ...
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One source of scores: its name, what they count times, and a result for each row."""
-
-    name: str
-    weight: float
-    results: list[RewardResult]
 
 
 class Rewards:
@@ -84,22 +80,29 @@ class Rewards:
         Metrics: reward/<name>/mean of each extra value that is a number, over the sampled answers that have one;
         reward/error_rate, and the part of it that was late, reward/timeout_rate; reward/processes_replaced, counted
         from the start of the run.
-        Raises RewardFailure where too many failed.
+        Raises RewardFailure where too many failed, UserError for an extra value with the name of a part.
         """
-        parts = self._parts(batch)
-        ordered = [_weighted_sum(parts, row) for row in zip(*(part.results for part in parts), strict=True)]
-        failed, timed_out = (np.array([getattr(x, name) for x in ordered], bool) for name in ("failed", "timed_out"))
-        self.failures.check(batch, ordered)
-        scores = torch.tensor([0.0 if result.failed else result.score for result in ordered])
+        parts: dict[str, tuple[float, list[RewardResult]]] = {}
+        if self.model is not None:  # the pool goes on working while the model scores
+            parts["model"] = (self.model.weight, self.model.score(batch))
+        if self.pool is not None:
+            keys = list(batch.non_tensor_batch["sample_id"])
+            found = self.pool.call("collect", keys)
+            parts["function"] = (self.config.function_weight, [found[key] for key in keys])
+        weights = [weight for weight, _ in parts.values()]
+        results = [_weighted_sum(weights, row) for row in zip(*(each for _, each in parts.values()), strict=True)]
+        self.failures.check(batch, results)
+        failed, timed_out = (np.array([getattr(x, name) for x in results], bool) for name in ("failed", "timed_out"))
+        scores = torch.tensor([0.0 if result.failed else result.score for result in results])
         mask = batch.batch["response_mask"]
         answered = mask.sum(1) > 0
         token_level_scores = torch.zeros(mask.shape)
         token_level_scores[torch.arange(len(mask)), (mask.sum(1) - 1).clamp(min=0)] = scores * answered
-        extras = sorted({name for result in ordered for name in result.extra})
-        columns = {f"reward/{name}": as_column([result.extra.get(name) for result in ordered]) for name in extras}
+        extras = sorted({name for result in results for name in result.extra})
+        columns = {f"reward/{name}": as_column([result.extra.get(name) for result in results]) for name in extras}
         metrics = {
-            "reward/error_rate": Metric.mean(int(failed.sum()), len(ordered)),
-            "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(ordered)),
+            "reward/error_rate": Metric.mean(int(failed.sum()), len(results)),
+            "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(results)),
         }
         if self.pool is not None:
             metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
@@ -107,7 +110,11 @@ class Rewards:
         counted = answered.numpy() & ~greedy
         metrics |= _means(columns, counted)
         if self.model is not None:
-            own = _part_columns(parts, extras)
+            check_no_such_entry(parts, columns, "a part of the score beside a reward model: call it something else")
+            own = {
+                f"reward/{name}": as_column([None if each.failed else each.score for each in part])
+                for name, (_, part) in parts.items()
+            }
             metrics |= _means(own, counted, with_ends=True)
             columns |= own
         return DataProto.from_dict(
@@ -116,42 +123,90 @@ class Rewards:
             meta_info={"metrics": metrics},
         )
 
-    def _parts(self, batch: DataProto) -> list[_Part]:
-        """The sources of scores; the pool goes on working while the model scores."""
-        parts = []
-        if self.model is not None:
-            parts.append(_Part("model", self.model.weight, self.model.score(batch)))
-        if self.pool is not None:
-            keys = list(batch.non_tensor_batch["sample_id"])
-            results = self.pool.call("collect", keys)
-            parts.append(_Part("function", self.config.function_weight, [results[key] for key in keys]))
-        return parts
+
+def mask_failed(batch: DataProto) -> DataProto:
+    """The batch in which samples whose reward failed have an empty response_mask, and so no weight anywhere."""
+    failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
+    if not failed.any():
+        return batch
+    result = batch.select()
+    result.batch["response_mask"] = batch.batch["response_mask"] * ~failed[:, None]
+    return result
 
 
-def _weighted_sum(parts: list[_Part], row: Sequence[RewardResult]) -> RewardResult:
+def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, Metric]]:
+    """The batch with the penalty of `reward.overlong_buffer` added to each answer's score; as it is where that is off.
+
+    Reads token_level_scores and response_mask (B, R). Writes token_level_scores, and outcomes (B,), the scores before,
+    by which groups are filtered; with reward.overlong_buffer.log also reward/overlong_reward and reward/overlong (0 or
+    1), with the metrics reward/overlong_reward/mean and reward/overlong/mean over answers that count. An answer whose
+    reward failed has no penalty. Raises UserError if the reward function gave such a name to a value of its own.
+    """
+    options = config.reward.overlong_buffer
+    if not options.enable:
+        return batch, {}
+    lengths = (batch.batch["response_mask"] != 0).sum(1)
+    penalty = overlong_penalty(lengths, config.data.max_response_length, options.len, options.penalty_factor)
+    penalty = torch.where(lengths > 0, penalty, 0)
+    result = batch.select()
+    scores = batch.batch["token_level_scores"].clone()
+    result.batch["outcomes"] = scores.sum(1)
+    scores[torch.arange(len(batch)), (lengths - 1).clamp(min=0)] += penalty
+    result.batch["token_level_scores"] = scores
+    if not options.log:
+        return result, {}
+    check_no_overlong_entry(batch.non_tensor_batch)
+    columns = dict(zip(OVERLONG, (penalty, (penalty < 0).float()), strict=True))
+    result.non_tensor_batch |= {f"reward/{name}": as_column(values.tolist()) for name, values in columns.items()}
+    counted = int((lengths > 0).sum())
+    return result, {f"reward/{name}/mean": Metric.mean(float(x.sum()), counted) for name, x in columns.items()}
+
+
+def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
+    """ReMax: the batch without its greedy answers (is_greedy), whose scores are reward_baselines (B,) of the rows of
+    their prompt.
+
+    Reads uid, token_level_scores, response_mask. A prompt whose greedy answer has no score, because its reward failed,
+    has no baseline: its rows are masked, as `mask_failed` does, and reward/baseline_error_rate is the share of such
+    prompts. critic/reward_baselines/mean is over the others. A batch without greedy answers comes back as it is.
+    """
+    if "is_greedy" not in batch:
+        return batch, {}
+    is_greedy = batch.non_tensor_batch["is_greedy"].astype(bool)
+    greedy, result = batch.select_idxs(is_greedy), batch.select_idxs(~is_greedy)
+    del result.non_tensor_batch["is_greedy"]
+    is_known = (greedy.batch["response_mask"] != 0).any(-1)
+    scores = outcome_scores(greedy.batch["token_level_scores"], greedy.batch["response_mask"])
+    place = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
+    rows = torch.tensor([place[uid] for uid in result.non_tensor_batch["uid"]])
+    result.batch["reward_baselines"] = scores[rows]
+    result.batch["response_mask"] = result.batch["response_mask"] * is_known[rows, None]
+    return result, {
+        "critic/reward_baselines/mean": Metric.mean(float(scores.sum()), int(is_known.sum())),
+        "reward/baseline_error_rate": Metric.mean(float((~is_known).sum()), len(is_known)),
+    }
+
+
+def check_no_overlong_entry(columns: Container[str]) -> None:
+    """Raises UserError if one of the columns of the penalty is there already."""
+    what = "a column of reward.overlong_buffer.log: call it something else, or set reward.overlong_buffer.log=false"
+    check_no_such_entry(OVERLONG, columns, what)
+
+
+def check_no_such_entry(names: Iterable[str], columns: Container[str], what: str) -> None:
+    """Raises UserError if one of the names is a column `reward/<name>` already. what: it is, and what to do."""
+    for name in names:
+        if f"reward/{name}" in columns:
+            raise UserError(f"The reward function returned an entry {name!r}, which is {what}")
+
+
+def _weighted_sum(weights: list[float], row: tuple[RewardResult, ...]) -> RewardResult:
     """The score of one row, of which `row` has a result from each part; failed where any of them is."""
     failure = next((result for result in row if result.failed), None)
     if failure is not None:
         return failure
-    score = sum(part.weight * result.score for part, result in zip(parts, row, strict=True))
+    score = sum(weight * result.score for weight, result in zip(weights, row, strict=True))
     return RewardResult(score, {name: value for result in row for name, value in result.extra.items()})
-
-
-def _part_columns(parts: list[_Part], extras: Collection[str]) -> dict[str, np.ndarray]:
-    """reward/<part> (B,), before its weight; None where the part failed.
-
-    Raises UserError if the reward function gave such a name to a value of its own.
-    """
-    for part in parts:
-        if part.name in extras:
-            raise UserError(
-                f"The reward function returned an entry {part.name!r}, which with a reward model is the name of a part "
-                "of the score; call it something else"
-            )
-    return {
-        f"reward/{part.name}": as_column([None if each.failed else each.score for each in part.results])
-        for part in parts
-    }
 
 
 def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_ends: bool = False) -> dict[str, Metric]:
@@ -166,13 +221,3 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_ends: bo
             if with_ends:
                 metrics |= {f"{name}/max": Metric.max(max(values)), f"{name}/min": Metric.min(min(values))}
     return metrics
-
-
-def mask_failed(batch: DataProto) -> DataProto:
-    """The batch in which samples whose reward failed have an empty response_mask, and so no weight anywhere."""
-    failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
-    if not failed.any():
-        return batch
-    result = batch.select()
-    result.batch["response_mask"] = batch.batch["response_mask"] * ~failed[:, None]
-    return result

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import PROMPTS, Parts, make
-from trainer.rewards.baselines import take_greedy_baselines
+from trainer.rewards.scores import take_greedy_baselines
 from verl_lite.protocol import DataProto
 
 QUIET = {"trainer__val_before_train": False, "trainer__test_freq": 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.rewards.overlong import punish_overlong
+from trainer.rewards.scores import punish_overlong
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values
