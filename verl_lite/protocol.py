@@ -363,34 +363,20 @@ class DataProto:
 
 
 class DataProtoFuture:
-    """A batch that workers are still computing: what a method with blocking=False returns.
+    """An answer that workers are still computing: what a method with blocking=False returns.
 
-    `get` waits for it. As an argument of another worker method it is resolved where that method runs, if its parts
-    fit that method's ranks one to one; otherwise here.
-
-    Args:
-        futures: one handle per part, in row order. None of its own where it is made of other futures: workers cut
-            their other arguments evenly, which its parts need not be.
-        resolve: waits for handles and gives their values; raises what a worker raised.
-        collect: makes the batch out of the values.
-        padded: whether the parts hold rows that `collect` trims.
+    `get` waits for it and gives what the call would have returned. As an argument of another worker method it is waited
+    for here.
     """
 
-    def __init__(
-        self,
-        futures: list[Any],
-        resolve: Callable[[list[Any]], list[Any]],
-        collect: Callable[[list[Any]], Any],
-        padded: bool = False,
-    ) -> None:
-        self.futures, self.padded = futures, padded
-        self._resolve, self._collect = resolve, collect
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish = finish
         self._answer: list[Any] = []
 
     def get(self) -> Any:
         """Waits; the same object each time."""
         if not self._answer:
-            self._answer.append(self._collect(self._resolve(self.futures)))
+            self._answer.append(self._finish())
         return self._answer[0]
 
 

@@ -1,13 +1,12 @@
 """Which GPUs this process may use, who uses them already, and which a run takes, before any of them is touched.
 
-NVIDIA's management library (package nvidia-ml-py, module `pynvml`) tells what there is; CUDA_VISIBLE_DEVICES, in any of
+NVIDIA's management library (package nvidia-ml-py, module `pynvml`) says what there is; CUDA_VISIBLE_DEVICES, in any of
 its spellings, says which of that is ours. A part of a device that is divided (MIG) counts as a device.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +19,13 @@ from verl_lite.errors import UserError
 
 GIB = 1 << 30
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-_NONE = ("", "-1", "NoDevFiles")
 _IDLE_PROCESSES_BYTES = 1 * GIB  # a desktop, an idle notebook
 _IDLE_DEVICE_BYTES = 2 * GIB  # what a driver itself may hold of a large device
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process on a GPU; used_bytes is None where the library does not tell."""
+    """A process on a GPU; used_bytes is None where the library does not say."""
 
     pid: int
     used_bytes: int | None
@@ -59,13 +57,11 @@ class VisibleGpu:
 def list_gpus(nvml: Any = None) -> list[Gpu] | None:
     """The GPUs of this machine, with parts in place of a divided one; None if nvidia-ml-py is not installed or finds
     no driver. nvml: the module, or one like it."""
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return None
     try:
+        nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
+    except ImportError:
+        return None
     except nvml.NVMLError:
         return None
     try:
@@ -76,39 +72,26 @@ def list_gpus(nvml: Any = None) -> list[Gpu] | None:
 
 
 def _parts(nvml: Any, whole: Any) -> list[Any]:
-    try:
-        divided = nvml.nvmlDeviceGetMigMode(whole)[0] == nvml.NVML_DEVICE_MIG_ENABLE
-    except nvml.NVMLError:  # a device that cannot be divided
-        return [whole]
-    if not divided:
-        return [whole]
     parts = []
-    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
-        try:
-            parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, place))
-        except nvml.NVMLError:  # this place is empty
-            continue
-    return parts
+    try:
+        if nvml.nvmlDeviceGetMigMode(whole)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
+            for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
+                parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, place))
+    except nvml.NVMLError:  # it cannot be divided, or this place and those after it are empty
+        pass
+    return parts or [whole]
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # not told of this kind of device, or not to this user; the memory in use still tells
+    except nvml.NVMLError:  # not for this kind of device, or not for this user; the memory in use still shows it
         processes = []
-    return Gpu(
-        index,
-        _text(nvml.nvmlDeviceGetUUID(handle)),
-        _text(nvml.nvmlDeviceGetName(handle)),
-        int(memory.total),
-        int(memory.free),
-        tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in processes),
-    )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    words = (nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
+    uuid, name = (word.decode() if isinstance(word, bytes) else word for word in words)
+    found = tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in processes)
+    return Gpu(index, uuid, name, int(memory.total), int(memory.free), found)
 
 
 def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> list[VisibleGpu]:
@@ -118,46 +101,35 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] = os.enviro
     Raises UserError for a word that names no device or a device named twice, where CUDA would silently see fewer.
     """
     setting = environment.get(_VARIABLE)
-    if setting is None:
-        return [VisibleGpu(str(gpu.index), gpu) for gpu in _first_parts(gpus)]
+    if setting is None:  # of a divided device CUDA shows only the first part
+        first = {gpu.index: gpu for gpu in reversed(gpus)}
+        return [VisibleGpu(str(gpu.index), gpu) for gpu in reversed(first.values())]
     chosen: list[VisibleGpu] = []
     for token in (word.strip() for word in setting.split(",")):
-        if token in _NONE:
+        if token in ("", "-1", "NoDevFiles"):
             break
-        found = _find(gpus, token)
-        if found is None or any(found is one.gpu for one in chosen):
-            problem = "names no device of this machine" if found is None else "is named twice"
+        found = [gpu for gpu in gpus if (gpu.index == int(token) if token.isdigit() else gpu.uuid.startswith(token))]
+        found = found[:1] if token.isdigit() or len(found) == 1 else []
+        if not found or any(found[0] is one.gpu for one in chosen):
+            problem = "is named twice" if found else "names no device of this machine"
             known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
             raise UserError(f"{_VARIABLE}={setting!r}: {token!r} {problem}; there are {known}")
-        chosen.append(VisibleGpu(token, found))
+        chosen.append(VisibleGpu(token, found[0]))
     return chosen
-
-
-def _find(gpus: Sequence[Gpu], token: str) -> Gpu | None:
-    if token.isdigit():
-        return next((gpu for gpu in gpus if gpu.index == int(token)), None)
-    found = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
-    return found[0] if len(found) == 1 else None
-
-
-def _first_parts(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Of a divided device CUDA shows only the first part unless another is named."""
-    return list({gpu.index: gpu for gpu in reversed(gpus)}.values())[::-1]
 
 
 def other_users(gpu: Gpu) -> list[str]:
     """One line for each process on the device: pid, user, memory, command."""
-    return [_describe(process) for process in gpu.processes if process.pid != os.getpid()]
-
-
-def _describe(process: GpuProcess) -> str:
-    memory = "unknown memory" if process.used_bytes is None else f"{process.used_bytes / GIB:.1f} GiB"
-    try:
-        known = psutil.Process(process.pid)
-        command = " ".join(known.cmdline()) or known.name()
-        return f"pid {process.pid} of user {known.username()}, {memory}: {command[:100]}"
-    except psutil.Error:
-        return f"pid {process.pid}, {memory}, not visible from here (another container, or it just ended)"
+    lines = []
+    for process in (process for process in gpu.processes if process.pid != os.getpid()):
+        memory = "unknown memory" if process.used_bytes is None else f"{process.used_bytes / GIB:.1f} GiB"
+        try:
+            known = psutil.Process(process.pid)
+            command = " ".join(known.cmdline()) or known.name()
+            lines.append(f"pid {process.pid} of user {known.username()}, {memory}: {command[:100]}")
+        except psutil.Error:
+            lines.append(f"pid {process.pid}, {memory}, not visible from here (another container, or it just ended)")
+    return lines
 
 
 def without_processes(gpu: Gpu, own: Collection[int]) -> Gpu:
@@ -168,9 +140,9 @@ def without_processes(gpu: Gpu, own: Collection[int]) -> Gpu:
 
 
 def is_busy(gpu: Gpu) -> bool:
-    """Whether others use the device in earnest: by more than a desktop or an idle notebook does.
+    """True if others use the device in earnest: by more than a desktop or an idle notebook does.
 
-    That is processes with together more than 1 GiB, or with memory that is not told; or more than 2 GiB held by nobody
+    That is processes with together more than 1 GiB, or with memory that is not known; or more than 2 GiB held by nobody
     that can be seen (another container).
     """
     others = [process.used_bytes for process in gpu.processes if process.pid != os.getpid()]
@@ -212,23 +184,17 @@ def reserve_gpus(
         yield
         return
     visible = visible_gpus(gpus)
-    taken: list[VisibleGpu] = []
-    refused: list[str] = []
-    for one in visible:
-        if len(taken) == request.count:
-            break
-        if reason := unavailable(one.gpu, request):
-            refused.append(f"{one.gpu} {reason}")
-        else:
-            taken.append(one)
+    free = [one for one in visible if unavailable(one.gpu, request) is None]
+    taken = free[: request.count]
+    passed = visible if len(taken) < request.count else visible[: visible.index(taken[-1])] if taken else []
+    refused = [f"{one.gpu} {unavailable(one.gpu, request)}" for one in passed if one not in free]
     setting = os.environ.get(_VARIABLE)
     if len(taken) < request.count:
-        seen = f"{_VARIABLE}={setting}" if setting is not None else f"{_VARIABLE} is not set"
         raise UserError(
             f"trainer.n_gpus_per_node={request.count}, but only {len(taken)} of {len(visible)} devices can be had "
-            f"({seen}):" + "".join(f"\n  {reason}" for reason in refused) + f"\nChoose other devices with {_VARIABLE}, "
-            "or fewer with trainer.n_gpus_per_node; or use them together with those who have them, if they agree: "
-            "trainer.share_devices=true"
+            f"({_VARIABLE}={setting}):" + "".join(f"\n  {reason}" for reason in refused) + "\nChoose others with "
+            f"{_VARIABLE}, or fewer with trainer.n_gpus_per_node; or use them together with those who have them, if "
+            "they agree: trainer.share_devices=true"
         )
     for sentence in refused:
         log(sentence)
@@ -239,10 +205,8 @@ def reserve_gpus(
     try:
         yield
     finally:
-        if setting is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = setting
+        del os.environ[_VARIABLE]
+        os.environ |= {} if setting is None else {_VARIABLE: setting}
 
 
 def unavailable(gpu: Gpu, request: ResourceRequest) -> str | None:
@@ -250,8 +214,8 @@ def unavailable(gpu: Gpu, request: ResourceRequest) -> str | None:
     if is_busy(gpu) and not request.shared:
         hidden = f"{(gpu.total_bytes - gpu.free_bytes) / GIB:.1f} GiB by processes that are not visible from here"
         return "is in use:" + "".join(f"\n    {user}" for user in other_users(gpu) or [hidden])
+    share = int(100 * gpu.free_bytes / gpu.total_bytes) / 100
     if gpu.free_bytes < request.memory_share * gpu.total_bytes:
-        share = math.floor(100 * gpu.free_bytes / gpu.total_bytes) / 100
         return (
             f"has {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, "
             f"rollout.gpu_memory_utilization={request.memory_share:g} takes more: at most {share:g} fits"

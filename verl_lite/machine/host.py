@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 
 GIB = 1 << 30
-
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
@@ -61,11 +60,9 @@ def cores_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
     """Cores of the quota, rounded up; None without one."""
     quotas = []
     for folder in _groups("cpu", root, own):
-        modern, quota, period = (_read(folder / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
-        if modern and not modern.startswith("max"):
-            quota, period = modern.split()[:2]
-        if quota and period and int(quota) > 0:
-            quotas.append(math.ceil(int(quota) / int(period)))
+        words = _read(folder, "cpu.max").split() or [_read(folder, f"cpu.cfs_{x}_us") for x in ("quota", "period")]
+        if all(word.isdigit() for word in words):  # no limit is "max" or -1
+            quotas.append(math.ceil(int(words[0]) / int(words[1])))
     return max(1, min(quotas)) if quotas else None
 
 
@@ -73,10 +70,12 @@ def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
     """Bytes until a limit is reached, not counting file cache that the kernel would give up; None without a limit."""
     left = []
     for folder in _groups("memory", root, own):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        limit = _read(folder, "memory.max", "memory.limit_in_bytes")
+        used = _read(folder, "memory.current", "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:  # version 1 writes no limit as a huge one
-            left.append(max(0, int(limit) - int(used) + _file_cache(folder)))
+            stat = dict(line.split() for line in _read(folder, "memory.stat").splitlines())
+            cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            left.append(max(0, int(limit) - int(used) + cache))
     return min(left) if left else None
 
 
@@ -95,14 +94,11 @@ def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
         yield from (base / part for part in (relative, *relative.parents) if (base / part).is_dir())
 
 
-def _file_cache(folder: Path) -> int:
-    names = ("inactive_file", "total_inactive_file")
-    lines = (line.split() for line in _read(folder / "memory.stat").splitlines())
-    return max((int(words[1]) for words in lines if words[0] in names), default=0)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+def _read(path: Path, *names: str) -> str:
+    """The first of these files of a folder that can be read, or the file itself; else nothing."""
+    for file in [path / name for name in names] or [path]:
+        try:
+            return file.read_text().strip()
+        except OSError:
+            pass
+    return ""

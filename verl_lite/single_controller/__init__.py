@@ -14,13 +14,12 @@ from verl_lite.single_controller.decorator import (
     register,
     register_dispatch_mode,
 )
-from verl_lite.single_controller.factory import create_worker_groups, start_service
-from verl_lite.single_controller.resource_pool import ResourcePool
+from verl_lite.single_controller.local_worker_group import create_worker_groups, start_service
 from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import (
     ClassWithInitArgs,
+    ResourcePool,
     ServiceHandle,
-    WorkerFuture,
     WorkerGroup,
 )
 
@@ -34,7 +33,6 @@ __all__ = [
     "ServiceHandle",
     "Worker",
     "WorkerDiedError",
-    "WorkerFuture",
     "WorkerGroup",
     "create_worker_groups",
     "make_nd_compute_dataproto_dispatch_fn",

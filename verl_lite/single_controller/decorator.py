@@ -1,9 +1,9 @@
 """`@register`: how a call on a worker group becomes one call per rank, and how the answers become one.
 
-A dispatch mode says both. Batches (`DataProto`, `DataProtoFuture`) are what modes cut into parts; every other argument
-goes to all ranks as it is, lists included: nothing is guessed from a length. `PerRank` says explicitly that a list
-holds one entry for each rank. A batch that does not divide is padded with rows of weight zero, and the answer is
-trimmed; the caller's object stays as it was.
+A dispatch mode says both. Batches (`DataProto`) are what modes cut into parts; every other argument goes to all ranks
+as it is, lists included: nothing is guessed from a length. `PerRank` says explicitly that a list holds one entry for
+each rank. A batch that does not divide is padded with rows of weight zero, and the answer is trimmed; the caller's
+object stays as it was.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from verl_lite.batch import wire
-from verl_lite.protocol import DataProto, DataProtoFuture, chunk_bounds
+from verl_lite.protocol import DataProto, chunk_bounds
 
 Args = tuple[tuple[Any, ...], dict[str, Any]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 REGISTRATION = "__verl_lite_registration__"
-DEFAULT_MESH = "default"
 
 
 class PerRank(list[Any]):
@@ -35,20 +34,10 @@ class Mesh:
     dp_rank: tuple[int, ...]
     is_collect: tuple[bool, ...]
 
-    @classmethod
-    def flat(cls, world_size: int) -> Mesh:
-        """Every rank has a part of its own."""
-        return cls(world_size, tuple(range(world_size)), (True,) * world_size)
-
     @property
     def collecting(self) -> list[int]:
         """Ranks that answer, in the order of their parts."""
         return sorted((r for r, collects in enumerate(self.is_collect) if collects), key=lambda r: self.dp_rank[r])
-
-    @property
-    def first(self) -> list[int]:
-        """The lowest rank of each part."""
-        return [self.dp_rank.index(part) for part in range(self.dp_size)]
 
 
 class Group(Protocol):
@@ -57,7 +46,7 @@ class Group(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def mesh(self, name: str, default: Mesh | None = None) -> Mesh: ...
+    def mesh(self, name: str) -> Mesh: ...
 
 
 @dataclass
@@ -65,25 +54,14 @@ class Dispatched:
     """What each rank is called with, and what to do with the answers.
 
     calls: one entry per rank; None = this rank is not called. collect: ranks whose answers count, in order.
-    rows: rows of the caller's batch, None where no batch was cut. padding: rows added to it at the end.
+    rows: rows of the caller's batch. padding: rows added to it at the end.
     """
 
     calls: list[Args | None]
     collect: list[int]
-    rows: int | None = None
+    rows: int = 0
     padding: int = 0
     marked: bool = False  # this dispatch added the is_padding column
-
-    @classmethod
-    def broadcast(cls, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-        """The same for all ranks, except for entries of PerRank."""
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, PerRank) and len(value) != world_size:
-                raise ValueError(f"PerRank has {len(value)} entries, the group has {world_size} ranks")
-        calls: list[Args | None] = [
-            (tuple(_entry(v, r) for v in args), {k: _entry(v, r) for k, v in kwargs.items()}) for r in range(world_size)
-        ]
-        return cls(calls, list(range(world_size)))
 
 
 DispatchFn = Callable[[Group, tuple[Any, ...], dict[str, Any]], Dispatched]
@@ -92,12 +70,11 @@ CombineFn = Callable[[Group, list[Any], Dispatched], Any]
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A way to cut a call and to put the answers together. `gives_batch`: the answer is one DataProto."""
+    """A way to cut a call and to put the answers together. splits: it cuts batches."""
 
     name: str
     dispatch: DispatchFn
     combine: CombineFn
-    gives_batch: bool = False
     splits: bool = False
 
 
@@ -108,12 +85,19 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
+def _for_each(ranks: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Callable[[Any, int], Any]) -> list[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, PerRank) and len(value) != ranks:
+            raise ValueError(f"PerRank has {len(value)} entries, the group has {ranks} ranks: give one entry per rank")
+    return [(tuple(of(v, r) for v in args), {k: of(v, r) for k, v in kwargs.items()}) for r in range(ranks)]
+
+
 def _entry(value: Any, rank: int) -> Any:
     return value[rank] if isinstance(value, PerRank) else value
 
 
 def _one_to_all(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    return Dispatched.broadcast(group.world_size, args, kwargs)
+    return Dispatched(_for_each(group.world_size, args, kwargs, _entry), list(range(group.world_size)))
 
 
 def _rank_zero(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
@@ -122,65 +106,36 @@ def _rank_zero(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 
 
 def _lists(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    for value in (*args, *kwargs.values()):
-        if not isinstance(value, list | tuple) or len(value) != group.world_size:
-            size = len(value) if isinstance(value, list | tuple) else type(value).__name__
-            raise ValueError(f"DP_COMPUTE takes lists with one entry per rank ({group.world_size}), found {size}")
-    per_rank = {name: PerRank(value) for name, value in kwargs.items()}
-    return Dispatched.broadcast(group.world_size, tuple(PerRank(value) for value in args), per_rank)
+    return _one_to_all(group, tuple(map(PerRank, args)), {name: PerRank(value) for name, value in kwargs.items()})
 
 
-def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], *, first_only: bool = False) -> Dispatched:
-    """Cut every batch among the arguments over the mesh's parts; ranks of one part receive the same object.
-
-    first_only: the other ranks of a part receive an empty batch with the meta_info.
-    """
-    batches = [v for v in (*args, *kwargs.values()) if isinstance(v, DataProto | DataProtoFuture)]
-    if not batches:
-        raise TypeError("a dispatch mode that splits batches needs a DataProto or DataProtoFuture argument, found none")
-    futures = {id(b): b for b in batches if isinstance(b, DataProtoFuture)}
-    passed_on = {key for key, one in futures.items() if not one.padded and len(one.futures) == mesh.dp_size}
-    known: dict[int, DataProto] = {id(b): b for b in batches if isinstance(b, DataProto)}
-    known |= {key: future.get() for key, future in futures.items() if key not in passed_on}
-    sizes = {len(batch) for batch in known.values()}
-    if len(sizes) > 1:
-        raise ValueError(f"batches of one call must have the same number of rows, found {sorted(sizes)}")
-    rows = sizes.pop() if sizes else None
-    if passed_on and rows is not None and rows % mesh.dp_size:  # parts of the future would be cut differently
-        known |= {key: futures[key].get() for key in passed_on}
-        passed_on = set()
-    padding = -(rows or 0) % mesh.dp_size
-    marked = padding > 0 and not any("is_padding" in batch for batch in known.values())
-    parts: dict[int, list[Any]] = {key: list(futures[key].futures) for key in passed_on}
-    parts |= {key: _pack_parts(batch.pad(mesh.dp_size), mesh.dp_size) for key, batch in known.items()}
-    empty = {key: DataProto(meta_info=batch.meta_info).pack() for key, batch in known.items() if first_only}
+def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+    """Cut every batch among the arguments over the mesh's parts; ranks of one part receive the same object."""
+    batches = {id(v): v for v in (*args, *kwargs.values()) if isinstance(v, DataProto)}
+    sizes = {len(batch) for batch in batches.values()}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"a dispatch mode that splits needs at least one DataProto among the arguments, and all of them with the "
+            f"same number of rows; found rows {sorted(sizes)}"
+        )
+    rows = sizes.pop()
+    padding = -rows % mesh.dp_size
+    marked = padding > 0 and not any("is_padding" in batch for batch in batches.values())
+    parts: dict[int, list[wire.Packed]] = {}
+    for key, batch in batches.items():
+        packed = batch.pad(mesh.dp_size).pack()
+        parts[key] = [packed.slice(start, stop) for start, stop in chunk_bounds(packed.rows, mesh.dp_size)]
 
     def value_for(value: Any, rank: int) -> Any:
-        if id(value) not in parts:
-            return _entry(value, rank)
-        if first_only and rank not in mesh.first:
-            return empty.get(id(value), DataProto().pack())
-        return parts[id(value)][mesh.dp_rank[rank]]
+        return parts[id(value)][mesh.dp_rank[rank]] if id(value) in parts else _entry(value, rank)
 
-    calls: list[Args | None] = [
-        (tuple(value_for(v, r) for v in args), {k: value_for(v, r) for k, v in kwargs.items()})
-        for r in range(len(mesh.dp_rank))
-    ]
+    calls = _for_each(len(mesh.dp_rank), args, kwargs, value_for)
     return Dispatched(calls, mesh.collecting, rows, padding, marked)
 
 
-def _pack_parts(batch: DataProto, parts: int) -> list[wire.Packed]:
-    packed = batch.pack()
-    return [packed.slice(start, stop) for start, stop in chunk_bounds(len(batch), parts)]
-
-
 def _split_flat(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    return _split(Mesh.flat(group.world_size), args, kwargs)
-
-
-def _split_first(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    mesh = group.mesh(DEFAULT_MESH, default=Mesh.flat(group.world_size))
-    return _split(mesh, args, kwargs, first_only=True)
+    size = group.world_size
+    return _split(Mesh(size, tuple(range(size)), (True,) * size), args, kwargs)
 
 
 def _as_list(group: Group, values: list[Any], dispatched: Dispatched) -> list[Any]:
@@ -197,7 +152,7 @@ def _concat(group: Group, values: list[Any], dispatched: Dispatched) -> DataProt
     if wrong:
         raise TypeError(f"answers that are concatenated must be a DataProto on each collecting rank, found {wrong}")
     result = DataProto.from_parts(values)
-    if dispatched.padding and dispatched.rows is not None and len(result):
+    if dispatched.padding and len(result):
         per_row, rest = divmod(len(result), dispatched.rows + dispatched.padding)
         if rest:
             raise ValueError(
@@ -216,17 +171,14 @@ class Dispatch:
     ONE_TO_ALL: the same arguments for all ranks; a list of answers. ALL_TO_ALL: the same, meant for PerRank arguments.
     RANK_ZERO: only rank 0 is called; its answer. DP_COMPUTE: lists with one entry per rank; a list of answers.
     DP_COMPUTE_PROTO: batches cut over all ranks; one batch. DP_COMPUTE_METRIC: the same; a list of answers.
-    DP_MP_DISPATCH_FIRST: batches cut over the mesh "default" (without one: over all ranks); only the first rank of each
-    part receives rows, its peers an empty batch with the meta_info; one batch.
     """
 
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _one_to_all, _as_list)
     ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _one_to_all, _as_list)
     RANK_ZERO = DispatchMode("RANK_ZERO", _rank_zero, _single)
     DP_COMPUTE = DispatchMode("DP_COMPUTE", _lists, _as_list)
-    DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", _split_flat, _concat, gives_batch=True, splits=True)
+    DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", _split_flat, _concat, splits=True)
     DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", _split_flat, _as_list, splits=True)
-    DP_MP_DISPATCH_FIRST = DispatchMode("DP_MP_DISPATCH_FIRST", _split_first, _concat, gives_batch=True, splits=True)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
@@ -239,13 +191,11 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
         return _split(group.mesh(mesh_name), args, kwargs)
 
-    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat, gives_batch=True, splits=True)
+    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat, splits=True)
 
 
 def register_dispatch_mode(
-    name: str,
-    dispatch_fn: Callable[..., list[Args]],
-    collect_fn: Callable[[Group, list[Any]], Any],
+    name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Callable[[Group, list[Any]], Any]
 ) -> DispatchMode:
     """A dispatch mode of your own, afterwards `Dispatch.<name>`.
 
@@ -258,8 +208,7 @@ def register_dispatch_mode(
     """
     if hasattr(Dispatch, name):
         raise ValueError(f"dispatch mode {name!r} exists already")
-    mode = _user_mode(name, dispatch_fn, collect_fn)
-    setattr(Dispatch, name, mode)
+    setattr(Dispatch, name, mode := _user_mode(name, dispatch_fn, collect_fn))
     return mode
 
 

@@ -42,7 +42,7 @@ class Guard:
     temp: Path
     base: str  # where this process's temporary files went before
     process: subprocess.Popen[bytes]
-    alive: int  # descriptor of the locked file that tells other runs that this one lives
+    alive: int  # descriptor of the locked file that shows other runs that this one lives
     environment: dict[str, str | None]  # what the variables we set were before
 
 
@@ -80,9 +80,19 @@ def start_guard() -> Guard:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base if is_short else _SHORT_BASE))
     temp = folder / "tmp" if is_short else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     temp.mkdir(exist_ok=True)
-    alive = _say_alive(folder, [token, str(folder), str(temp)])
+    alive = os.open(folder / watcher.ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(alive, fcntl.LOCK_SH)
+    os.write(alive, "\n".join([token, str(folder), str(temp)]).encode())
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, str(folder), str(temp)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={k: v for k, v in os.environ.items() if k not in (watcher.RUN_MARK, watcher.CLUSTER_MARK)},
+        pass_fds=(alive,),
+        start_new_session=True,
+    )
     inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache, to be kept between runs
-    process = _start_watcher(token, [folder, temp], alive)
     environment = set_environment(
         {
             watcher.RUN_MARK: token,
@@ -127,32 +137,11 @@ def sweep(bases: set[str]) -> list[Path]:
     return removed
 
 
-def _say_alive(folder: Path, lines: list[str]) -> int:
-    descriptor = os.open(folder / watcher.ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    os.write(descriptor, "\n".join(lines).encode())
-    return descriptor
-
-
-def _start_watcher(token: str, folders: list[Path], alive: int) -> subprocess.Popen[bytes]:
-    unmarked = {k: v for k, v in os.environ.items() if k not in (watcher.RUN_MARK, watcher.CLUSTER_MARK)}
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, *map(str, folders)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=unmarked,
-        pass_fds=(alive,),
-        start_new_session=True,
-    )
-
-
 def set_environment(values: dict[str, str | None]) -> dict[str, str | None]:
     """Set (None: remove) variables; gives what they were."""
     previous = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
+        os.environ.pop(name, None)
+        if value is not None:
             os.environ[name] = value
     return previous

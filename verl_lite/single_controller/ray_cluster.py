@@ -18,9 +18,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import ray
@@ -30,19 +31,14 @@ from verl_lite.errors import ClusterLostError
 from verl_lite.machine.host import cpu_count
 from verl_lite.single_controller import watcher
 from verl_lite.single_controller.guard import Guard, current_guard, set_environment, start_guard, stop_guard
-from verl_lite.single_controller.ray_joined import HEAD, JoinedCluster, NodeWatch, join, leave
+from verl_lite.single_controller.ray_joined import HEAD, JoinedCluster, NodeWatch, head_address, join
 
 # One for the life of the process, since Ray remembers the first; from the environment, so no file is written for it.
 _AUTH_TOKEN = secrets.token_hex(32)
 _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
-_SHARED_MEMORY = Path("/dev/shm")
 _SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
 _STARTS = 3
-_LOOPBACK = "127.0.0.1"
-_POPEN = "ConsolePopen"  # what ray._private.services starts its daemons with
 _STORE_LOST_AFTER_S = 6.0  # the control store is on this machine: it answers, or it is gone
-_TOO_SLOW = "timed out during startup"
-_LEFT_TO_OTHERS = 0.5  # share of the free shared memory that is not taken: NCCL and neighbours need some too
 
 
 class RayInit(Protocol):
@@ -61,12 +57,7 @@ class _Cluster:
     guard: Guard
     owns_guard: bool  # it was started for the cluster alone, and ends with it
     environment: dict[str, str | None]  # what the variables we set were before
-    watch: NodeWatch = field(default_factory=lambda: NodeWatch({}))  # of its control store
-
-    @property
-    def is_headless(self) -> bool:
-        """Whether its control store is gone."""
-        return HEAD in self.watch.lost()
+    watch: NodeWatch  # of its control store
 
 
 _cluster: _Cluster | None = None
@@ -79,9 +70,9 @@ def joined_cluster() -> JoinedCluster | None:
 
 
 def cluster_answers() -> bool:
-    """Whether Ray is up and can be asked to do something; its calls wait for many minutes for a head that is gone."""
+    """True if Ray is up and can be asked to do something; its calls wait for many minutes for a head that is gone."""
     cluster = _joined or _cluster
-    return ray.is_initialized() and (cluster is None or not cluster.is_headless)
+    return ray.is_initialized() and (cluster is None or HEAD not in cluster.watch.lost())
 
 
 def require_head() -> None:
@@ -100,46 +91,46 @@ def require_head() -> None:
 def ray_running(
     ray_init: RayInit, run_id: str, *, num_gpus: int | None = None, tell: Callable[[str], None] = print
 ) -> Iterator[None]:
-    """Ray is up inside, see `start_ray`; where it was up before, it stays. tell: takes its sentences."""
+    """Ray is up inside, see `start_ray`; where it was up before, it stays."""
     if ray.is_initialized():
         yield
         return
     try:
-        for note in start_ray(ray_init, run_id, num_gpus=num_gpus, tell=tell):
-            tell(note)
+        start_ray(ray_init, run_id, num_gpus=num_gpus, log=tell)
         yield
     finally:
         stop_ray()
 
 
 def start_ray(
-    ray_init: RayInit, run_id: str, *, num_gpus: int | None = None, tell: Callable[[str], None] = print
-) -> list[str]:
+    ray_init: RayInit, run_id: str, *, num_gpus: int | None = None, log: Callable[[str], None] = print
+) -> None:
     """Start the run's private cluster, or join the one at `ray_init.address`. Does nothing where Ray is up already.
 
-    run_id: namespace of the run in a joined cluster. num_gpus: devices of a private cluster, the first of those that
-    CUDA_VISIBLE_DEVICES names; None = those that Ray finds. tell: takes what is waited for in a joined cluster.
-    Gives sentences on what could not be as asked for.
+    Args:
+        run_id: namespace of the run in a joined cluster.
+        num_gpus: devices of a private cluster, the first of those that CUDA_VISIBLE_DEVICES names; None = those that
+            Ray finds.
+        log: takes what is waited for in a joined cluster, and what could not be as asked for.
     """
     global _joined
-    notes: list[str] = []
     if ray.is_initialized():
-        return notes
-    if ray_init.address is not None:
-        with _signal_handlers_kept():
-            _joined = join(ray_init.address, run_id, ray_init.wait_for_nodes_s, tell)
-    else:
-        notes = _start_private(ray_init, run_id, num_gpus)
+        return
+    with _signal_handlers_kept():
+        if ray_init.address is not None:
+            _joined = join(ray_init.address, run_id, ray_init.wait_for_nodes_s, log)
+        else:
+            _start_private(ray_init, run_id, num_gpus, log)
     atexit.register(stop_ray)
-    return notes
 
 
-def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list[str]:
+def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None, log: Callable[[str], None]) -> None:
     global _cluster
-    store = plan_object_store(ray_init.object_store_memory_mb << 20)
-    guard, owns_guard = current_guard(), False
-    if guard is None:
-        guard, owns_guard = start_guard(), True
+    store, folder, note = plan_object_store(ray_init.object_store_memory_mb << 20)
+    if note:
+        log(note)
+    owns_guard = current_guard() is None
+    guard = current_guard() or start_guard()
     previous = set_environment(
         {
             watcher.CLUSTER_MARK: guard.token,
@@ -153,29 +144,36 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> list
             "AUTOSCALER_METRIC_PORT": "0",  # else 44217, which only one cluster of a machine can have
         }
     )
-    _cluster = _Cluster(guard, owns_guard, previous)
-    with ExitStack() as undo, _signal_handlers_kept(), _daemons_in_own_groups(), _loopback_only():
-        undo.callback(stop_ray)
-        _init_patiently(
-            guard,
-            address="local",
-            num_cpus=ray_init.num_cpus or cpu_count(),
-            num_gpus=num_gpus,
-            object_store_memory=store.size,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,  # below are remarks about the way we start it
-            namespace=run_id,
-            _node_ip_address=_LOOPBACK,
-            _temp_dir=str(guard.folder / "ray"),
-            object_spilling_directory=str(guard.temp),
-            _plasma_directory=None if store.in_shared_memory else str(guard.temp),
-        )
-        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-        _cluster.watch = NodeWatch({HEAD: (host, int(port))}, lost_after_s=_STORE_LOST_AFTER_S).start()
-        undo.pop_all()
+    _cluster = _Cluster(guard, owns_guard, previous, NodeWatch({}))
+    # Daemons, and so workers, are in process groups of their own: else what a terminal that closes, `timeout` or a
+    # batch system sends to the driver's group ends them before the driver can save.
+    in_own_groups = functools.partial(services.ConsolePopen, process_group=0)
+    try:
+        with (
+            _replaced(services, "ConsolePopen", in_own_groups),
+            # else Ray takes the machine's address for a local one, and its daemons listen on all interfaces
+            _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        ):
+            _init_patiently(
+                guard,
+                address="local",
+                num_cpus=ray_init.num_cpus or cpu_count(),
+                num_gpus=num_gpus,
+                object_store_memory=store,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,  # below are remarks about the way we start it
+                namespace=run_id,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(guard.folder / "ray"),
+                object_spilling_directory=str(guard.temp),
+                _plasma_directory=str(guard.temp) if folder is None else None,
+            )
+    except BaseException:
+        stop_ray()
+        raise
+    _cluster.watch = NodeWatch({HEAD: head_address()}, lost_after_s=_STORE_LOST_AFTER_S).start()
     del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
-    return [store.note] if store.note else []
 
 
 def _init_patiently(guard: Guard, **options: Any) -> None:
@@ -186,7 +184,7 @@ def _init_patiently(guard: Guard, **options: Any) -> None:
             ray.init(**options)
             return
         except Exception as error:  # Ray raises it bare
-            if _TOO_SLOW not in str(error):
+            if "timed out during startup" not in str(error):
                 raise
             _end_processes(guard)
     raise RuntimeError(
@@ -194,30 +192,30 @@ def _init_patiently(guard: Guard, **options: Any) -> None:
     )
 
 
-@dataclass(frozen=True)
-class ObjectStore:
-    """Bytes of Ray's object store, whether they are in /dev/shm, and a sentence if that is not as asked for."""
-
-    size: int
-    in_shared_memory: bool = True
-    note: str = ""
-
-
-def plan_object_store(asked: int, shared_memory: Path = _SHARED_MEMORY) -> ObjectStore:
-    """A store that leaves half of the free shared memory to others. What does not fit in it is spilled to disk.
-
-    With too little shared memory for the smallest store it is a file in the temporary folder: slower, and it runs.
-    """
+def plan_object_store(asked: int, shared_memory: Path = Path("/dev/shm")) -> tuple[int, Path | None, str]:
+    """Bytes of the object store, where it is (None: a file in the temporary folder, slower), and a sentence if that is
+    not as asked for. Half of the free shared memory is left to NCCL and the neighbours; what does not fit is spilled
+    to disk."""
     free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
-    room = int(free * (1 - _LEFT_TO_OTHERS))
-    if asked <= room:
-        return ObjectStore(asked)
-    key = f"ray_kwargs.ray_init.object_store_memory_mb={asked >> 20}"
-    found = f"{shared_memory} has {free >> 20} MiB free"
-    mend = "in a container, --shm-size=2g gives more"
-    if room >= _SMALLEST_STORE:
-        return ObjectStore(room, note=f"{found}: {key} lowered to {room >> 20}, what is more goes to disk ({mend})")
-    return ObjectStore(asked, False, f"{found}: Ray's object store is a file in the temporary folder, slower ({mend})")
+    if asked <= free // 2:
+        return asked, shared_memory, ""
+    room = free // 2 if free // 2 >= _SMALLEST_STORE else None
+    instead = "a file in the temporary folder, slower" if room is None else f"lowered to {room >> 20}"
+    note = (
+        f"{shared_memory} has {free >> 20} MiB free: ray_kwargs.ray_init.object_store_memory_mb={asked >> 20} is "
+        f"{instead} (in a container, --shm-size=2g gives more)"
+    )
+    return (asked, None, note) if room is None else (room, shared_memory, note)
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 @contextmanager
@@ -231,52 +229,28 @@ def _signal_handlers_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def _daemons_in_own_groups() -> Iterator[None]:
-    """Ray starts its daemons in process groups of their own, and so their workers. Else what a terminal that closes,
-    `timeout` or a batch system sends to the group of the driver ends them before the driver can save."""
-    popen = getattr(services, _POPEN)
-    setattr(services, _POPEN, functools.partial(popen, process_group=0))
-    try:
-        yield
-    finally:
-        setattr(services, _POPEN, popen)
-
-
-@contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Ray takes the machine's address where it is told a local one, unless it believes that there are no clusters; the
-    daemons then listen on all interfaces. A private cluster is nobody else's business."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
 def stop_ray() -> None:
     """End this run's cluster and what it left; leave a joined one. Calling it again does nothing."""
     global _cluster, _joined
-    if _joined is not None:
-        cluster_of_others, _joined = _joined, None
-        leave(cluster_of_others)
-    if _cluster is None:
-        return
-    cluster, _cluster = _cluster, None
-    cluster.watch.close()
-    _end_processes(cluster.guard, headless=cluster.is_headless)
-    set_environment(cluster.environment)
-    if cluster.owns_guard:
-        stop_guard()
+    joined, cluster, _joined, _cluster = _joined, _cluster, None, None
+    both = [one.watch for one in (joined, cluster) if one is not None]
+    is_headless = any(HEAD in watch.lost() for watch in both)
+    for watch in both:
+        watch.close()
+    if is_headless:  # Ray's own shutdown would wait for it with the interpreter's lock held
+        atexit.unregister(ray.shutdown)
+    elif joined is not None:
+        ray.shutdown()
+    if cluster is not None:
+        _end_processes(cluster.guard, is_headless)
+        set_environment(cluster.environment)
+        if cluster.owns_guard:
+            stop_guard()
 
 
 def _end_processes(guard: Guard, headless: bool = False) -> None:
-    """headless: nothing answers any more; Ray's own shutdown would wait for it with the interpreter's lock held."""
     shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, guard.token))
-    if headless:
-        atexit.unregister(ray.shutdown)
-    else:
+    if not headless:
         ray.shutdown()
     sessions = [str(path) for path in (guard.folder / "ray").glob("session_*")]
     watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, patience_s=2.0, shared=shared)

@@ -7,31 +7,39 @@ its notes.
 from __future__ import annotations
 
 import faulthandler
-import os
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
-from verl_lite.errors import WorkerDiedError, add_circumstances
+from verl_lite.errors import StalledError, WorkerDiedError, add_circumstances, circumstances
 
+DRIVER_LOG = "driver.log"
+GIB = 1 << 30
 _LAST_LOG_LINES = 40  # room for the stack of a crash in native code
 _DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
 # What a rank says when another one has gone: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
-_MEMORY_USED = re.compile(r"was (\S+) used / (\S+) limit")
-_MEMORY_LIMIT = re.compile(r"\((\S+%) of \d+B limit\)")
-_EXIT_CODE = re.compile(r"exits with an exit code (\d+)")
-DRIVER_LOG = "driver.log"
 _STACKS_AFTER = 0.9  # of the stall timeout: before the driver ends the process
-GIB = 1 << 30
-_CALLS_SHOWN = 3
-_LEAST_GROWTH_SHOWN = 64 << 20  # below are fluctuations
-_LARGEST_USERS = re.compile(r"^\d+\t\S+\t.*$", re.MULTILINE)
+_CAUSES = (
+    (
+        r"was (\S+) used / (\S+) limit",
+        "the machine's memory ran out ({} of {} in use). Take less of it (smaller micro-batches, "
+        "rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for the neighbours",
+    ),
+    (
+        r"connection error code 2",  # all that Ray knows: the process was there, then its socket closed
+        "its process ended without an exception: kill -9, the kernel's out-of-memory killer (`dmesg` knows), or a "
+        "crash in native code (its log ends with a stack)",
+    ),
+    (r"exits with an exit code (\d+)", "its process ended itself by a call of exit, with code {}"),
+    (r"The actor is dead because (.*?)(?: Some common causes|$)", "{}"),
+)
 
 
 def original_error(error: RayTaskError) -> Exception:
@@ -44,136 +52,117 @@ def original_error(error: RayTaskError) -> Exception:
 
 
 def death(
-    error: RayError,
+    cause: str,
     role: str,
     rank: int | None,
     method: str,
     log: str | None,
-    memory: str,
     node: str | None = None,
+    notes: tuple[str, ...] = (),
 ) -> WorkerDiedError:
-    """A worker's process that ended, or whose answer is lost, as an error that says what is known of the cause.
-
-    rank: None for a service. log: file with what the process printed; memory: a sentence on what it held. node: the
-    machine, where there are several.
-    """
-    died = WorkerDiedError(f"{_who(role, rank, node)} died in {method}: {cause_of_death(error)}")
+    """A worker's process that ended. rank: None for a service. log: file with what it printed. node: its machine."""
+    who = role if rank is None else f"{role} rank {rank}"
+    who += "" if node is None else f" on node {node}"
+    died = WorkerDiedError(f"{who} died in {method}: {cause}")
     add_circumstances(died, role=role, rank=rank, node=node, method=method, log=log)
-    if memory:
-        died.add_note(memory)
-    users = _LARGEST_USERS.findall(str(error)) if isinstance(error, OutOfMemoryError) else []
-    if users:
-        died.add_note("the largest processes of the machine then (pid, GB, command):\n" + "\n".join(users[:5]))
+    for note in filter(None, notes):
+        died.add_note(note)
     if log is not None and Path(log).is_file():
         tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-_LAST_LOG_LINES:])
         died.add_note(f"the end of {log}:\n{tail}")
     return died
 
 
-def machine_lost(reason: str, node: str, role: str, rank: int | None, method: str, log: str | None) -> WorkerDiedError:
-    """A worker whose machine does not answer any more. reason: what was seen of that."""
-    died = WorkerDiedError(f"{_who(role, rank, node)} is lost in {method}: its machine has left the cluster: {reason}")
-    add_circumstances(died, role=role, rank=rank, node=node, method=method, log=log)
-    return died
-
-
-def _who(role: str, rank: int | None, node: str | None) -> str:
-    who = role if rank is None else f"{role} rank {rank}"
-    return who if node is None else f"{who} on node {node}"
-
-
 def cause_of_death(error: RayError) -> str:
     """Why a process ended, in one sentence, without Ray's list of guesses."""
-    text = str(error)
-    if isinstance(error, OutOfMemoryError):
-        used, limit = _MEMORY_USED.search(text), _MEMORY_LIMIT.search(text)
-        numbers = f" ({used[1]} of {used[2]} in use)" if used else ""
-        share = f" above {limit[1]}" if limit else ""
-        return (
-            f"the machine's memory ran out{numbers}; Ray ends workers{share}. Take less of it (smaller micro-batches, "
-            "rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for the neighbours"
-        )
-    if "connection error code 2" in text:  # all that Ray knows: the process was there, then its socket closed
-        return (
-            "its process ended without an exception: kill -9, the kernel's out-of-memory killer (`dmesg` knows), or a "
-            "crash in native code (its log ends with a stack)"
-        )
     if isinstance(error, ActorUnavailableError):
         return "the connection to its process was closed: the process has ended, or its machine has left the cluster"
-    if code := _EXIT_CODE.search(text):
-        return f"its process ended itself by a call of exit, with code {code[1]}"
-    return " ".join(text.split()).split("The actor is dead because ")[-1].split(" Some common causes")[0]
+    text = " ".join(str(error).split())
+    for pattern, sentence in _CAUSES:
+        if found := re.search(pattern, text):
+            return sentence.format(*found.groups())
+    return text
+
+
+def ray_notes(error: RayError) -> str:
+    """What Ray knows beyond the cause: the largest processes of a machine whose memory ran out."""
+    return str(error) if isinstance(error, OutOfMemoryError) else ""
 
 
 def is_consequence(error: Exception) -> bool:
-    """Whether an error says no more than that another rank has gone."""
+    """True if an error says no more than that another rank has gone."""
     return not isinstance(error, WorkerDiedError) and any(sign in str(error) for sign in _CONSEQUENCES)
+
+
+def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None, rank: int | None = None) -> Exception:
+    """The error of a call without an answer. The stacks of the driver's own threads go to `driver.log` beside `log`."""
+    error = StalledError(
+        f"{who} not answered for {timeout_s:g} s (trainer.stall_timeout_s). The stacks of its threads are at the end "
+        f"of its log, {log}. Raise the limit if the work simply takes longer"
+    )
+    add_circumstances(error, role=role, rank=rank, method=method, log=log)
+    if log is not None:
+        path = Path(log).parent / DRIVER_LOG
+        with path.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        error.add_note(f"the driver's own stacks are in {path}")
+    return error
 
 
 @contextmanager
 def stacks_if_it_stalls(timeout_s: float | None) -> Iterator[None]:
     """Writes the stacks of all threads to standard error when the block takes nearly that long; it goes on then."""
-    if timeout_s is None:
-        yield
-        return
-    faulthandler.dump_traceback_later(_STACKS_AFTER * timeout_s)
+    if timeout_s is not None:
+        faulthandler.dump_traceback_later(_STACKS_AFTER * timeout_s)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def save_driver_stacks(log: str | None, why: str) -> str:
-    """Appends the stacks of this process's threads to `driver.log` beside a worker's log. Gives a sentence on it."""
-    if log is None:
-        return ""
-    path = Path(log).parent / DRIVER_LOG
-    with path.open("a") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
-        file.flush()
-        faulthandler.dump_traceback(file, all_threads=True)
-    return f"the driver's own stacks are in {path}"
+@contextmanager
+def portable_errors() -> Iterator[None]:
+    """Turns an exception that cannot travel between processes into a RuntimeError that says the same."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            cloudpickle.loads(cloudpickle.dumps(error))
+        except (TypeError, AttributeError, ValueError, KeyError, RuntimeError, cloudpickle.PicklingError) as reason:
+            portable = RuntimeError(f"{type(error).__name__}: {error}")
+            for note in [*getattr(error, "__notes__", ()), f"(the exception itself does not pickle: {reason})"]:
+                portable.add_note(note)
+            vars(circumstances(portable)).update(vars(circumstances(error)))
+            raise portable from error
+        raise
 
 
 class SlotMemory:
-    """Resident memory of the processes on this machine by rank, and in whose calls it grew. Read from /proc while the
-    driver waits, so that a process that was killed has been seen shortly before."""
+    """Resident memory of the processes on this machine by rank, looked at while the driver waits, so that a process
+    that was killed has been seen shortly before."""
 
     def __init__(self) -> None:
-        self._pids: dict[int, int] = {}
-        self._start: dict[int, int] = {}
-        self._last: dict[int, int] = {}
-        self._growth: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._processes: dict[int, psutil.Process] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}  # at the start, when last seen
 
     def watch(self, rank: int, pid: int) -> None:
         """From now on `rank` is this process of this machine."""
-        self._pids[rank] = pid
-        size = resident_bytes(pid)
-        if size is not None:
-            self._start[rank] = self._last[rank] = size
+        self._processes[rank] = psutil.Process(pid)
+        self.look(rank)
 
-    def look(self, rank: int, call: str) -> None:
-        """What the process has grown since the last look, it has grown in `call`."""
-        size = resident_bytes(self._pids[rank]) if rank in self._pids else None
-        if size is not None:
-            self._growth[rank][call] += size - self._last.get(rank, size)
-            self._last[rank] = size
+    def look(self, rank: int) -> None:
+        """Note how large the process is now."""
+        try:
+            size = self._processes[rank].memory_info().rss
+            self._sizes[rank] = (self._sizes.get(rank, (size, size))[0], size or self._sizes[rank][1])
+        except (KeyError, psutil.Error):  # on another machine, or gone
+            pass
 
     def describe(self, rank: int) -> str:
-        """One sentence: how large it was at its start and when last seen, and the calls in which it grew most."""
-        if rank not in self._last:
+        """One sentence: how large it was at its start and when last seen."""
+        if rank not in self._sizes:
             return ""
-        start, last = (f"{sizes[rank] / GIB:.2f} GiB" for sizes in (self._start, self._last))
-        grown = sorted(self._growth[rank].items(), key=lambda item: -item[1])[:_CALLS_SHOWN]
-        most = ", ".join(f"{size / GIB:+.2f} in {call}" for call, size in grown if size >= _LEAST_GROWTH_SHOWN)
-        growth = f"; it grew most by {most}" if most else ""
-        return f"memory of rank {rank}: {start} at its start, {last} when last seen{growth}"
-
-
-def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process; None if it is gone, or where there is no /proc."""
-    try:
-        pages = int(Path("/proc", str(pid), "statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE") or None  # a zombie has none
+        start, last = (f"{size / GIB:.2f} GiB" for size in self._sizes[rank])
+        return f"memory of rank {rank}: {start} at its start, {last} when last seen"

@@ -1,4 +1,4 @@
-"""A cluster that somebody else started: joining it, its machines, whether they still answer, leaving it.
+"""A cluster that somebody else started: joining it, its machines, whether they still answer.
 
 Only what is the run's own is ended here; the cluster stays. Nothing in this file waits for a head that is gone, as Ray
 itself would for many minutes: a thread of the driver opens a connection to each machine's port every few seconds. One
@@ -7,14 +7,12 @@ that is only busy still accepts, by its kernel; one whose Ray process was killed
 
 from __future__ import annotations
 
-import atexit
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import ray
@@ -22,18 +20,14 @@ import ray
 from verl_lite.errors import ClusterLostError, NoRoomError, UserError
 
 HEAD = "the head"
-ADDRESS_KEY = "ray_kwargs.ray_init.address="
-EVERY_S = 2.0
 LOST_AFTER_S = 15.0
+_EVERY_S = 2.0
 _LEAST_FAILURES = 4  # in a row: after the driver itself was suspended one look says nothing
 _CONNECT_TIMEOUT_S = 3.0
 _FIRST_ANSWER_S = 10.0
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_KEY = "ray_kwargs.ray_init.address="
 
 Address = tuple[str, int]
-
-
-# ---------------------------------------------------------------------------------------------------- who answers
 
 
 def silence_of(address: Address) -> str | None:
@@ -46,7 +40,7 @@ def silence_of(address: Address) -> str | None:
 
 
 def answers_within(address: Address, patience_s: float) -> bool:
-    """Whether somebody takes a connection there, tried again until then."""
+    """True if somebody takes a connection there, tried again until then."""
     deadline = time.monotonic() + patience_s
     while silence_of(address) is not None:
         if time.monotonic() >= deadline:
@@ -55,20 +49,11 @@ def answers_within(address: Address, patience_s: float) -> bool:
     return True
 
 
-@dataclass
-class _Silence:
-    """Failed looks in a row: how many, when the first of them was, and what the last one said."""
-
-    failures: int
-    since: float
-    reason: str
-
-
 class NodeWatch:
     """Looks at addresses until it is closed.
 
     Args:
-        places: where to look, by the name under which `lost` tells of it.
+        places: where to look, by the name under which `lost` has it.
         lost_after_s: silence after which a place is lost.
         clock, look: for tests.
     """
@@ -82,7 +67,7 @@ class NodeWatch:
         look: Callable[[Address], str | None] = silence_of,
     ) -> None:
         self._places, self._lost_after_s, self._clock, self._look = dict(places), lost_after_s, clock, look
-        self._silent: dict[str, _Silence] = {}
+        self._silent: dict[str, tuple[int, float, str]] = {}  # failed looks in a row, time of the first, last reason
         self._closed = threading.Event()
 
     def start(self) -> NodeWatch:
@@ -96,28 +81,24 @@ class NodeWatch:
 
     def lost(self) -> dict[str, str]:
         """Why each place that has been silent for so long is thought to be gone."""
+        now = self._clock()
         return {
-            name: f"{silence.reason}, for {self._clock() - silence.since:.0f} s"
-            for name, silence in list(self._silent.items())
-            if silence.failures >= _LEAST_FAILURES and self._clock() - silence.since >= self._lost_after_s
+            name: f"{reason}, for {now - since:.0f} s"
+            for name, (failures, since, reason) in list(self._silent.items())
+            if failures >= _LEAST_FAILURES and now - since >= self._lost_after_s
         }
 
     def look_once(self) -> None:
         """Try all places."""
         for name, address in self._places.items():
             begun, reason = self._clock(), self._look(address)
-            if reason is None:
-                self._silent.pop(name, None)
-            else:
-                before = self._silent.get(name, _Silence(0, begun, reason))
-                self._silent[name] = _Silence(before.failures + 1, before.since, reason)
+            failures, since, _ = self._silent.pop(name, (0, begun, ""))
+            if reason is not None:
+                self._silent[name] = (failures + 1, since, reason)
 
     def _run(self) -> None:
-        while not self._closed.wait(EVERY_S):
+        while not self._closed.wait(_EVERY_S):
             self.look_once()
-
-
-# ---------------------------------------------------------------------------------------------------- the cluster
 
 
 @dataclass(frozen=True)
@@ -137,7 +118,7 @@ class Machine:
         return cls(entry["NodeID"], name, (ip, int(entry["NodeManagerPort"])), dict(entry["Resources"]))
 
     def has(self, bundle: dict[str, float]) -> bool:
-        """Whether it could hold this, were nothing else on it."""
+        """True if it could hold this, were nothing else on it."""
         return all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in bundle.items())
 
 
@@ -147,14 +128,19 @@ def machines() -> list[Machine]:
     return [machine for machine in known if silence_of(machine.address) is None]
 
 
-@dataclass
-class JoinedCluster:
-    """The cluster that this process has joined. wait_s: how long to wait for machines. tell: takes sentences."""
+def head_address() -> Address:
+    """Where the control store of the cluster answers."""
+    host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+    return host, int(port)
 
-    address: str
-    wait_s: float
-    tell: Callable[[str], None]
-    watch: NodeWatch
+
+class JoinedCluster:
+    """The cluster that this process has joined. wait_s: how long to wait for machines. log: takes sentences."""
+
+    def __init__(self, address: str, wait_s: float, log: Callable[[str], None]) -> None:
+        self.address, self.wait_s, self.log = address, wait_s, log
+        self.head = head_address()
+        self.watch = NodeWatch({HEAD: self.head}).start()
 
     def follow(self, machines: list[Machine]) -> None:
         """Watch the head, and from now on these machines."""
@@ -162,19 +148,9 @@ class JoinedCluster:
         places = {HEAD: self.head} | {machine.name: machine.address for machine in machines}
         self.watch = NodeWatch(places).start()
 
-    @cached_property
-    def head(self) -> Address:
-        """Where the head answers."""
-        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-        return host, int(port)
-
-    def head_answers(self) -> bool:
-        """Whether the head answers at this moment."""
-        return silence_of(self.head) is None
-
     @property
     def is_headless(self) -> bool:
-        """Whether the head is gone."""
+        """True if the head is gone."""
         return HEAD in self.watch.lost()
 
     def require_head(self) -> None:
@@ -186,55 +162,33 @@ class JoinedCluster:
             )
 
 
-def join(
-    address: str, run_id: str, wait_s: float, tell: Callable[[str], None], option: str = ADDRESS_KEY
-) -> JoinedCluster:
-    """Join the cluster at HOST:PORT.
-
-    Args:
-        option: what the user gave the address with, for messages.
-
-    Raises:
-        NoRoomError: nobody answers there for `wait_s`. UserError: Ray refuses.
-    """
-    require_answer(address, wait_s, tell, option)
+def join(address: str, run_id: str, wait_s: float, log: Callable[[str], None]) -> JoinedCluster:
+    """Join the cluster at HOST:PORT. Raises NoRoomError if nobody answers for `wait_s`, UserError if Ray refuses."""
+    require_answer(address, wait_s, log)
     try:  # below CRITICAL are Ray's own words about machines that leave, with the end of their logs
         ray.init(address=address, namespace=run_id, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"{option}{address}: {error}\nThis machine must be one of the cluster's: "
+            f"{_KEY}{address}: {error}\nThis machine must be one of the cluster's: "
             f"`ray start --address={address} --num-cpus=0` makes it one without giving it work"
         ) from error
-    cluster = JoinedCluster(address, wait_s, tell, NodeWatch({}))
-    cluster.follow([])
-    return cluster
+    return JoinedCluster(address, wait_s, log)
 
 
-def require_answer(address: str, wait_s: float, tell: Callable[[str], None], option: str = ADDRESS_KEY) -> None:
+def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> None:
     """Raises NoRoomError if nobody answers at HOST:PORT within `wait_s`: Ray would try for many minutes."""
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
     if not port.isdigit() or "//" in address:
-        raise UserError(f"{option}{address}: expected HOST:PORT, as `ray start --head` prints it")
-    asked = (ray.util.get_node_ip_address() if host in _LOCAL_NAMES else host, int(port))  # as Ray reads it
+        raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
+    is_local = host in ("localhost", "127.0.0.1", "::1")
+    asked = (ray.util.get_node_ip_address() if is_local else host, int(port))  # as Ray reads it
     if answers_within(asked, min(_FIRST_ANSWER_S, wait_s)):
         return
-    limit = " (ray_kwargs.ray_init.wait_for_nodes_s)" if option == ADDRESS_KEY else ""
-    tell(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s{limit}")
+    log(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)")
     if not answers_within(asked, max(0.0, wait_s - _FIRST_ANSWER_S)):
         raise NoRoomError(
-            f"{option}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start "
-            "a cluster with `ray start --head`, and give the address that it prints"
+            f"{_KEY}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start a cluster with "
+            "`ray start --head`, and give the address that it prints"
         )
-
-
-def leave(cluster: JoinedCluster) -> None:
-    """Leave the cluster. One whose head is gone cannot be left: Ray would wait for the head for a minute, with the
-    interpreter's lock held, and then end the process without a word. The process stays connected to nothing, and must
-    end itself."""
-    cluster.watch.close()
-    if cluster.is_headless:
-        atexit.unregister(ray.shutdown)
-    else:
-        ray.shutdown()

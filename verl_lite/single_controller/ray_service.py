@@ -10,11 +10,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_lite.errors import StalledError, add_circumstances
+from verl_lite.errors import add_circumstances
 from verl_lite.single_controller.local_worker_group import LocalService
 from verl_lite.single_controller.ray_cluster import cluster_answers, require_head, worker_env
-from verl_lite.single_controller.ray_errors import death, original_error, save_driver_stacks
-from verl_lite.single_controller.ray_worker_group import Portable, redirect_output
+from verl_lite.single_controller.ray_errors import cause_of_death, death, original_error, portable_errors, stalled
+from verl_lite.single_controller.ray_worker_group import redirect_output
 from verl_lite.single_controller.worker_group import ClassWithInitArgs
 
 _LOOK_EVERY_S = 1.0
@@ -30,14 +30,14 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Make the object; apart from the constructor, so that its error arrives as it was raised."""
-        with Portable():
+        with portable_errors():
             self._service = LocalService(self._recipe)
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         self._service.send(method, *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with Portable():
+        with portable_errors():
             return self._service.call(method, *args, **kwargs)
 
 
@@ -45,9 +45,7 @@ class RayServiceHandle:
     """Handle of a service; pickles."""
 
     def __init__(self, actor: Any, name: str, log: str | None, stall_timeout_s: float | None) -> None:
-        self._actor, self._stall_timeout_s = actor, stall_timeout_s
-        self._name = name
-        self._log = log
+        self._actor, self._name, self._log, self._stall_timeout_s = actor, name, log, stall_timeout_s
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         self._actor.send.remote(method, *args, **kwargs)
@@ -57,30 +55,19 @@ class RayServiceHandle:
 
     def wait(self, ref: Any, method: str) -> Any:
         """The answer of a running call; raises what the service raised."""
-        cause: Exception
         begun = time.monotonic()
         while not ray.wait([ref], timeout=_LOOK_EVERY_S)[0]:
             require_head()
             if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
-                raise self._stalled(method, self._stall_timeout_s)
+                raise stalled(f"{self._name}.{method} has", self._stall_timeout_s, self._name, method, self._log)
         try:
             return ray.get(ref)
         except RayTaskError as error:
             cause = original_error(error)
             add_circumstances(cause, role=self._name, method=method)
         except RayError as error:
-            cause = death(error, self._name, None, method, self._log, "")
+            cause = death(cause_of_death(error), self._name, None, method, self._log)
         raise cause
-
-    def _stalled(self, method: str, timeout_s: float) -> StalledError:
-        error = StalledError(
-            f"{self._name}.{method} has not answered for {timeout_s:g} s (trainer.stall_timeout_s). "
-            "Raise the limit if the work simply takes longer"
-        )
-        add_circumstances(error, role=self._name, method=method, log=self._log)
-        if told := save_driver_stacks(self._log, str(error)):
-            error.add_note(told)
-        return error
 
     def stop(self) -> None:
         if cluster_answers():
@@ -89,7 +76,6 @@ class RayServiceHandle:
 
 def start_ray_service(
     recipe: ClassWithInitArgs,
-    *,
     env: dict[str, str],
     log_dir: str | Path | None,
     max_concurrency: int,

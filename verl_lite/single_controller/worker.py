@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_lite.batch import wire
@@ -66,14 +66,12 @@ class Worker:
         dp_rank: which of dp_size parts. is_collect: whether this rank's answer counts; true for one rank of each part.
         Raises ValueError if the name is registered already or dp_rank is not below dp_size.
         """
-        if mesh_name in self._meshes:
-            raise ValueError(f"mesh {mesh_name!r} is registered already on {self.role} rank {self.rank}")
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"mesh {mesh_name!r}: dp_rank {dp_rank} is not in [0, {dp_size})")
+        if mesh_name in self._meshes or not 0 <= dp_rank < dp_size:
+            raise ValueError(f"mesh {mesh_name!r}: registered already, or dp_rank {dp_rank} is not in [0, {dp_size})")
         self._meshes[mesh_name] = (dp_rank, dp_size, is_collect)
 
     def is_collecting(self, mesh_name: str) -> bool:
-        """Whether this rank's answers count in calls dispatched over the mesh."""
+        """True if this rank's answers count in calls dispatched over the mesh."""
         return self._meshes[mesh_name][2]
 
     def mesh_info(self) -> dict[str, tuple[int, int, bool]]:
@@ -138,7 +136,7 @@ def construct(slot: Slot, role: str, cls: type, args: tuple[Any, ...], kwargs: d
     """Make the worker of a role in its slot."""
     token = _constructing.set((slot, role))
     try:
-        with _Located(role, slot.rank, "its constructor"):
+        with _located(slot, role, "its constructor"):
             slot.roles[role] = cls(*args, **kwargs)
     finally:
         _constructing.reset(token)
@@ -147,12 +145,11 @@ def construct(slot: Slot, role: str, cls: type, args: tuple[Any, ...], kwargs: d
 def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a worker's method: batches arrive packed and leave packed, in every backend alike."""
     function = getattr(slot.roles[role], method)
-    with _Located(role, slot.rank, method):
+    with _located(slot, role, method):
         result = function(*(_unpacked(arg) for arg in args), **{name: _unpacked(arg) for name, arg in kwargs.items()})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        registration: Registration | None = getattr(function, REGISTRATION, None)
-        if registration is not None and registration.clear_cache:
+        if getattr(function, REGISTRATION, Registration()).clear_cache:
             from verl_lite.device import empty_cache, get_device
 
             empty_cache(get_device())
@@ -163,15 +160,12 @@ def _unpacked(value: Any) -> Any:
     return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
 
 
-class _Located(AbstractContextManager[None]):
+@contextmanager
+def _located(slot: Slot, role: str, method: str) -> Iterator[None]:
     """Says of an exception where it was raised: as a note, and as its circumstances."""
-
-    def __init__(self, role: str, rank: int, method: str) -> None:
-        self.role, self.rank, self.method = role, rank, method
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):
-            error.add_note(f"raised in {self.role}, rank {self.rank}, {self.method}")
-            add_circumstances(error, role=self.role, rank=self.rank, method=self.method)
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised in {role}, rank {slot.rank}, {method}")
+        add_circumstances(error, role=role, rank=slot.rank, method=method)
+        raise

@@ -7,6 +7,7 @@ collective; those are ended.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,33 @@ class ClassWithInitArgs:
         self.kwargs = kwargs
 
 
+@dataclass
+class ResourcePool:
+    """Slots for workers.
+
+    process_on_nodes: processes on each machine. use_gpu: one device each. cpus_per_process: cores each, a fraction
+    lets several share one.
+    """
+
+    process_on_nodes: list[int]
+    use_gpu: bool = False
+    cpus_per_process: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.process_on_nodes or min(self.process_on_nodes) < 1:
+            raise ValueError(f"process_on_nodes must have at least one process per machine: {self.process_on_nodes}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of slots."""
+        return sum(self.process_on_nodes)
+
+    @property
+    def nodes(self) -> list[int]:
+        """The machine of each rank."""
+        return [node for node, count in enumerate(self.process_on_nodes) for _ in range(count)]
+
+
 class Transport(Protocol):
     """How calls reach the slots; one for all groups that share them."""
 
@@ -43,29 +71,13 @@ class Transport(Protocol):
         """A stand-in for a value that several ranks receive; it travels once."""
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Start a call; arguments may be stand-ins and handles of other calls. Gives a handle."""
+        """Start a call; arguments may be stand-ins. Gives a handle."""
 
     def wait(self, handles: list[Any]) -> list[Any]:
         """The answers. Raises the first error of any of them at once, as the exception that the worker raised."""
 
     def close(self) -> None:
         """End the slots."""
-
-
-class WorkerFuture:
-    """An answer still being computed. `get` waits for it and gives what the call would have returned."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish = finish
-        self._value: Any = None
-        self._ready = False
-
-    def get(self) -> Any:
-        """Waits; the same object each time."""
-        if not self._ready:
-            self._value = self._finish()
-            self._ready = True
-        return self._value
 
 
 class WorkerGroup:
@@ -75,7 +87,7 @@ class WorkerGroup:
         self.role = role
         self.cls = cls
         self._transport = transport
-        self._meshes: dict[str, Mesh] | None = None
+        self._meshes: dict[str, Mesh] = {}
         self.methods: list[str] = []
         for name in dir(cls):
             registration = getattr(getattr(cls, name, None), REGISTRATION, None)
@@ -98,8 +110,7 @@ class WorkerGroup:
         def call(*args: Any, blocking: bool = registration.blocking, **kwargs: Any) -> Any:
             return self._call(name, registration.dispatch_mode, registration.execute_mode, blocking, args, kwargs)
 
-        method = getattr(self.cls, name)
-        call.__name__, call.__doc__ = name, method.__doc__
+        call.__name__, call.__doc__ = name, getattr(self.cls, name).__doc__
         return call
 
     def _call(
@@ -111,32 +122,21 @@ class WorkerGroup:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not mode.splits:
-            args = tuple(_resolved(value) for value in args)
-            kwargs = {key: _resolved(value) for key, value in kwargs.items()}
-        dispatched = mode.dispatch(self, args, kwargs)
+        dispatched = mode.dispatch(self, tuple(map(_resolved, args)), {k: _resolved(v) for k, v in kwargs.items()})
         ranks = [rank for rank, one in enumerate(dispatched.calls) if one is not None]
         if execute is Execute.RANK_ZERO:
             ranks = [0]
-        handles = dict(zip(ranks, self._submit(name, dispatched, ranks), strict=True))
-        collecting = [rank for rank in dispatched.collect if rank in handles]
+        handles = self._submit(name, dispatched, ranks)
 
-        def resolve(parts: list[Any]) -> list[Any]:
-            answers = dict(zip(handles, self._transport.wait(list(handles.values())), strict=True))
-            return [answers[rank] for rank in collecting]
-
-        def combine(values: list[Any]) -> Any:
+        def finish() -> Any:
+            answers = dict(zip(ranks, self._transport.wait(handles), strict=True))
             try:
-                return mode.combine(self, values, dispatched)
+                return mode.combine(self, [answers[r] for r in dispatched.collect if r in answers], dispatched)
             except (TypeError, ValueError) as error:
                 error.add_note(f"in the answers of {self.role}.{name}")
                 raise
 
-        if blocking:
-            return combine(resolve([]))
-        if mode.gives_batch:
-            return DataProtoFuture([handles[r] for r in collecting], resolve, combine, padded=dispatched.padding > 0)
-        return WorkerFuture(lambda: combine(resolve([])))
+        return finish() if blocking else DataProtoFuture(finish)
 
     def _submit(self, name: str, dispatched: Dispatched, ranks: list[int]) -> list[Any]:
         """Start the call on these ranks. What is large travels packed and, for however many ranks, once."""
@@ -153,29 +153,21 @@ class WorkerGroup:
         handles = []
         for rank in ranks:
             args, kwargs = dispatched.calls[rank] or ((), {})
-            args = tuple(stand_in(value) for value in args)
-            kwargs = {key: stand_in(value) for key, value in kwargs.items()}
-            handles.append(self._transport.submit(rank, self.role, name, args, kwargs))
+            given = {key: stand_in(value) for key, value in kwargs.items()}
+            handles.append(self._transport.submit(rank, self.role, name, tuple(map(stand_in, args)), given))
         return handles
 
-    def mesh(self, name: str, default: Mesh | None = None) -> Mesh:
+    def mesh(self, name: str) -> Mesh:
         """A mesh that the workers registered; asked of them once. Raises ValueError if it is unknown or incomplete."""
-        if self._meshes is None:
-            handles = [self._transport.submit(r, self.role, "mesh_info", (), {}) for r in range(self.world_size)]
-            infos = self._transport.wait(handles)
-            names = set().union(*infos)
-            meshes = {one: _mesh(one, [info.get(one) for info in infos]) for one in names}
-            self._meshes = meshes or None  # workers may register theirs later
-            known = meshes
-        else:
-            known = self._meshes
-        if name in known:
-            return known[name]
-        if default is None:
-            raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {sorted(known)}")
-        return default
+        if name not in self._meshes:  # workers may register theirs later
+            infos = self.execute_all_sync("mesh_info")
+            self._meshes = {one: _mesh(one, [info.get(one) for info in infos]) for one in set().union(*infos)}
+        if name not in self._meshes:
+            known = sorted(self._meshes)
+            raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {known}")
+        return self._meshes[name]
 
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Run any method on all ranks with the same arguments; a future of the list of answers."""
         return self._call(method, Dispatch.ONE_TO_ALL, Execute.ALL, False, args, kwargs)
 
@@ -183,9 +175,7 @@ class WorkerGroup:
         """Run any method on all ranks with the same arguments; the list of answers."""
         return self._call(method, Dispatch.ONE_TO_ALL, Execute.ALL, True, args, kwargs)
 
-    execute_all = execute_all_async
-
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Run any method on rank 0; a future of its answer."""
         return self._call(method, Dispatch.RANK_ZERO, Execute.RANK_ZERO, False, args, kwargs)
 
@@ -193,7 +183,7 @@ class WorkerGroup:
         """Run any method on rank 0; its answer."""
         return self._call(method, Dispatch.RANK_ZERO, Execute.RANK_ZERO, True, args, kwargs)
 
-    execute_rank_zero = execute_rank_zero_async
+    execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
 
     def shutdown(self) -> None:
         """End the slots, and with them all roles that share them. Calling it again does nothing."""
@@ -223,12 +213,11 @@ def _resolved(value: Any) -> Any:
 def _mesh(name: str, infos: list[tuple[int, int, bool] | None]) -> Mesh:
     """The ranks' views as one, checked: all parts are there, each has exactly one rank that answers."""
     present = [info for info in infos if info is not None]
-    missing = [rank for rank, info in enumerate(infos) if info is None]
-    sizes = {size for _, size, _ in present}
+    size = present[0][1]
     answering = sorted(dp_rank for dp_rank, _, collects in present if collects)
-    if missing or len(sizes) != 1 or answering != list(range(max(sizes))):
+    if None in infos or any(other != size for _, other, _ in present) or answering != list(range(size)):
         raise ValueError(
-            f"mesh {name!r} does not fit together: ranks without it {missing}, sizes {sorted(sizes)}, "
-            f"parts with an answering rank {answering} (each part must have exactly one)"
+            f"mesh {name!r} does not fit together: each rank must register it with the same size, and each part must "
+            f"have exactly one rank that answers; found (dp_rank, dp_size, is_collect) by rank {infos}"
         )
-    return Mesh(sizes.pop(), tuple(info[0] for info in present), tuple(info[2] for info in present))
+    return Mesh(size, tuple(info[0] for info in present), tuple(info[2] for info in present))

@@ -1,85 +1,171 @@
-"""What Ray says of a death, translated; and the memory of a worker, by the calls in which it grew."""
+"""What Ray says of a death, translated; what is said of a cluster without room, and when a machine counts as lost."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from verl_lite.errors import circumstances
-from verl_lite.single_controller import ray_errors
+from verl_lite.errors import NoRoomError, UserError, circumstances
+from verl_lite.single_controller import ray_cluster
 from verl_lite.single_controller.ray_cluster import plan_object_store
-from verl_lite.single_controller.ray_errors import GIB, SlotMemory, cause_of_death, death, resident_bytes
+from verl_lite.single_controller.ray_errors import SlotMemory, cause_of_death, death, is_consequence
+from verl_lite.single_controller.ray_joined import LOST_AFTER_S, Address, Machine, NodeWatch, require_answer, silence_of
+from verl_lite.single_controller.ray_resource_pool import RayResourcePool
+from verl_lite.single_controller.ray_worker_group import interface_of
 
 MIB = 1 << 20
+GIB = 1 << 30
+A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
+SLOW = "The current node timed out during startup"
 # As Ray 2.60 wrote it on a machine whose threshold was set to 17%, shortened.
 OUT_OF_MEMORY = """ 1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, \
 ID: c6bef4155a) was 4.05GB used / 23.54GB limit (0.172165)
-OOM kill reason: Memory usage 4335505408B exceeded threshold of 4334921216B (17.1% of 25276510208B limit)
-Ray killed 1 worker(s) based on the killing policy
 Selected to kill: (Actor(5a5681): job ID=01000000, task name=A.__init__, pid=21490, actual memory used=0.57GB)
-Top 10 memory users: PID\tMEM(GB)\tCOMMAND
-21490\t0.57\tray::A.die
-20529\t0.51\t/somebody/elses/python offline.py
-Refer to the documentation on how to address the out of memory issue: https://docs.ray.io
 """
 
 
-def test_a_memory_kill_says_how_much_who_and_in_which_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sizes = iter([GIB, 2 * GIB, 2 * GIB, 9 * GIB, None])
-    monkeypatch.setattr(ray_errors, "resident_bytes", lambda pid: next(sizes))
-    memory = SlotMemory()
-    memory.watch(1, 21490)
-    for call in ("critic.init_model", "actor.update_actor", "actor.generate_sequences", "actor.generate_sequences"):
-        memory.look(1, call)
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OutOfMemoryError(OUT_OF_MEMORY), "the machine's memory ran out (4.05GB of 23.54GB in use). Take less"),
+        (RayActorError(error_msg="exits with a connection error code 2. End"), "kill -9, the kernel's out-of-memory"),
+        (RayActorError(error_msg="Worker exits with an exit code 3."), "by a call of exit, with code 3"),
+        (RayActorError(error_msg="The actor is dead because of a\n\tnew cause. Some common causes"), "of a new cause."),
+    ],
+)
+def test_a_death_names_its_cause(error: Exception, said: str, tmp_path: Path) -> None:
     log = tmp_path / "actor-1.log"
     log.write_text("one\nlast words\n")
-    error = death(OutOfMemoryError(OUT_OF_MEMORY), "actor", 1, "generate_sequences", str(log), memory.describe(1))
-    assert str(error).startswith(
-        "actor rank 1 died in generate_sequences: the machine's memory ran out (4.05GB of 23.54GB in use); "
-        "Ray ends workers above 17.1%. Take less"
-    )
-    held, users, tail = error.__notes__
-    assert held == (
-        "memory of rank 1: 1.00 GiB at its start, 9.00 GiB when last seen; it grew most by +7.00 in "
-        "actor.generate_sequences, +1.00 in critic.init_model"
-    )
-    assert users.splitlines()[1:] == ["21490\t0.57\tray::A.die", "20529\t0.51\t/somebody/elses/python offline.py"]
-    assert tail.endswith("one\nlast words")
-    place = circumstances(error)
+    died = death(cause_of_death(error), "actor", 1, "generate_sequences", str(log), "10.0.0.3", ("held much", ""))
+    assert str(died).startswith("actor rank 1 on node 10.0.0.3 died in generate_sequences: ") and said in str(died)
+    assert died.__notes__ == ["held much", f"the end of {log}:\none\nlast words"]
+    place = circumstances(died)
     assert (place.role, place.rank, place.method, place.log) == ("actor", 1, "generate_sequences", str(log))
+    assert not is_consequence(died) and is_consequence(RuntimeError("[gloo] Connection closed by peer"))
 
 
-def test_a_death_without_words_names_what_it_may_have_been() -> None:
-    ray_says = RayActorError(error_msg="Worker unexpectedly exits with a connection error code 2. End of file. Some")
-    assert "kill -9, the kernel's out-of-memory killer" in cause_of_death(ray_says)
-    left = RayActorError(error_msg="Worker exits unexpectedly. Worker exits with an exit code 3.")
-    assert cause_of_death(left) == "its process ended itself by a call of exit, with code 3"
-    other = RayActorError(
-        error_msg="died.\n\tpid: 7\nThe actor is dead because of a\n\tnew cause. Some common causes include: everything"
-    )
-    assert cause_of_death(other) == "of a new cause."
-    assert str(death(ray_says, "RewardPool", None, "collect", None, "")).startswith("RewardPool died in collect: ")
-
-
-def test_memory_of_processes_that_are_not_seen() -> None:
-    assert (resident_bytes(os.getpid()) or 0) > MIB and resident_bytes(2**22 + 1) is None
+def test_memory_of_a_process_is_what_it_was_when_last_seen() -> None:
     memory = SlotMemory()
-    memory.look(0, "call")
-    assert memory.describe(0) == ""
+    memory.watch(1, os.getpid())
+    kept = bytearray(os.urandom(64 * MIB))
+    memory.look(1)
+    memory.look(2)
+    words = memory.describe(1).split()
+    assert words[:4] == ["memory", "of", "rank", "1:"] and float(words[9]) >= float(words[4]) + 0.05 and len(kept)
+    assert memory.describe(2) == ""
 
 
 def test_the_object_store_leaves_shared_memory_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(free: int, asked: int = 512 * MIB) -> tuple[int, bool, str]:
-        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": free}))
-        store = plan_object_store(asked, tmp_path)
-        return store.size, store.in_shared_memory, store.note
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+        size, folder, note = plan_object_store(asked, tmp_path)
+        return size, folder == tmp_path, note
 
     assert plan(8 * GIB) == (512 * MIB, True, "")
     size, shared, note = plan(600 * MIB)
-    assert (size, shared) == (300 * MIB, True) and "object_store_memory_mb=512 lowered to 300" in note
-    size, shared, note = plan(64 * MIB)  # what a container has that nobody told otherwise
+    assert (size, shared) == (300 * MIB, True) and "object_store_memory_mb=512 is lowered to 300" in note
+    size, shared, note = plan(64 * MIB)  # what a container has where nobody said otherwise
     assert (size, shared) == (512 * MIB, False) and "64 MiB free" in note and "--shm-size" in note
-    assert not plan_object_store(512 * MIB, tmp_path / "none").in_shared_memory
+    assert plan_object_store(512 * MIB, tmp_path / "none")[1] is None
+
+
+class World:
+    """A clock, and who does not answer."""
+
+    def __init__(self) -> None:
+        self.now, self.silent = 0.0, set[Address]()
+        self.watch = NodeWatch({"a": A, "b": B}, clock=lambda: self.now, look=self.look)
+
+    def look(self, address: Address) -> str | None:
+        return "refused" if address in self.silent else None
+
+    def pass_by(self, seconds: float, looks: int) -> None:
+        for _ in range(looks):
+            self.watch.look_once()
+            self.now += seconds / looks
+
+
+def test_silence_for_long_is_a_loss_and_an_answer_ends_it() -> None:
+    world = World()
+    world.pass_by(10, 5)
+    world.silent = {B}
+    world.pass_by(LOST_AFTER_S - 1, 10)
+    assert world.watch.lost() == {}
+    world.pass_by(2, 1)
+    assert world.watch.lost() == {"b": "refused, for 16 s"}
+    world.silent = set()
+    world.watch.look_once()
+    assert world.watch.lost() == {}
+
+
+def test_a_driver_that_was_suspended_does_not_blame_others() -> None:
+    world = World()
+    world.silent = {A, B}
+    world.watch.look_once()
+    world.now += 1000  # one failed look, and then a night's sleep
+    assert world.watch.lost() == {}
+
+
+def test_a_missing_machine_is_named_with_what_to_do() -> None:
+    pool = RayResourcePool([4, 4], use_gpu=True)
+    assert pool.bundles == [{"CPU": 4.0, "GPU": 4.0}] * 2
+    there = [
+        Machine("h", "10.0.0.1 (login)", ("10.0.0.1", 1), {"memory": 1.0}),
+        Machine("a", "10.0.0.2 (gpu-a)", ("10.0.0.2", 1), {"CPU": 8.0, "GPU": 4.0}),
+    ]
+    said = pool.shortage(there, {"CPU": 8.0, "GPU": 3.0})
+    assert "on 2 machines with 4 CPU, 4 GPU each; 1 of the 2 machines there can hold that" in said
+    assert "10.0.0.2 (gpu-a): 8 CPU, 4 GPU" in said and "free now, in all: 8 CPU, 3 GPU" in said
+    assert "trainer.nnodes" in said
+
+
+def test_an_address_where_nobody_answers_is_an_error_soon() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        port = server.getsockname()[1]
+        require_answer(f"127.0.0.2:{port}", 0, print)
+    assert silence_of(("127.0.0.2", port)) == f"127.0.0.2:{port} does not answer (Connection refused)"
+    logged: list[str] = []
+    with pytest.raises(NoRoomError, match=rf"127.0.0.2:{port}: nobody has answered .* for 0.5 s.*`ray start --head`"):
+        require_answer(f"127.0.0.2:{port}", 0.5, logged.append)
+    assert "waiting up to 0.5 s" in logged[0]
+    for address in ("somewhere", "ray://10.0.0.1:10001", "10.0.0.1"):
+        with pytest.raises(UserError, match="expected HOST:PORT"):
+            require_answer(address, 0, print)
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") is not None and interface_of("203.0.113.7") is None
+
+
+@pytest.mark.parametrize(
+    ("errors", "starts", "raised"),
+    [([SLOW] * 2, 3, None), ([SLOW] * 9, 3, RuntimeError), (["no"], 1, OSError)],
+)
+def test_a_start_that_was_too_slow_is_made_again_and_signals_stay_the_runs_own(
+    errors: list[str], starts: int, raised: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def init(**options: Any) -> None:
+        made.append("start")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray does with a handler of its own
+        if errors:
+            raise OSError(errors.pop(0))
+
+    monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(init=init))
+    monkeypatch.setattr(ray_cluster, "_end_processes", lambda guard: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ray_cluster._signal_handlers_kept():
+            ray_cluster._init_patiently(None)  # type: ignore[arg-type]
+        assert raised is None
+    except (RuntimeError, OSError) as error:
+        assert type(error) is raised and (raised is OSError or "overloaded" in str(error))
+    assert len(made) == starts and signal.getsignal(signal.SIGTERM) is before

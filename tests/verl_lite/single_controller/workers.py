@@ -148,17 +148,10 @@ class TensorParallel(Worker):
     def __init__(self) -> None:
         part = 1 - self.rank // 2
         self.register_mesh("model", dp_rank=part, dp_size=2, is_collect=self.rank % 2 == 0)
-        self.register_mesh("default", dp_rank=part, dp_size=2, is_collect=self.rank % 2 == 0)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("model"))
     def mark(self, data: DataProto) -> DataProto:
         return DataProto.from_dict({"x": data.batch["x"], "by": torch.full((len(data),), self.rank)})
-
-    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
-    def first_only(self, data: DataProto) -> DataProto:
-        assert data.meta_info["step"] == 3
-        assert (data.batch is None) == (self.rank % 2 == 1)
-        return DataProto.from_dict({"x": data.batch["x"]}) if data.batch is not None else DataProto()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("unheard_of"))
     def unknown(self, data: DataProto) -> DataProto:
