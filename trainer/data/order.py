@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from trainer.data.prompts import PromptDataset
 from verl_lite.config import DataConfig, PPOConfig, source_options
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from verl_lite.registry import accepts
 from verl_lite.user_code import load_object
 
 
@@ -169,8 +169,6 @@ class SamplerBatches(BatchOrder):
         self.sampler, self.positions, self.name = sampler, positions, type(sampler).__name__
         self.digest = ""  # of all positions so far, to tell whether a replay gives the same ones
         self._is_stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        if self.rows < 1:
-            raise UserError(f"data.sampler: len({self.name}) is {self.rows}, expected at least one position")
         if hasattr(sampler, "update") and not self._is_stateful:
             raise UserError(
                 f"data.sampler: {self.name} has update(batch) but not both of state_dict() and load_state_dict(state), "
@@ -190,21 +188,15 @@ class SamplerBatches(BatchOrder):
     def _next(self, positions: Iterator[Any]) -> list[int]:
         count = min(self.batch_size, self.rows - self.served)
         batch = list(islice(positions, count))
-        ends = self.served + count == self.rows
-        more = next(positions, None) if ends else None  # also runs what the sampler does at an epoch's end
-        if len(batch) < count or more is not None:
-            gave = "more" if more is not None else f"{self.served + len(batch)}"
+        # at an epoch's end one more is asked for, which also runs what the sampler does there
+        is_more = self.served + count == self.rows and next(positions, None) is not None
+        is_index = [isinstance(place, int | np.integer) and 0 <= place < self.positions for place in batch]
+        if is_more or len(batch) < count or not all(is_index):
             raise UserError(
-                f"data.sampler: an epoch of {self.name} gave {gave} positions, and its len is {self.rows}: expected as "
-                "many as that"
+                f"data.sampler: an epoch of {self.name} gave {'more' if is_more else self.served + len(batch)} "
+                f"positions, of the last step {batch!r:.200}; expected are {self.rows} (its len), each from 0 to "
+                f"{self.positions - 1}"
             )
-        for position in batch:
-            is_index = isinstance(position, int | np.integer) and not isinstance(position, bool)
-            if not is_index or not 0 <= position < self.positions:
-                most = self.positions - 1
-                raise UserError(
-                    f"data.sampler: {self.name} gave {position!r:.100}, expected a position from 0 to {most}"
-                )
         batch = [int(position) for position in batch]
         self.digest = hashlib.blake2b(f"{self.digest}{batch}".encode(), digest_size=8).hexdigest()
         return batch
@@ -270,16 +262,11 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
 def _weighted_positions(data: PromptDataset, weights: dict[str, float], options: DataConfig) -> dict[str, np.ndarray]:
     """The positions of each source that has a weight. Raises UserError for one without, or without prompts."""
     positions = data.positions_by_source()
-    missing = sorted(positions.keys() - weights.keys())
-    if missing:
+    if odd := sorted(positions.keys() ^ weights.keys()):
         raise UserError(
-            f"data.sources gives weights, and the data source {missing[0]!r} of data.train_files has none: set "
-            f"data.sources.{missing[0]}.weight (0 leaves it out)"
-        )
-    for name in weights.keys() - positions.keys():  # PromptDataset knows it, so its rows were dropped
-        raise UserError(
-            f"data.sources.{name}.weight={weights[name]}: all its prompts are longer than data.max_prompt_length="
-            f"{options.max_prompt_length} and were dropped: raise that, or leave the source out"
+            f"data.sources: {odd[0]!r} has a weight ({weights.get(odd[0])}) or prompts of at most "
+            f"data.max_prompt_length={options.max_prompt_length} in data.train_files, and not both: set "
+            f"data.sources.{odd[0]}.weight (0 leaves it out), or leave it out"
         )
     return positions
 
@@ -288,19 +275,12 @@ def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:
     path, name = options.sampler.class_path or "", options.sampler.class_name or ""
     made = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
     arguments = {"data_source": data, "data_config": options}
-    try:
-        inspect.signature(made).bind(**arguments)
-    except TypeError as error:
-        raise UserError(
-            f"data.sampler.class_name={name}: it cannot be called as {name}(data_source=..., data_config=...) ({error})"
-        ) from None
+    expected = f"{name}(data_source=..., data_config=...) with __len__ and __iter__ (the positions of one epoch)"
+    if not (accepts(made, "data_source") and accepts(made, "data_config")):
+        raise UserError(f"data.sampler.class_name={name}: it cannot be called so; expected {expected}")
     sampler = made(**arguments)
-    for method in ("__len__", "__iter__"):
-        if not hasattr(sampler, method):
-            raise UserError(
-                f"data.sampler.class_name={name}: found {type(sampler).__name__} without {method}; expected an object "
-                "with __len__ and __iter__, whose iteration gives the positions of one epoch"
-            )
+    if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
+        raise UserError(f"data.sampler.class_name={name}: found {type(sampler).__name__}, expected {expected}")
     return sampler
 
 
@@ -316,10 +296,6 @@ def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder
             data,
             batch_sampler=order or build_order(data, config),
             num_workers=0,
-            collate_fn=_as_is,
+            collate_fn=lambda batch: batch,
             generator=torch.Generator(),  # its own, so that a new iterator draws nothing from the global one
         )
-
-
-def _as_is(batch: DataProto) -> DataProto:
-    return batch

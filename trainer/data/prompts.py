@@ -70,7 +70,6 @@ class PromptDataset:
         if max_samples == 0:
             raise UserError(f"data.{split}_max_samples=0 leaves no rows; -1 means all")
         prompts = self._read(rows, config, answers)
-        self._schema.check_effects()
         self._tokens = encode_prompts(prompts, tokenizer, config)
         self._index, self.report = self._fit_to_limit(config)
         if split == "val" and 0 < max_samples < len(self._index):
@@ -196,28 +195,24 @@ class PromptDataset:
         report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
         if not len(overlong):
             return index, report
-        first = int(overlong[0])
-        what = f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit}"
-        example = f"{self._describe(first)} has {lengths[first]} tokens, the longest {lengths.max()}"
-        if config.filter_overlong_prompts:
+        what = (
+            f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit} "
+            f"({self._describe(int(overlong[0]))} has {lengths[overlong[0]]} tokens, the longest {lengths.max()})"
+        )
+        if config.filter_overlong_prompts and len(overlong) < len(lengths):
+            logger.warning("%s: %s and were dropped", self.split, what)
             kept = index[lengths <= limit]
-            if not len(kept):
-                raise UserError(
-                    f"data.filter_overlong_prompts=true leaves none of the {len(lengths)} prompts: all are longer than "
-                    f"data.max_prompt_length={limit} ({example}). Raise data.max_prompt_length."
-                )
-            logger.warning("%s: %s and were dropped, %d are kept (%s)", self.split, what, len(kept), example)
             return kept, f"{report}; {len(overlong)} longer than {limit} were dropped, {len(kept)} kept"
-        if config.truncation == "error":
+        if config.filter_overlong_prompts or config.truncation == "error":
             raise UserError(
-                f"{what}: {example}. Raise data.max_prompt_length, drop such prompts with "
-                "data.filter_overlong_prompts=true, or cut them with data.truncation=left|right|middle."
+                f"{what}. Raise data.max_prompt_length, drop such prompts with data.filter_overlong_prompts=true (some "
+                "have to be left), or cut them with data.truncation=left|right|middle."
             )
         head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept of the beginning
         for place in overlong:
             tokens = self._tokens[place]
             self._tokens[place] = np.concatenate([tokens[:head], tokens[len(tokens) - (limit - head) :]])
-        logger.warning("%s: %s and were cut, data.truncation=%s (%s)", self.split, what, config.truncation, example)
+        logger.warning("%s: %s and were cut, data.truncation=%s", self.split, what, config.truncation)
         return index, f"{report}; {len(overlong)} longer than {limit} were cut (data.truncation={config.truncation})"
 
     def _describe(self, index: int) -> str:

@@ -87,18 +87,16 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> Chat:
         if not any(message["role"] == "assistant" for message in chat):
             raise UserError(f"{where}, column {config.messages_key!r}: no message is the assistant's, nothing to learn")
         return chat
-    for key, option in ((config.prompt_key, "prompt_key"), (config.response_key, "response_key")):
-        if row.get(key) is None:
-            raise UserError(
-                f"{where}: there is neither a column {config.messages_key!r} (data.messages_key) nor {key!r} "
-                f"(data.{option}); columns found: {', '.join(row)}. A correct row: "
-                '{"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
-            )
-    prompt = question_of(row[config.prompt_key], f"{where}, column {config.prompt_key!r}")
-    response = row[config.response_key]
-    if not isinstance(response, str):
-        raise UserError(f"{where}, column {config.response_key!r}: found {response!r:.100}, expected text")
-    return [*prompt, {"role": "assistant", "content": response}]
+    prompt, response = row.get(config.prompt_key), row.get(config.response_key)
+    if prompt is None or not isinstance(response, str):
+        raise UserError(
+            f"{where}: there is neither a chat in column {config.messages_key!r} (data.messages_key) nor a prompt in "
+            f"{config.prompt_key!r} (data.prompt_key) with an answer as text in {config.response_key!r} "
+            f"(data.response_key); columns found: {', '.join(row)}. A correct row: "
+            '{"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
+        )
+    question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
+    return [*question, {"role": "assistant", "content": response}]
 
 
 def question_of(prompt: Any, where: str) -> Chat:

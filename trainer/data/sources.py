@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
 """Names of the split that an option takes where none is asked for, the first that there is."""
 
 _SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(name for names in SPLITS.values() for name in names)})(?![a-z0-9])")
-_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
 _MEDIA_FEATURES = ("Image", "Video", "Audio")
 
 
@@ -86,13 +85,8 @@ def _is_media(feature: Any) -> bool:
 def open_sources(
     places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
 ) -> list[RowTable]:
-    """The rows of each place, unchecked.
-
-    Args:
-        split: "train" or "val", the option that the places are from.
-    Raises:
-        UserError: for a place that is not there or cannot be read.
-    """
+    """The rows of each place, unchecked. split: "train" or "val", the option that the places are from. Raises UserError
+    for a place that is not there or cannot be read."""
     if config.custom_cls.path is not None:
         return [_rows_of_class(places, config, tokenizer, split)]
     return [table for place in places for table in open_place(place, f"data.{split}_files", split)]
@@ -108,46 +102,32 @@ def read_rows(path: str, option: str) -> list[dict[str, Any]]:
 
 
 def read_data_file(path: str, option: str) -> RowTable:
-    """The rows of a parquet, json (a list of rows) or jsonl (a row per line) file.
-
-    Args:
-        option: the configuration key that the file came from, for messages.
-    Raises:
-        UserError: for a file that is not there, cannot be read, or is of another kind.
-    """
+    """The rows of a parquet, json (a list of rows) or jsonl (a row per line) file. option: the configuration key that
+    the file came from, for messages. Raises UserError for a file that is not there, cannot be read, or is of another
+    kind."""
     file, where = Path(path).expanduser(), f"{option}={path!r}"
     if not file.is_file():
         raise UserError(f"{where}: no such file (looked for {file.absolute()})")
     if file.suffix not in SUFFIXES:
         raise UserError(f"{where}: expected a file named .parquet, .json or .jsonl")
-    return RowTable(path, _read_parquet(file, where) if file.suffix == ".parquet" else _read_json(file, where))
-
-
-def _read_parquet(file: Path, where: str) -> pyarrow.Table:
+    if file.suffix != ".parquet":
+        return RowTable(path, _read_json(file, where))
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
             table = reader.read()
         table.validate(full=True)  # texts that are not UTF-8 are found here, not when a row is asked for
+        if len(set(table.column_names)) < table.num_columns:
+            raise pyarrow.ArrowInvalid(f"several columns of one name: {', '.join(table.column_names)}")
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{where}: not a readable parquet file ({error})") from error
-    for name in table.column_names:
-        if table.column_names.count(name) > 1:
-            raise UserError(f"{where}: the file has several columns {name!r}; expected one of each name")
-    return table
+    return RowTable(path, table)
 
 
 def _read_json(file: Path, where: str) -> list[dict[str, Any]]:
     try:
-        content = file.read_bytes()
-        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
-    except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error})") from error
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{where}, line {line}: found the byte 0x{content[error.start]:02x}, which is not UTF-8 text "
-            f"({error.reason}); expected json in UTF-8, not compressed"
-        ) from error
+        text = file.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark in front
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: cannot be read ({error}); expected json in UTF-8, not compressed") from error
     if text.lstrip().startswith("["):
         rows = parse_json(text, where, "a row per line, or one list of rows")
     else:  # split, not splitlines, which would also split at U+2028 inside a string
@@ -170,122 +150,95 @@ def parse_json(text: str, where: str, expected: str) -> Any:
 # -------------------------------------------------------------------------------------------------------------- places
 
 
-@dataclass(frozen=True)
-class _Place:
-    """`base:config@split`, taken apart. where: the option and the text, for messages."""
-
-    where: str
-    base: str
-    config: str | None
-    split: str | None
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.base).expanduser()
-
-
 def open_place(text: str, option: str, split: str) -> list[RowTable]:
-    """The rows of one place, a table for each file; `option` and `split` as of `open_sources`."""
+    """The rows of one place, `base:config@split`, a table for each file; `option` and `split` as of `open_sources`."""
     front, _, asked = text.partition("@")
     base, _, config = front.partition(":")
-    place = _Place(f"{option}={text!r}", base, config or None, asked or None)
     if Path(text).expanduser().exists():  # a path may hold any character
-        place = _Place(place.where, text, None, None)
-    if place.folder.is_dir():
-        if (place.folder / "dataset_dict.json").is_file() or (place.folder / "state.json").is_file():
-            return [RowTable(text, _load_saved(place, split))]
-        if place.config is not None:  # a repository as it lies on the hub, whose README says which files a config has
-            return [RowTable(text, _load_prepared(place, split))]
-        return [read_data_file(str(file), option) for file in _files_of_split(place, split)]
-    if HUB_NAME.fullmatch(text) and place.folder.suffix not in SUFFIXES:
-        return [RowTable(text, _load_prepared(place, split), data_source=place.base)]
-    if not place.folder.is_file():
+        base, config, asked = text, "", ""
+    place, where = Path(base).expanduser(), f"{option}={text!r}"
+    wanted = (asked,) if asked else SPLITS[split]
+    if place.is_dir() and ((place / "dataset_dict.json").is_file() or (place / "state.json").is_file()):
+        return [RowTable(text, _load_saved(base, where, wanted))]
+    if place.is_dir() and not config:
+        return [read_data_file(str(file), option) for file in _files_of_split(place, where, wanted)]
+    if place.is_dir():  # a repository as it lies on the hub, whose README says which files a config has
+        return [RowTable(text, _load_prepared(str(place), config, where, wanted))]
+    if HUB_NAME.fullmatch(text) and place.suffix not in SUFFIXES:
+        return [RowTable(text, _load_prepared(base, config or None, where, wanted), data_source=base)]
+    if not place.is_file():
         raise UserError(
-            f"{place.where}: no such file (looked for {Path(text).absolute()}). Give parquet, json or jsonl files, a "
-            "folder of them, or a dataset of the Hugging Face hub as owner/name, owner/name:config or "
-            "owner/name:config@split"
+            f"{where}: no such file (looked for {Path(text).absolute()}). Give parquet, json or jsonl files, a folder "
+            "of them, or a dataset of the Hugging Face hub as owner/name, owner/name:config or owner/name:config@split"
         )
     return [read_data_file(text, option)]
 
 
-def _files_of_split(place: _Place, split: str) -> list[Path]:
+def _files_of_split(folder: Path, where: str, wanted: Sequence[str]) -> list[Path]:
     """The files of a folder, or of its `data`, whose names speak of the split; all where no name speaks of any."""
-    inside = [path for folder in (place.folder, place.folder / "data") if folder.is_dir() for path in folder.iterdir()]
-    found = [path for path in inside if path.suffix in SUFFIXES and path.name not in _DESCRIPTIONS]
-    found = [path for path in found if not path.name.startswith(".")]
-    files = sorted([path for path in found if path.parent == place.folder] or found)
-    if not files:
-        names = ", ".join(sorted(path.name for path in inside)[:10]) or "nothing"
-        raise UserError(
-            f"{place.where}: the folder {place.folder.absolute()} has no parquet, json or jsonl file, and is none of "
-            f"datasets.save_to_disk; it holds {names}"
-        )
     by_split: dict[str, list[Path]] = {}
-    for file in files:
-        word = _SPLIT_WORD.search(file.stem.lower())
-        by_split.setdefault(word[1] if word else "", []).append(file)
-    unnamed = by_split.pop("", [])
-    if unnamed and not by_split and place.split is None:
-        return unnamed
-    if unnamed and by_split:
+    for part in (folder, folder / "data"):
+        for file in sorted(part.iterdir()) if part.is_dir() and not by_split else ():
+            if file.suffix in SUFFIXES and file.name not in _DESCRIPTIONS and not file.name.startswith("."):
+                word = _SPLIT_WORD.search(file.stem.lower())
+                by_split.setdefault(word[1] if word else "", []).append(file)
+    if not by_split:
+        raise UserError(f"{where}: the folder {folder.absolute()} has no parquet, json or jsonl file")
+    if list(by_split) == [""] and len(wanted) > 1:
+        return by_split[""]
+    if "" in by_split and len(by_split) > 1:
         raise UserError(
-            f"{place.where}: some files of the folder are named after a split ({', '.join(sorted(by_split))}), and "
-            f"{unnamed[0].name} is not. Name the files that are meant"
+            f"{where}: some files of the folder are named after a split and {by_split[''][0].name} is not: name the "
+            "files that are meant"
         )
-    return by_split[_choose_split(list(by_split), place, split)]
+    return by_split[_choose_split(list(by_split), where, wanted)]
 
 
-def _choose_split(known: Sequence[str], place: _Place, split: str) -> str:
-    """The split that is asked for, or that an option takes by itself. Raises UserError listing what there is."""
-    wanted = SPLITS[split] if place.split is None else (place.split,)
+def _choose_split(known: Sequence[str], where: str, wanted: Sequence[str]) -> str:
+    """The first of the splits that is there. Raises UserError listing what there is."""
     for name in wanted:
         if name in known:
             return name
-    there = f"there are {', '.join(sorted(known))}" if known else "it has none"
-    what = f"no split {wanted[0]!r}" if len(wanted) == 1 else f"no split called {' or '.join(wanted[:2])}"
-    config = "" if place.config is None else f":{place.config}"
-    raise UserError(f"{place.where}: {what}; {there}. Name one behind an @, as {place.base}{config}@NAME")
+    raise UserError(
+        f"{where}: no split called {' or '.join(wanted[:2])}; there are {', '.join(sorted(known)) or 'none'}. Name one "
+        "behind an @, as owner/name:config@split"
+    )
 
 
-def _load_saved(place: _Place, split: str) -> datasets.Dataset:
+def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Dataset:
     """A folder that `save_to_disk` wrote: a dataset, or several by split."""
     import datasets
 
     try:
-        found = datasets.load_from_disk(place.base)
+        found = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise UserError(f"{place.where}: not a readable folder of datasets.save_to_disk ({error})") from error
+        raise UserError(f"{where}: not a readable folder of datasets.save_to_disk ({error})") from error
     if isinstance(found, datasets.DatasetDict):
-        return found[_choose_split(list(found), place, split)]
-    if place.split is not None:
-        raise UserError(f"{place.where}: the folder holds one dataset without splits; leave @{place.split} out")
+        return found[_choose_split(list(found), where, wanted)]
+    if len(wanted) == 1:
+        raise UserError(f"{where}: the folder holds one dataset without splits; leave @{wanted[0]} out")
     return found
 
 
-def _load_prepared(place: _Place, split: str) -> datasets.Dataset:
+def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[str]) -> datasets.Dataset:
     """A dataset of the hub, or a folder laid out like one; without network from the cache of `datasets`."""
     import datasets
 
     try:
-        builder = datasets.load_dataset_builder(
-            str(place.folder) if place.folder.is_dir() else place.base, place.config
-        )
+        builder = datasets.load_dataset_builder(name, config)
         known = list(builder.info.splits or getattr(builder.config, "data_files", None) or [])
-        name = _choose_split([str(name) for name in known], place, split)
+        split = _choose_split([str(name) for name in known], where, wanted)
         builder.download_and_prepare()
-        return builder.as_dataset(split=name)
-    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        return builder.as_dataset(split=split)
+    except UserError:
+        raise
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{place.where}: there is no such file or folder (looked for {place.folder.absolute()}), and no dataset of "
-            f"that name on the Hugging Face hub or in the cache {datasets.config.HF_DATASETS_CACHE} "
-            f"({type(error).__name__}: {error}). Correct the name; or, without network here, load it once where there "
-            f"is one and copy the cache, or write it as a file: "
-            f"datasets.load_dataset({place.base!r}, split=SPLIT).to_parquet(FILE)"
+            f"{where}: neither a file, nor read as a dataset of the Hugging Face hub or from the cache "
+            f"{datasets.config.HF_DATASETS_CACHE} ({type(error).__name__}: {error}). A config is named behind a colon, "
+            f"as {name}:NAME. Without network, load it once where there is one and copy the cache, or write it as a "
+            f"file: datasets.load_dataset({name!r}, split=SPLIT).to_parquet(FILE)"
         ) from error
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{place.where}: {error}. A config is named behind a colon, as {place.base}:NAME") from error
 
 
 # ----------------------------------------------------------------------------------------------------- the user's class
@@ -303,30 +256,15 @@ def _rows_of_class(
     if takes(made, "processor"):
         arguments["processor"] = None
     rows = made(**arguments)
-    where = f"data.custom_cls.name={custom.name}"
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise UserError(
-            f"{where}: found {type(rows).__name__} without __len__ or __getitem__, expected a sequence of rows, each a "
-            "dict as a line of a jsonl file"
-        )
-    if hasattr(rows, "on_batch_end"):
-        raise UserError(
-            f"{where}: its on_batch_end would not be called; what changes the order of the prompts while the model "
-            "learns is a sampler with update(batch): data.sampler.class_path"
-        )
+        raise UserError(f"data.custom_cls.name={custom.name}: expected a sequence of rows, found {type(rows).__name__}")
     name = f"{custom.name} of {custom.path}"
-    found = [_plain_row(rows[index], f"data.custom_cls: row {index} of {name}") for index in range(len(rows))]
-    return RowTable(name, found)
-
-
-def _plain_row(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is {row!r:.100}, expected a dict with named columns")
-    for key, value in row.items():
-        if type(value).__module__.partition(".")[0] == "torch":
+    found = [rows[index] for index in range(len(rows))]
+    for index, row in enumerate(found):
+        if not isinstance(row, dict) or any(type(value).__module__.startswith("torch") for value in row.values()):
             raise UserError(
-                f"{where} has a tensor in {key!r}: the class gives processed items, as verl's RLHFDataset does. Here "
-                "the trainer makes the tokens; give a class whose items are rows, such as "
+                f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict of columns without tensors "
+                "(the trainer makes the tokens), such as "
                 '{"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
             )
-    return row
+    return RowTable(name, found)

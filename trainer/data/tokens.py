@@ -29,8 +29,6 @@ CACHED_FROM = 5_000
 """Prompts from which tokens are kept on disk: fewer are made in less than two seconds of one core (recipes/LOG.md)."""
 
 _ROWS_AT_ONCE = 1000
-_TEMPLATE_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding")
-"""What is asked of the chat template here, and so is not the user's to say."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +47,8 @@ def encode_prompts(
     """Token ids of each prompt, int32, with the generation prompt at the end, exactly as they will be sampled from.
 
     Raises:
-        UserError: for a tokenizer without a chat template, for arguments that are not the user's to give, for a prompt
-            that the template refuses, and for tools or a system prompt that it does not show.
+        UserError: for a tokenizer without a chat template, for a prompt or arguments that the template refuses, and for
+            tools or a system prompt that it does not show.
     """
     if tokenizer.chat_template is None:  # prompts of base models, which are plain text, will be made here
         raise UserError(
@@ -58,11 +56,6 @@ def encode_prompts(
             "has with model.tokenizer_path, or add chat_template to its tokenizer_config.json"
         )
     kwargs = dict(config.apply_chat_template_kwargs)
-    for name in (name for name in kwargs if name in _TEMPLATE_ARGUMENTS):
-        raise UserError(
-            f"data.apply_chat_template_kwargs.{name}={kwargs[name]!r}: it is decided by the trainer, which needs the "
-            "text of one prompt with the beginning of an answer; leave it out"
-        )
     _check_shown(prompts, tokenizer, config, kwargs)
     if len(prompts) < CACHED_FROM:
         chunks = [prompts[start : start + _ROWS_AT_ONCE] for start in range(0, len(prompts), _ROWS_AT_ONCE)]
@@ -134,8 +127,7 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> lis
         type(tokenizer).__qualname__,
         content,
         template,
-        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
-        json.dumps(kwargs, sort_keys=True, default=str),
+        json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str),
         time.strftime("%Y-%m-%d") if "strftime_now" in template else "",
         f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}",
     ]
@@ -157,11 +149,10 @@ def _render(
     except Exception as error:  # the template is the model's code and kwargs are the user's: they may raise anything
         if len(chats) > 1:  # which of them it was is found one by one
             return [_render(tokenizer, [chat], tools, kwargs)[0] for chat in chats]
-        given = f" with data.apply_chat_template_kwargs={kwargs}" * bool(kwargs)
         raise UserError(
-            f"The chat template of {tokenizer.name_or_path!r}{given} refuses the prompt {chats[0]!r:.200} "
-            f"({type(error).__name__}: {error}). Change the prompt in the data, take another template with "
-            "model.tokenizer_path, or other data.apply_chat_template_kwargs"
+            f"The chat template of {tokenizer.name_or_path!r} with data.apply_chat_template_kwargs={kwargs} refuses "
+            f"the prompt {chats[0]!r:.200} ({type(error).__name__}: {error}). Change the prompt in the data, take another "
+            "template with model.tokenizer_path, or other data.apply_chat_template_kwargs"
         ) from error
 
 
@@ -170,22 +161,18 @@ def _check_shown(
 ) -> None:
     """Raises UserError where the template leaves out tools, or the system prompt of data.system_prompt."""
 
-    def render(messages: list[dict[str, str]], tools: str | None) -> list[str]:
-        return _render(tokenizer, [messages], tools, kwargs)
-
-    name = f"the chat template of {tokenizer.name_or_path!r}"
-    first = next((prompt for prompt in prompts if prompt.tools is not None), None)
-    if first is not None and render(first.messages, first.tools) == render(first.messages, None):
-        raise UserError(
-            f"The rows have tools (data.tools_path={config.tools_path}, or a column 'tools'), and {name} does not show "
-            "them: take a template that does with model.tokenizer_path, write them into the system prompt, or leave "
-            "them out (data.columns.tools=null)"
-        )
-    system = config.system_prompt
-    first = next((prompt for prompt in prompts if prompt.messages[0]["content"] == system), None)
-    if system is not None and first is not None and len(first.messages) > 1:
-        if render(first.messages, first.tools) == render(first.messages[1:], first.tools):
+    def require(what: str, prompt: Prompt, without: Prompt) -> None:
+        whole, less = (_render(tokenizer, [each.messages], each.tools, kwargs) for each in (prompt, without))
+        if whole == less:
             raise UserError(
-                f"data.system_prompt={system!r:.100}: {name} does not show system messages; write it around the prompt "
-                "with data.prompt_template, or take another template with model.tokenizer_path"
+                f"The chat template of {tokenizer.name_or_path!r} does not show {what}: take another template with "
+                "model.tokenizer_path"
             )
+
+    system = config.system_prompt
+    for prompt in [each for each in prompts if each.tools is not None][:1]:
+        require("tools (data.columns.tools=null leaves them out)", prompt, Prompt(prompt.messages))
+    for prompt in [each for each in prompts if each.messages[0]["content"] == system][:1]:
+        if len(prompt.messages) > 1:
+            without = Prompt(prompt.messages[1:], prompt.tools)
+            require(f"data.system_prompt={system!r:.100} (use data.prompt_template)", prompt, without)
