@@ -315,10 +315,11 @@ def build_trainer(
 
 
 def sample_files(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> SampleFiles:
-    """What keeps the samples; agents write episodes of their own where others have jsonl."""
+    """What keeps the samples."""
     trainer = config.trainer
-    folders = () if config.is_agentic else (trainer.rollout_data_dir, trainer.validation_data_dir)
-    return SampleFiles(run_dir, trainer.samples_max_mb << 20, tell, *folders)
+    return SampleFiles(
+        run_dir, trainer.samples_max_mb << 20, tell, trainer.rollout_data_dir, trainer.validation_data_dir
+    )
 
 
 def actor_and_samples(

@@ -42,7 +42,6 @@ FREE = (
     "agentic.val_env_manager.",
     "agentic.val_batch_size",
     "agentic.logging_steps",
-    "agentic.render_save_dir",
     "agentic.env_pool.",
     "rollout.val_kwargs.",
     "rollout.calculate_log_probs",

@@ -17,52 +17,37 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from verl_lite.config import EnvManagerConfig, PPOConfig
-from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams, derive_seed
 from workers.rollout.episodes import EpisodeSpec
 from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
+if TYPE_CHECKING:
+    from trainer.roles import AgentRole
+
 REPLACEMENTS_FROM = 1_000_003
 """The episode_id of a group's n-th replacement is its own plus n times this: a prime, because seeds follow the ids, and
 an environment that takes them modulo the size of a dataset would give the dropped task again."""
-
-MOST_TRAVERSED = 1_000_000
-"""Groups after which a traversal is taken to have no end."""
 
 SEEDS = 2**31
 
 torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # a batch that waits is part of a checkpoint
 
 
-class GroupRunner(Protocol):
-    """Runs groups of episodes on the ranks; see `trainer.roles.AgentRole`."""
-
-    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
-        """Starts these groups and returns."""
-        ...
-
-    def finish_groups(self, key: str) -> list[GroupResults]:
-        """Waits for the groups begun under this key. One entry for each rank."""
-        ...
-
-
 @dataclass(frozen=True)
 class EnvGroup:
-    """Environments that share configuration and seed. rank, count: which group of its tag it is, and of how many."""
+    """Environments that share configuration and seed."""
 
     group_id: int
     tag: str
     seed: int
-    rank: int
-    count: int
 
 
 @dataclass
@@ -90,60 +75,44 @@ class _Batch:
     num_rows: int = 0
 
 
-class EnvironmentsExhausted(Exception):
-    """No environment has an episode left."""
-
-
 class RolloutScheduler:
     """Batches of episodes of one environment manager.
 
     runner: runs them. sampling: of the actions. purpose: "train", or "val", where every batch is of the same episodes.
-    render: whether frames are kept.
     """
 
     def __init__(
         self,
         config: PPOConfig,
         manager: EnvManagerConfig,
-        runner: GroupRunner,
+        runner: AgentRole,
         sampling: SamplingParams,
         *,
         purpose: str = "train",
-        render: bool = False,
     ) -> None:
-        self.manager, self.runner, self.sampling = manager, runner, sampling
-        self.purpose, self.render = purpose, render
+        self.manager, self.runner, self.sampling, self.purpose = manager, runner, sampling, purpose
         self.ratio = config.agentic.async_generation_ratio if purpose == "train" else 0
         self.groups = env_groups(manager, config.trainer.seed, purpose)
         self.next_group = 0  # group number n is episode n // len(groups) of the environments of groups[n % len(groups)]
-        self.exhausted: set[str] = set()  # tags
         self.flying: dict[int, _Batch] = {}  # by step
         self.ready: dict[int, DataProto] = {}
-        self._traversing = False
         self._num_rounds = 0
 
     # -------------------------------------------------------------------------------------------------------- batches
 
     def get_batch(self, data: DataProto, batch_size: int) -> DataProto:
-        """The rows of `batch_size` episodes, or with -1 of all that the environments have, by seeds 0, 1, 2, ...
+        """The rows of `batch_size` episodes.
 
         data: meta_info global_step, counted from 0. Rows are ordered by group, and within it as they were begun.
-        meta_info: `metrics` of scheduler, environments and engine; `episodes`, an EpisodeCounts. Where environments
-        are exhausted there are fewer episodes; see `is_exhausted`.
-        Raises EnvironmentsExhausted where there are none, UserError where a traversal does not end.
+        meta_info: `metrics` of scheduler, environments and engine; `episodes`, an EpisodeCounts.
         """
         step, started = int(data.meta_info["global_step"]), time.perf_counter()
         if self.purpose != "train":
-            self.next_group, self.exhausted = 0, set()
-        if batch_size < 0:
-            batch = self._traverse()
-        else:
-            if step not in self.ready:
-                start_step = step if self.purpose == "train" else 0  # which names the random numbers, too
-                self.finish(self.flying.get(step) or self._begin(step, start_step, batch_size))
-            batch = self.ready.pop(step)
-        if not len(batch):
-            raise EnvironmentsExhausted(", ".join(sorted(self.exhausted)))
+            self.next_group = 0
+        if step not in self.ready:
+            start_step = step if self.purpose == "train" else 0  # which names the random numbers, too
+            self.finish(self.flying.get(step) or self._begin(step, start_step, batch_size))
+        batch = self.ready.pop(step)
         seconds = Metric.last(time.perf_counter() - started)
         batch.meta_info["metrics"] |= {f"time/get_batch_cost_{self.purpose}": seconds}
         return batch
@@ -156,7 +125,7 @@ class RolloutScheduler:
         """
         step = int(data.meta_info["global_step"])
         for later in range(step + 1, step + self.ratio + 1):
-            if later not in self.flying and later not in self.ready and not self.is_exhausted:
+            if later not in self.flying and later not in self.ready:
                 self._begin(later, step, batch_size)
 
     def finish(self, *batches: _Batch) -> None:
@@ -169,20 +138,15 @@ class RolloutScheduler:
             self.ready[batch.step] = self._rows(batch)
             self.flying.pop(batch.step)
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no environment has an episode left, so that the batch given last was the last."""
-        return self.exhausted.issuperset(group.tag for group in self.groups)
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from. Batches on their way are finished first, and are part of it."""
         self.finish()
         ready = {step: (dict(b.batch.items()), b.non_tensor_batch, b.meta_info) for step, b in self.ready.items()}
-        return {"next_group": self.next_group, "exhausted": sorted(self.exhausted), "ready": ready}
+        return {"next_group": self.next_group, "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what `state_dict` gave."""
-        self.next_group, self.exhausted = state["next_group"], set(state["exhausted"])
+        self.next_group = state["next_group"]
         self.ready = {step: DataProto.from_dict(*parts) for step, parts in state["ready"].items()}
 
     # ------------------------------------------------------------------------------------------------------- one batch
@@ -191,31 +155,14 @@ class RolloutScheduler:
         size, rest = divmod(batch_size, self.manager.group_size)
         if rest:
             raise ValueError(f"a batch of {batch_size} episodes cannot be cut into groups of {self.manager.group_size}")
-        places = [_Place(number) for number in self._take(size)]
-        if not places:
-            raise EnvironmentsExhausted(", ".join(sorted(self.exhausted)))
-        batch = _Batch(step, start_step, self._budget, places)
-        self._traversing = False
+        places = [_Place(number) for number in range(self.next_group, self.next_group + size)]
+        self.next_group += size
+        most, manager = self.manager.max_replaced_groups, self.manager
+        budget = 4 * manager.num_env_groups if most < 0 else most  # groups that it may replace
+        batch = _Batch(step, start_step, budget if manager.group_filter_cls is not None else 0, places)
         self._begin_round(batch, places)
         self.flying[step] = batch
         return batch
-
-    @property
-    def _budget(self) -> int:
-        """Groups that a batch may replace."""
-        most = self.manager.max_replaced_groups
-        if self.manager.group_filter_cls is None:
-            return 0
-        return 4 * self.manager.num_env_groups if most < 0 else most
-
-    def _take(self, count: int) -> list[int]:
-        """Numbers of the next groups, of environments that are not exhausted."""
-        taken: list[int] = []
-        while len(taken) < count and not self.is_exhausted:
-            if self._group(self.next_group).tag not in self.exhausted:
-                taken.append(self.next_group)
-            self.next_group += 1
-        return taken
 
     def _group(self, number: int) -> EnvGroup:
         return self.groups[number % len(self.groups)]
@@ -268,11 +215,10 @@ class RolloutScheduler:
                 env_id=env_id,
                 group_id=group.group_id,
                 episode_id=episode_id,
-                seed=episode * group.count + group.rank if self._traversing else (group.seed + episode_id) % SEEDS,
+                seed=(group.seed + episode_id) % SEEDS,
                 group_size=manager.group_size,
                 start_step=start_step,
                 purpose=self.purpose,
-                render=self.render,
             )
             for env_id in env_ids
         )
@@ -289,29 +235,19 @@ class RolloutScheduler:
                 place.report = report
                 place.rows = range(batch.num_rows, batch.num_rows + report.num_rows)
                 batch.num_rows += report.num_rows
-                if report.is_exhausted:
-                    self.exhausted.add(self._group(place.number).tag)
 
     def _places_to_run(self, batch: _Batch) -> list[_Place]:
-        """Places for which another group is to be run, none if the batch is complete.
-
-        A place whose environment is exhausted gets a group of another, or is given up. One whose group the filter
-        dropped gets a replacement; where the budget is used up, what the filter dropped stays.
-        """
-        exhausted = [place for place in batch.places if place.report is None or place.report.is_exhausted]
-        for place, number in zip(exhausted, self._take(len(exhausted)), strict=False):
-            place.number, place.attempts, place.report = number, 0, None
-        batch.places = [place for place in batch.places if place.report is None or not place.report.is_exhausted]
+        """Places whose group the filter dropped, and for which another one is to be run. Where the budget is used up,
+        what the filter dropped stays."""
         dropped = [place for place in batch.places if place.report is not None and place.report.is_dropped]
-        places = [place for place in batch.places if place.report is None] + dropped
-        granted = self._grants(batch, places) if places else []
-        return [place for place, count in zip(places, granted, strict=True) if count]
+        granted = self._grants(batch, dropped) if dropped else []
+        return [place for place, count in zip(dropped, granted, strict=True) if count]
 
     def _rows(self, batch: _Batch) -> DataProto:
         """The batch's rows in the order of its places."""
         parts = [part.rows.select(meta_info_keys=[]) for part in batch.parts if part.rows is not None]
         order = [row for place in batch.places for row in place.rows]
-        result = DataProto.concat(parts).select_idxs(np.array(order, dtype=np.int64)) if order else DataProto()
+        result = DataProto.concat(parts).select_idxs(np.array(order, dtype=np.int64))
         kept = sum(place.report is not None and place.report.is_dropped for place in batch.places)
         metrics = combine(part.metrics for part in batch.parts)
         slowest, mean = (metrics.get(f"rollout/{name}_rank_seconds") for name in ("slowest", "mean"))
@@ -325,24 +261,6 @@ class RolloutScheduler:
         result.meta_info["episodes"] = EpisodeCounts.total(part.counts for part in batch.parts)
         return result
 
-    def _traverse(self) -> DataProto:
-        """All episodes of the environments, once each; two rounds of groups run at one time."""
-        batch, self._traversing = _Batch(step=0, start_step=0), True
-        while not self.is_exhausted:
-            if len(batch.places) > MOST_TRAVERSED:
-                raise UserError(
-                    f"agentic.val_batch_size=-1: the environments {self.manager.tags} gave {len(batch.places)} groups "
-                    "and no end. Their reset has to give (None, {}) for a seed beyond their dataset; or set a number"
-                )
-            places = [_Place(number) for number in self._take(len(self.groups))]
-            batch.places += places
-            self._begin_round(batch, places)
-            if len(batch.keys) > 1:
-                self._finish_round(batch)
-        while batch.keys:
-            self._finish_round(batch)
-        return self._rows(batch)
-
 
 def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
     """The groups of environments in the order in which they are used: the first few are of all tags already, in the
@@ -352,7 +270,7 @@ def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGr
         for rank in range(count):
             group_id = len(groups)
             group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
-            groups.append(((rank + 0.5) / count, EnvGroup(group_id, tag, group_seed, rank, count)))
+            groups.append(((rank + 0.5) / count, EnvGroup(group_id, tag, group_seed)))
     return [group for _, group in sorted(groups, key=lambda entry: (entry[0], entry[1].group_id))]
 
 

@@ -12,23 +12,20 @@ from typing import Any
 
 from trainer.advantage import Numbers
 from trainer.agentic.advantage import normalize_rewards, token_estimator
-from trainer.agentic.episode_log import Episode, episodes_of, readable, sample_of, save_renders, write_episodes
+from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
-from trainer.checkpoint import beside_training
 from trainer.evaluate.chunks import val_samplings
 from trainer.ray_trainer import FitResult, RayPPOTrainer
 from trainer.rewards.failures import Failures
 from trainer.roles import Metrics
-from trainer.rollout_scheduler import EnvironmentsExhausted, RolloutScheduler
+from trainer.rollout_scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig
-from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import EpisodeCounts
 
 EPISODES_SHOWN = 2
-FREQUENCIES = ("test_freq", "save_freq")
 
 
 class EnvironmentFailure(RuntimeError):
@@ -81,21 +78,12 @@ class AgenticPipeline(RayPPOTrainer):
         self.val_rollout_scheduler = val_rollout_scheduler
         self.engine_version: int | None = None  # the step after which the rollout engines got their weights
 
-    def fit(self) -> FitResult:
-        """Trains to the end of the configured steps, or until the environments have no episode left."""
-        try:
-            return super().fit()
-        except EnvironmentsExhausted:
-            return self._end_early()
-
     # -------------------------------------------------------------------------------------------------- the stages
 
     def sample(self, prompts: DataProto) -> DataProto:
         """The episodes of this step, and with agentic.async_generation_ratio the beginning of those of later ones."""
         scheduler, size = self.train_rollout_scheduler, self.config.agentic.rollout_batch_size
         batch = scheduler.get_batch(prompts, size)
-        if scheduler.is_exhausted and not scheduler.flying and not scheduler.ready:
-            self.steps.end_at(self.steps.global_step)
         if scheduler.ratio and not self.steps.is_last:
             with self.timed("update_weights"):
                 self.metrics |= self._give_weights(self.steps.global_step - 1)
@@ -144,12 +132,11 @@ class AgenticPipeline(RayPPOTrainer):
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)
-            episodes = episodes_of(batch, self.steps.global_step)
-            self._write_episodes(self.config.trainer.validation_data_dir, episodes)
-            shown = [sample_of(episode, limit=None) for episode in episodes]
-            self.samples.write_validation(shown, self.steps.global_step, prefix.strip("/"))
+            episodes = samples_of(batch, self.steps.global_step)
+            self.samples.write_validation(episodes, self.steps.global_step, prefix.strip("/"))
             if not prefix:
-                self._show_validation(batch, episodes, result)
+                result.samples = episodes[: self.config.trainer.log_val_generations]
+                self.tracking.log_samples(result.samples, step=self.steps.global_step)
         return metrics
 
     def run_validation(self, sampling: SamplingParams) -> DataProto:
@@ -161,13 +148,6 @@ class AgenticPipeline(RayPPOTrainer):
         batch = scheduler.get_batch(data, self.config.agentic.val_batch_size)
         self.rewards.score(batch)
         return batch
-
-    def _show_validation(self, batch: DataProto, episodes: list[Episode], result: FitResult) -> None:
-        agentic, step = self.config.agentic, self.steps.global_step
-        if agentic.render_save_dir is not None:
-            save_renders(agentic.render_save_dir, batch, step)
-        result.samples = [sample_of(episode) for episode in episodes[: self.config.trainer.log_val_generations]]
-        self.tracking.log_samples(result.samples, step=step)
 
     # --------------------------------------------------------------------------------------------- logging, the end
 
@@ -181,35 +161,9 @@ class AgenticPipeline(RayPPOTrainer):
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes this step's episodes to files, and every logging_steps some to the log."""
-        config, step = self.config, self.steps.global_step
-        episodes = episodes_of(batch, step)
-        self._write_episodes(config.trainer.rollout_data_dir, episodes)
-        self.samples.write_training([sample_of(episode, limit=None) for episode in episodes], step)
-        if config.agentic.logging_steps and step % config.agentic.logging_steps == 0:
+        step, every = self.steps.global_step, self.config.agentic.logging_steps
+        episodes = samples_of(batch, step)
+        self.samples.write_training(episodes, step)
+        if every and step % every == 0:
             for episode in episodes[:EPISODES_SHOWN]:
                 self.tracking.show(readable(episode))
-
-    def _write_episodes(self, folder: str | None, episodes: list[Episode]) -> None:
-        if folder is not None:
-            with beside_training(Path(folder), self.tracking.note):
-                write_episodes(folder, episodes, self.steps.global_step)
-
-    def _end_early(self) -> FitResult:
-        """The step at hand has no episode: the one before it was the last, and what ends a run is done now."""
-        last, result = self.steps.global_step - 1, self.result
-        if not last:
-            raise UserError(
-                f"agentic.train_env_manager.tags={self.config.agentic.train_env_manager.tags}: these environments have "
-                "no episode to give"
-            )
-        self.steps.end_at(last)
-        self.timing, trainer = {}, self.config.trainer
-        was_due = {name: 0 < getattr(trainer, name) and last % getattr(trainer, name) == 0 for name in FREQUENCIES}
-        if self.validates and trainer.test_freq != 0 and not was_due["test_freq"]:
-            result.after = self.validate(result)
-            self.tracking.log(result.after, step=last)
-            self.saver.note_validation(last, result.after)
-        if trainer.save_freq != 0 and not was_due["save_freq"]:
-            self.save()
-        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
-        return result

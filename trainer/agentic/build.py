@@ -46,14 +46,7 @@ def episode_parts(config: PPOConfig, agent: AgentRole, run_dir: Path, tell: Call
     train = RolloutScheduler(config, agentic.train_env_manager, agent, training_sampling(config))
     val = None
     if config.validates:
-        val = RolloutScheduler(
-            config,
-            agentic.val_env_manager,
-            agent,
-            val_samplings(config)[0].params,
-            purpose="val",
-            render=agentic.render_save_dir is not None,
-        )
+        val = RolloutScheduler(config, agentic.val_env_manager, agent, val_samplings(config)[0].params, purpose="val")
     return {
         "rewards": EpisodeRewards(agentic.env_pool.max_error_rate, run_dir, tell),
         "steps": EpisodeSteps(config, train),

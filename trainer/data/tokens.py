@@ -151,8 +151,8 @@ def _render(
             return [_render(tokenizer, [chat], tools, kwargs)[0] for chat in chats]
         raise UserError(
             f"The chat template of {tokenizer.name_or_path!r} with data.apply_chat_template_kwargs={kwargs} refuses "
-            f"the prompt {chats[0]!r:.200} ({type(error).__name__}: {error}). Change the prompt in the data, take another "
-            "template with model.tokenizer_path, or other data.apply_chat_template_kwargs"
+            f"the prompt {chats[0]!r:.200} ({type(error).__name__}: {error}). Change the prompt in the data, take "
+            "another template with model.tokenizer_path, or other data.apply_chat_template_kwargs"
         ) from error
 
 

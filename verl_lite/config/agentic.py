@@ -99,7 +99,7 @@ class AgenticConfig(Options):
     train_env_manager: EnvManagerConfig = section(EnvManagerConfig, "environments of training")
     val_env_manager: EnvManagerConfig = section(EnvManagerConfig, "environments of validation; no tags = none")
     rollout_batch_size: int = opt(128, "episodes of a training step", at_least(1))
-    val_batch_size: int = opt(128, "episodes of a validation; -1 = until the datasets are exhausted", ALL_OR_SOME)
+    val_batch_size: int = opt(128, "episodes of a validation", at_least(1))
     async_generation_ratio: int = opt(0, "steps that episodes begin before the one that learns from them", at_least(0))
     model_update_frequency: int = opt(1, "steps between two updates of the rollout engine's weights", at_least(1))
     reward_normalization: RewardNormalizationConfig = section(RewardNormalizationConfig, "of episodes' scores")
@@ -107,7 +107,6 @@ class AgenticConfig(Options):
     step_reward_weight: float = opt(1.0, "gigpo: weight of the step's normalised return")
     step_reward_gamma: float = opt(0.95, "gigpo, step_reinforce: discount from one step to the next", SHARE)
     logging_steps: int = opt(1, "steps between two episodes shown in the log; 0 = never", at_least(0))
-    render_save_dir: str | None = opt(None, "folder for pictures of validation episodes", read="validation")
     env_pool: EnvPoolConfig = section(EnvPoolConfig, "processes of the environments")
 
     def check_run(self) -> Problems:

@@ -18,8 +18,7 @@ _CORRECTION = "algorithm.rollout_correction"
 
 _AGENTIC = (
     "custom_envs train_env_manager val_env_manager rollout_batch_size val_batch_size async_generation_ratio "
-    "reward_normalization episode_reward_weight step_reward_weight step_reward_gamma logging_steps "
-    "render_save_dir"
+    "reward_normalization episode_reward_weight step_reward_weight step_reward_gamma logging_steps"
 )
 """ROLL's keys that stand below `agentic.` here, with all that is below them."""
 
@@ -145,6 +144,7 @@ NO_EFFECT: dict[str, str] = {
         "*.entropy_from_logits_with_chunking *.entropy_checkpointing *.fsdp_config.entropy_checkpointing "
         "*.fsdp_config.entropy_from_logits_with_chunking actor.sum_pi_squared_checkpointing"
     ),
+    "frames are not kept; trainer.validation_data_dir keeps what was said": "render_save_dir agentic.render_save_dir",
     "only text models are trained here": (
         "data.image_key data.video_key data.audio_key data.image_patch_size data.return_multi_modal_inputs "
         "data.mm_processor_kwargs actor.freeze_vision_tower rollout.limit_images"

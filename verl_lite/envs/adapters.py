@@ -81,10 +81,6 @@ class GymnasiumEnv:
         self.text = self._text(observation)
         return self.text, float(reward), bool(terminated), bool(truncated), self._info(ended=bool(terminated))
 
-    def render(self) -> str | np.ndarray:
-        frame = self.env.render() if self.env.render_mode in ("ansi", "rgb_array") else self.text
-        return frame if isinstance(frame, (str, np.ndarray)) else self.text
-
     def close(self) -> None:
         self.env.close()
 
@@ -114,7 +110,7 @@ class GemEnv:
         self.env = _gem_factory(env)(**dict(env_kwargs or {}))
         self.success_reward = success_reward
 
-    def reset(self, seed: int) -> tuple[str | None, Info]:
+    def reset(self, seed: int) -> tuple[str, Info]:
         observation, info = self.env.reset(seed=seed)
         return observation, dict(info or {})
 
@@ -125,10 +121,6 @@ class GemEnv:
             success = bool(terminated) and float(reward) >= self.success_reward
             info |= {"metrics": {"success": success}, "metrics_agg_mode": AGG_MODES}
         return observation, float(reward), bool(terminated), bool(truncated), info
-
-    def render(self) -> str:
-        frame = self.env.render() if hasattr(self.env, "render") else None
-        return "" if frame is None else str(frame)
 
     def close(self) -> None:
         if hasattr(self.env, "close"):
@@ -143,8 +135,7 @@ class ReasoningGymEnv:
     """One question of a generator of reasoning-gym; the reward is what its scorer gives, 0 to 1.
 
     task: the generator's name, "spell_backward". task_config: its options. size, dataset_seed: of the set of questions.
-    mode: "sample", the question of an episode is seed modulo size; "traverse", it is the seed, and seeds from size on
-    are answered with (None, {}): each question once. Success is a full score.
+    The question of an episode is seed modulo size. Success is a full score.
     """
 
     def __init__(
@@ -153,20 +144,15 @@ class ReasoningGymEnv:
         task_config: Mapping[str, Any] | None = None,
         size: int = 10_000,
         dataset_seed: int = 0,
-        mode: str = "sample",
         answer_pattern: str = ANSWER_PATTERN,
         env_instruction: str = "Write your answer as <answer>...</answer>.\n",
     ) -> None:
-        if mode not in ("sample", "traverse"):
-            raise UserError(f"mode={mode!r}: expected sample or traverse")
-        self.mode, self.size, self.instruction = mode, size, env_instruction
+        self.size, self.instruction = size, env_instruction
         self.parser = ActionParser(answer_pattern)
         self.dataset = _reasoning_gym(task, dict(task_config or {}) | {"size": size, "seed": dataset_seed})
         self.entry: dict[str, Any] = {}
 
-    def reset(self, seed: int) -> tuple[str | None, Info]:
-        if self.mode == "traverse" and not 0 <= seed < self.size:
-            return None, {}
+    def reset(self, seed: int) -> tuple[str, Info]:
         self.entry = self.dataset[seed % self.size]
         return str(self.entry["question"]), {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
@@ -176,9 +162,6 @@ class ReasoningGymEnv:
         score = float(self.dataset.score_answer(str(parsed.action), self.entry)) if valid else 0.0
         info = {"metrics": {"action_is_valid": valid, "success": score >= 1}, "metrics_agg_mode": AGG_MODES}
         return f"Score {score:g}.", score, True, False, info
-
-    def render(self) -> str:
-        return f"{self.entry.get('question', '')}\n(answer: {self.entry.get('answer', '')})"
 
     def sample_random_action(self) -> str:
         return "<answer>0</answer>"

@@ -31,12 +31,12 @@ state_hash        names the state for gigpo; else sha256 of the observation
 class Env(Protocol):
     """A world that is acted in by text. One object serves many episodes, one after the other.
 
-    Optional methods: `render()` gives a text frame, or an RGB frame as numpy (H, W, 3) uint8; `close()` frees what the
-    object holds; `sample_random_action()` gives a legal action text, for the dry run before training.
+    Optional methods: `close()` frees what the object holds; `sample_random_action()` gives a legal action text, for the
+    dry run before training.
     """
 
-    def reset(self, seed: int) -> tuple[str | None, Info]:
-        """Begins the episode that belongs to `seed`, the same each time. (None, {}): a dataset has no more to give."""
+    def reset(self, seed: int) -> tuple[str, Info]:
+        """Begins the episode that belongs to `seed`, the same each time."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
@@ -69,21 +69,14 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None) -> Env:
     factory = find_env(env_type)
     check_env_config(env_type, env_config or {})
     env = factory(**(env_config or {}))
-    missing = [name for name in ("reset", "step") if not callable(getattr(env, name, None))]
-    if missing:
-        raise UserError(
-            f"env_type={env_type!r}: {type(env).__name__} has no method {' and no method '.join(missing)}; an "
-            "environment has reset(seed) and step(action), see trainer/AGENTIC.md"
-        )
+    if not (hasattr(env, "reset") and hasattr(env, "step")):
+        raise UserError(f"env_type={env_type!r}: {type(env).__name__} has not both of reset(seed) and step(action)")
     return env
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> None:
     """Raises UserError for a key of env_config that the environment does not know, or one that is missing."""
-    try:
-        parameters = inspect.signature(find_env(env_type)).parameters
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return
+    parameters = inspect.signature(find_env(env_type)).parameters
     named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in [] if takes_any else env_config:
@@ -117,8 +110,7 @@ _LEAST = {"max_steps": 1, "max_tokens_per_step": 1, "max_env_step_concurrent": 1
 _NOT_HERE = {
     "tool_wrapper": "tools are part of the environment here: see trainer/AGENTIC.md",
     "agent_runner_cls": "an agent in a process of its own is not supported",
-    "max_env_step": "its name is max_steps",
-    "max_actions_per_traj": "its name is max_steps",
+    **dict.fromkeys(("max_env_step", "max_actions_per_traj"), "its name is max_steps"),
 }
 
 
@@ -152,16 +144,20 @@ class EnvTemplate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env_config", dict(self.env_config or {}))
-        object.__setattr__(self, "env_manager_cls", self._manager())
+        name, known = str(self.env_manager_cls), [*MANAGERS, *MANAGERS.values()]
+        managers = [key for key, roll in MANAGERS.items() if name == key or name.rpartition(".")[2] == roll]
+        if not managers:
+            self._refuse("env_manager_cls", f"{' | '.join(known)}{did_you_mean(name, known)}")
+        object.__setattr__(self, "env_manager_cls", managers[0])
         for name, least in _LEAST.items():
-            self._check_count(name, least, optional=name.startswith("max_") and name != "max_steps")
-        if not isinstance(self.use_thread_lock, bool):
-            self._refuse("use_thread_lock", "true or false")
-        if not isinstance(self.agent_system_template, str | None):
-            self._refuse("agent_system_template", "text")
+            value, optional = getattr(self, name), name.startswith("max_") and name != "max_steps"
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not is_number and not (optional and value is None):
+                self._refuse(name, f"a whole number of at least {least}" + (" or null" if optional else ""))
+        for name, kind in (("use_thread_lock", bool), ("agent_system_template", str | None), ("agent_template", str)):
+            if not isinstance(getattr(self, name), kind):
+                self._refuse(name, "true or false" if kind is bool else "text")
         self._check_template()
-        with _naming(f"{self.tag}.env_type: "):
-            find_env(self.env_type)
         with _naming(f"{self.tag}."):
             check_env_config(self.env_type, self.env_config)
 
@@ -173,41 +169,25 @@ class EnvTemplate:
     @property
     def fields(self) -> frozenset[str]:
         """The fields that agent_template names."""
-        return frozenset(_format_fields(self.agent_template))
+        named = [name for _, name, _, _ in string.Formatter().parse(self.agent_template) if name is not None]
+        return frozenset(name.split(".")[0].split("[")[0] for name in named)
 
     def make(self) -> Env:
         """A new environment of this entry. Raises UserError naming the entry."""
-        with _naming(f"{self.tag}.env_type: "):
+        with _naming(f"{self.tag}."):
             return make_env(self.env_type, self.env_config)
 
-    def _manager(self) -> str:
-        name, known = str(self.env_manager_cls), [*MANAGERS, *MANAGERS.values()]
-        found = [key for key, class_name in MANAGERS.items() if name == key or name.rpartition(".")[2] == class_name]
-        return (
-            found[0] if found else self._refuse("env_manager_cls", f"{' | '.join(known)}{did_you_mean(name, known)}")
-        )
-
-    def _check_count(self, name: str, least: int, *, optional: bool) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not is_number and not (optional and value is None):
-            self._refuse(name, f"a whole number of at least {least}" + (" or null" if optional else ""))
-
     def _check_template(self) -> None:
-        if not isinstance(self.agent_template, str):
-            self._refuse("agent_template", "text")
-        try:
-            named = _format_fields(self.agent_template)
-        except ValueError as error:
-            self._refuse("agent_template", f"text for str.format, where a brace is written twice ({error})")
         known = [*TRAJECTORY_FIELDS, *(STEP_FIELDS if self.by_step else ())]
-        for found in named:
-            if found not in known:
-                why = "is for env_manager_cls: step" if found in STEP_FIELDS else "is no field of it"
-                raise UserError(
-                    f"agentic.custom_envs.{self.tag}.agent_template: {{{found}}} {why}; fields are {', '.join(known)}"
-                    f" (a brace that is meant as such is written twice){did_you_mean(found, known)}"
-                )
+        try:
+            unknown = sorted(self.fields - set(known))
+        except ValueError as error:
+            self._refuse("agent_template", f"text for str.format ({error})")
+        if unknown:
+            why = f"of which {{{unknown[0]}}} is no field: fields are {', '.join(known)}"
+            more = "; for env_manager_cls: step " + ", ".join(STEP_FIELDS) if not self.by_step else ""
+            hint = did_you_mean(unknown[0], known)
+            self._refuse("agent_template", f"text {why}{more}{hint}; write other braces twice")
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
         raise UserError(f"agentic.custom_envs.{self.tag}.{name} is {getattr(self, name)!r}: expected {expected}")
@@ -223,35 +203,24 @@ def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
 
 
 def _template(tag: str, entry: Any) -> EnvTemplate:
-    if not isinstance(entry, Mapping):
-        raise UserError(f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type")
-    known = [option.name for option in fields(EnvTemplate) if option.name != "tag"]
-    given = {str(key): value for key, value in entry.items()}
-    for key in list(given):
-        if key in _NOT_HERE:
-            if given.pop(key) is not None:
-                raise UserError(f"agentic.custom_envs.{tag}.{key}: {_NOT_HERE[key]}")
-        elif key not in known:
-            raise UserError(
-                f"agentic.custom_envs.{tag}.{key}: no such key; keys are {', '.join(known)}{did_you_mean(key, known)}"
-            )
-    if not isinstance(given.get("env_type"), str):
+    given = {str(key): value for key, value in entry.items()} if isinstance(entry, Mapping) else {}
+    if not isinstance(given.get("env_type"), str) or not isinstance(given.get("env_config") or {}, Mapping):
         raise UserError(
-            f"agentic.custom_envs.{tag}.env_type is {given.get('env_type')!r}: expected an environment, one of "
-            f"{', '.join(sorted(known_envs()))}, or pkg.module:Class"
+            f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type, one of "
+            f"{', '.join(known_envs())}, or pkg.module:Class; and env_config, a mapping"
         )
-    if not isinstance(given.get("env_config") or {}, Mapping):
-        raise UserError(f"agentic.custom_envs.{tag}.env_config is {given['env_config']!r}: expected a mapping")
+    known = [option.name for option in fields(EnvTemplate) if option.name != "tag"]
+    for key in list(given):
+        if key in known or (key in _NOT_HERE and given.pop(key) is None):
+            continue
+        why = _NOT_HERE.get(key) or f"no such key; keys are {', '.join(known)}{did_you_mean(key, known)}"
+        raise UserError(f"agentic.custom_envs.{tag}.{key}: {why}")
     return EnvTemplate(tag=tag, **given)
 
 
 def known_envs() -> list[str]:
     """Names of all environments registered so far."""
     return sorted(ENVS)
-
-
-def _format_fields(text: str) -> list[str]:
-    return [name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(text) if name is not None]
 
 
 @contextmanager

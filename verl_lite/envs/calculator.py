@@ -8,11 +8,15 @@ assistant  <answer>756</answer>            reward 1
 
 from __future__ import annotations
 
+import ast
 import json
+import operator
 import random
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 from verl_lite.envs.actions import ANSWER_PATTERN, ActionParser
-from verl_lite.envs.arithmetic import evaluate, number_in, written
 from verl_lite.envs.base import Info, register_env
 from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
 from verl_lite.errors import UserError
@@ -82,9 +86,6 @@ class Calculator:
         observation = "Right." if right else f"Wrong: it is {written(evaluate(self.expression))}."
         return observation, self.reward_right if right else self.reward_wrong, True, False, _info(success=right)
 
-    def render(self) -> str:
-        return f"{self.expression} = {written(evaluate(self.expression))}"
-
     def sample_random_action(self) -> str:
         return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': '1+2'}})}</tool_call>"
 
@@ -99,7 +100,7 @@ class Calculator:
             return 'Error: calculator takes "expression", a text', False
         try:
             return written(evaluate(expression)), True
-        except (ValueError, ZeroDivisionError) as error:
+        except (ValueError, ArithmeticError) as error:
             return f"Error: {error}", False
 
     def _question(self, rng: random.Random) -> str:
@@ -121,3 +122,58 @@ class Calculator:
 def _info(*, valid: bool = True, calls: int = 0, errors: int = 0, success: bool = False) -> Info:
     metrics = {"action_is_valid": valid, "tool_calls": calls, "tool_errors": errors, "success": success}
     return {"metrics": metrics, "metrics_agg_mode": AGG_MODES}
+
+
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+
+MAX_CHARACTERS = 400
+"""Of an expression: without powers, no such text takes long or has a large value."""
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value of what somebody else wrote, without running it as code: numbers, + - * / // %, brackets, signs.
+    Raises ValueError saying what is not allowed, ZeroDivisionError where it divides by zero."""
+    cleaned = expression.strip().replace("×", "*").replace("÷", "/").replace("−", "-")
+    try:
+        if len(expression) > MAX_CHARACTERS:
+            raise ValueError(f"longer than {MAX_CHARACTERS} characters")
+        return _value(ast.parse(cleaned, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression[:80]!r} is no arithmetic expression ({error})") from error
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return Fraction(_OPERATORS[type(node.op)](_value(node.operand)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return Fraction(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError(f"{ast.unparse(node)!r} is not allowed: numbers, + - * / // %, brackets")
+
+
+def written(value: Fraction) -> str:
+    """A whole number as it is, other values with at most 10 significant digits."""
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+def number_in(text: str) -> Fraction | None:
+    """The number that a text is, "1,234.50" or "2/3"; None if it is none."""
+    cleaned = text.strip().rstrip(".").replace(",", "").replace(" ", "").replace("−", "-").lstrip("$")
+    if len(cleaned) > MAX_CHARACTERS or "e" in cleaned.lower():
+        return None
+    try:
+        return Fraction(cleaned)
+    except (ValueError, ZeroDivisionError):
+        return None

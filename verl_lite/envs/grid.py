@@ -92,9 +92,6 @@ class GridEnv(ABC):
     def text(self) -> str:
         return "\n".join(self.rows())
 
-    def render(self) -> str:
-        return self.text()
-
     def sample_random_action(self) -> str:
         """The first move, in the notation of the default pattern."""
         return f"<answer>{next(iter((self.parser.names or {}).values()), '')}</answer>"

@@ -66,9 +66,6 @@ class GuessNumber:
             self._info(effective=effective),
         )
 
-    def render(self) -> str:
-        return f"secret {self.secret}, last guess {self.last}, still possible {self.possible[0]} to {self.possible[1]}"
-
     def sample_random_action(self) -> str:
         return f"<answer>{self.low}</answer>"
 

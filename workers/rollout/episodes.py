@@ -17,18 +17,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.metrics import Metric
 from workers.envs.host import EnvReply
+from workers.envs.pool import EnvPool
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message
 from workers.rollout.turn_messages import PastTurn, turn_messages
 
-Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "exhausted", "surplus"]
+Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class EpisodeSpec:
 
     traj_id: unique among the episodes of a runner that are not taken yet. traj_group_id: members of a group share it,
     and the seed. group_size: members of the group that are kept, the first to end. start_step: the step at which the
-    episode is begun, batch: the step that it is for. render: keep what the environment looks like.
+    episode is begun, batch: the step that it is for.
     """
 
     traj_id: str
@@ -51,7 +52,6 @@ class EpisodeSpec:
     start_step: int
     batch: int = 0
     purpose: str = "train"
-    render: bool = False
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Trajectory:
 
     stop: terminated, truncated: the environment said so. max_steps, max_length: a limit of turns or tokens. failed: the
     environment did not answer (`error` says why, `is_timeout` whether it was too slow) or generation was aborted.
-    exhausted: the environment's dataset has no more. surplus: its group was full before it ended.
+    surplus: its group was full before it ended.
     is_kept: whether it becomes rows; a failed one does only if its group cannot be filled without it.
     prompt_messages, prompt_ids: of the first turn, also where that turn was too long to be taken.
     last_observation: what the last action led to. metrics: of the environment, aggregated over the turns.
@@ -100,7 +100,6 @@ class Trajectory:
     prompt_ids: tuple[int, ...] = ()
     last_observation: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    frames: list[Any] = field(default_factory=list)
 
     @property
     def score(self) -> float:
@@ -125,21 +124,6 @@ class TokenLimits:
     max_prompt_length: int
     max_response_length: int
     max_model_len: int
-
-
-class Pool(Protocol):
-    """Environments that are reset and step while others decode; `workers.envs.pool.EnvPool`."""
-
-    def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None: ...
-
-    def step(self, key: Hashable, action: str) -> None: ...
-
-    def discard(self, key: Hashable) -> None: ...
-
-    def poll(self, timeout_s: float = 0.0) -> Sequence[EnvReply]: ...
-
-    @property
-    def processes_replaced(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -188,7 +172,7 @@ class EpisodeRunner:
     def __init__(
         self,
         engine: RolloutEngine,
-        pool: Pool,
+        pool: EnvPool,
         tokenizer: PreTrainedTokenizerBase,
         templates: Mapping[str, EnvTemplate],
         limits: TokenLimits,
@@ -313,18 +297,15 @@ class EpisodeRunner:
                 continue
             spec = episode.trajectory.spec
             self._live[episode.key] = episode
-            self._pool.reset(episode.key, spec.tag, spec.seed, spec.render)
+            self._pool.reset(episode.key, spec.tag, spec.seed)
 
     def _hear(self, episode: _Episode, reply: EnvReply) -> None:
         """An environment answered a reset or a step: what the episode does next."""
         trajectory = episode.trajectory
-        if reply.frame is not None:
-            trajectory.frames.append(reply.frame)
-        if reply.error is not None:
-            trajectory.error, trajectory.is_timeout = reply.error, reply.is_timeout
+        if reply.error is not None or reply.observation is None:
+            trajectory.error = reply.error or "reset gave no observation: each seed has to have an episode"
+            trajectory.is_timeout = reply.is_timeout
             return self._end(episode, "failed")
-        if reply.observation is None:
-            return self._end(episode, "exhausted")
         episode.observation, episode.info = reply.observation, reply.info
         if not trajectory.turns:
             episode.instruction = reply.info.get("env_instruction") or ""
@@ -437,7 +418,7 @@ class EpisodeRunner:
         if self._live.pop(episode.key, None) is not None:
             self._pool.discard(episode.key)
         group.open.remove(episode)
-        if stop in ("surplus", "exhausted"):
+        if stop == "surplus":
             return
         can_do_without = group.kept + len(group.open) >= group.size
         if stop == "failed" and can_do_without:

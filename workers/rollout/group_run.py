@@ -12,13 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from verl_lite.group_filters import GroupFilter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.episodes import EpisodeSpec, Trajectory
+from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, Trajectory
 
 MOST_SLICE_S = 1.0
 WAIT_S = 0.05
@@ -37,13 +36,12 @@ class GroupReport:
     """What became of one place.
 
     attempts: groups that were run for it. is_dropped: the filter dropped the last of them too, whose rows are given all
-    the same. is_exhausted: the environment has no more episodes; then there are no rows. num_rows: rows of the last.
+    the same. num_rows: rows of the last.
     """
 
     slot: int
     attempts: int
     is_dropped: bool
-    is_exhausted: bool
     num_rows: int
 
 
@@ -81,19 +79,6 @@ class GroupResults:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
-class Runner(Protocol):
-    """What drives the episodes: `workers.rollout.episodes.EpisodeRunner`."""
-
-    def begin(self, episodes: Sequence[EpisodeSpec], sampling: SamplingParams) -> None: ...
-    def advance(self, wait_s: float = 0.0) -> None: ...
-    def unfinished(self, batch: int) -> int: ...
-    def take(self, batch: int) -> list[Trajectory]: ...
-    def take_metrics(self, seconds: float) -> dict[str, Metric]: ...
-
-    @property
-    def is_decoding(self) -> bool: ...
-
-
 @dataclass
 class _Place:
     """A place of a plan. batch: the runner's number of the group that runs now. kept: the trajectories of the last."""
@@ -104,7 +89,6 @@ class _Place:
     batch: int = 0
     attempts: int = 0
     is_dropped: bool = False
-    is_exhausted: bool = False
     kept: list[Trajectory] = field(default_factory=list)
     counts: EpisodeCounts = EpisodeCounts()
 
@@ -115,7 +99,7 @@ class GroupRun:
     runner: drives their episodes. rows: of kept trajectories, as a batch.
     """
 
-    def __init__(self, runner: Runner, rows: Callable[[list[Trajectory]], DataProto]) -> None:
+    def __init__(self, runner: EpisodeRunner, rows: Callable[[list[Trajectory]], DataProto]) -> None:
         self._runner, self._to_rows = runner, rows
         self._numbers = itertools.count(1)
         self._keys: dict[str, list[_Place]] = {}
@@ -182,9 +166,8 @@ class GroupRun:
         trajectories = self._runner.take(place.batch)
         place.attempts += 1
         place.counts += counts_of(trajectories)
-        place.is_exhausted = any(one.stop == "exhausted" for one in trajectories)
-        place.kept = [] if place.is_exhausted else [one for one in trajectories if one.is_kept]
-        place.is_dropped = not place.is_exhausted and self._drops(place)
+        place.kept = [one for one in trajectories if one.is_kept]
+        place.is_dropped = self._drops(place)
         if place.is_dropped and place.attempts < len(place.plan.attempts):
             self._begin_group(place)
 
@@ -205,7 +188,7 @@ class GroupRun:
         for place in places:
             names = {one.spec.traj_group_id for one in place.kept}
             num_rows = sum(sizes[name] for name in names)
-            reports.append(GroupReport(place.plan.slot, place.attempts, place.is_dropped, place.is_exhausted, num_rows))
+            reports.append(GroupReport(place.plan.slot, place.attempts, place.is_dropped, num_rows))
         return GroupResults(reports, rows, EpisodeCounts.total(place.counts for place in places), self._metrics())
 
     def _metrics(self) -> dict[str, Metric]:
@@ -223,7 +206,7 @@ class GroupRun:
 
 def counts_of(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
     """Episodes that ended by themselves, and those that failed."""
-    ended = [one for one in trajectories if one.stop not in ("surplus", "exhausted")]
+    ended = [one for one in trajectories if one.stop != "surplus"]
     failed = [one for one in ended if one.stop == "failed"]
     first = next(
         (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed), None

@@ -165,8 +165,6 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "env_error": [one.error for one in trajectories],
         "env_timeout": [one.is_timeout for one in trajectories],
     }
-    if any(one.frames for one in trajectories):
-        columns["frames"] = [one.frames if row.step == 0 else [] for row, one in zip(rows, trajectories, strict=True)]
     return {name: as_column(values) for name, values in columns.items()}
 
 
