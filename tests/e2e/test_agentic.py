@@ -1,4 +1,4 @@
-"""Agents in environments by the main command: exact resume, Ctrl-C, replay, an exhausted dataset, all backends.
+"""Agents in environments by the main command: exact resume, Ctrl-C, replay, all backends.
 
 Runs and comparisons are those of `test_exact_resume`.
 """
@@ -47,20 +47,6 @@ AHEAD = [
 ]
 GAE = ["algorithm.adv_estimator=gae", "algorithm.lam=0.9", "critic.optim.lr=1e-3", "actor.ppo_epochs=2"]
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50"]
-
-
-class Riddles:
-    """A dataset of as many riddles as `rows` says: seeds from 0 on are its rows, later ones have none."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.served = rows, 0
-
-    def reset(self, seed: int) -> tuple[str | None, dict[str, Any]]:
-        self.served += 1
-        return ("What is it?", {}) if self.served <= self.rows else (None, {})
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "No.", float(len(action) % 3), True, False, {}
 
 
 class Episodes(Runs):
@@ -131,16 +117,6 @@ def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(tmp_path: Path) -> 
     left, right = (models_of(folder / "global_step_5", ACTOR) for folder in (whole, stopped))
     assert differences(left, right) == []
     assert_same_history(whole, stopped)
-
-
-def test_a_dataset_that_ends_ends_the_run(tmp_path: Path) -> None:
-    riddles = {"env_type": f"{__name__}:Riddles", "max_tokens_per_step": 4, "env_config": {"rows": 2}}
-    options = ["agentic.rollout_batch_size=8", "trainer.total_training_steps=9", "trainer.save_freq=-1"]
-    runs = Episodes(tmp_path, *options, env=riddles)
-    run_dir = runs.finish("run")
-    steps = read_metrics(run_dir / "metrics.jsonl")
-    assert list(steps) == [1, 2], "each of 8 environments serves 2 riddles"
-    assert (run_dir / "global_step_2").is_dir() and (run_dir / "curve.png").exists()
 
 
 LOSS = """

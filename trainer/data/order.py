@@ -263,10 +263,10 @@ def _weighted_positions(data: PromptDataset, weights: dict[str, float], options:
     """The positions of each source that has a weight. Raises UserError for one without, or without prompts."""
     positions = data.positions_by_source()
     if odd := sorted(positions.keys() ^ weights.keys()):
+        lacks = "no weight" if odd[0] in positions else f"no prompt of up to {options.max_prompt_length} tokens"
         raise UserError(
-            f"data.sources: {odd[0]!r} has a weight ({weights.get(odd[0])}) or prompts of at most "
-            f"data.max_prompt_length={options.max_prompt_length} in data.train_files, and not both: set "
-            f"data.sources.{odd[0]}.weight (0 leaves it out), or leave it out"
+            f"data.sources: each source needs a weight and prompts in train_files, and {odd[0]!r} has {lacks}: set "
+            f"data.sources.{odd[0]}.weight (0 leaves it out), or leave the source out"
         )
     return positions
 

@@ -12,21 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainer.test_fit import Parts
 from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards
 from trainer.agentic.build import try_environments
-from trainer.agentic.episode_log import episodes_of, readable
-from trainer.agentic.metrics import EpisodeTable, compute_data_metrics, validation_metrics
+from trainer.agentic.episode_log import samples_of
+from trainer.agentic.metrics import EpisodeTable, validation_metrics
 from trainer.evaluate.evaluation import find_targets
 from trainer.final_report import validation_line
 from trainer.main_eval import eval_arguments
-from trainer.picture import draw_curve
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import EpisodeSteps
@@ -60,9 +56,9 @@ class Agent(Parts):
     """The fake parts of `test_fit`, which also run groups: one rank, which notes what it is asked for."""
 
     def __init__(self, *, by_step: bool = False, fails: Callable[[EpisodeSpec], bool] | None = None,
-                 length: int = 10**9, render: Any = None, **options: Any) -> None:  # fmt: skip
+                 **options: Any) -> None:  # fmt: skip
         super().__init__(**options)
-        self.by_step, self.fails, self.length, self.render = by_step, fails or (lambda spec: False), length, render
+        self.by_step, self.fails = by_step, fails or (lambda spec: False)
         self.flying: dict[str, Sequence[GroupPlan]] = {}
         self.begun: list[EpisodeSpec] = []
         self.shown: list[str] = []
@@ -81,11 +77,10 @@ class Agent(Parts):
         reports, kept, failed = [], [], 0
         for plan in self.flying.pop(key):
             specs = plan.attempts[0]
-            is_exhausted = specs[0].episode_id >= self.length
-            episodes = [] if is_exhausted else [self.episode(spec) for spec in specs]
+            episodes = [self.episode(spec) for spec in specs]
             failed += sum(one.stop == "failed" for one in episodes)
             count = sum(len(one.turns) if one.by_step and one.stop != "failed" else 1 for one in episodes)
-            reports.append(GroupReport(plan.slot, 1, False, is_exhausted, count))
+            reports.append(GroupReport(plan.slot, 1, False, count))
             kept += episodes
         rows = trajectory_rows(kept, pad_token_id=0, prompt_length=P, response_length=R) if kept else None
         counts = EpisodeCounts(len(kept), failed, 0, "Traceback: the cliff gave way" if failed else None)
@@ -98,9 +93,8 @@ class Agent(Parts):
         reward = float(spec.env_id % 2)
         version = self.versions[-1]
         turns = [turn("left", "a lake", 0.0, True, version), turn("right", "a shore", reward, False, version)]
-        frames = [self.render, self.render] if spec.render else []
         metrics = {"success": reward, "moves": 2.0}
-        return Trajectory(spec, self.by_step, turns, "terminated", is_kept=True, metrics=metrics, frames=frames)
+        return Trajectory(spec, self.by_step, turns, "terminated", is_kept=True, metrics=metrics)
 
     def update_weights(self, version: int) -> Any:
         assert not self.flying, "weights changed under episodes that are on their way"
@@ -132,7 +126,6 @@ def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
     train = RolloutScheduler(config, config.agentic.train_env_manager, fake, SamplingParams(max_tokens=R))
     val = RolloutScheduler(
         config, config.agentic.val_env_manager, fake, SamplingParams(max_tokens=R), purpose="val",
-        render=config.agentic.render_save_dir is not None,
     )  # fmt: skip
     return AgenticPipeline(
         config,
@@ -183,17 +176,6 @@ def test_ahead_of_the_training_by_one_step_the_next_episodes_run_while_this_ones
     assert starts == [0] * 4 + [0] * 4 + [1] * 4, "a trajectory of step s began at max(0, s - 1)"
 
 
-def test_validation_on_the_way_changes_nothing_for_the_episodes_ahead(tmp_path: Path) -> None:
-    agent = Agent()
-    make(tmp_path, agent, agentic__async_generation_ratio=1, trainer__test_freq=1, trainer__save_freq=1).fit()
-    wanted = [call for call in agent.calls if "train" in call or call in ("update", "update_weights")]
-    assert wanted[:9] == [
-        "update_weights",
-        *("begin train/0", "finish train/0", "begin train/1", "update"),
-        *("finish train/1", "update_weights", "begin train/2", "update"),
-    ], "the episodes end under the weights they began with, and weights are given once"
-
-
 def test_weights_go_to_the_engines_every_few_steps(tmp_path: Path) -> None:
     agent = Agent()
     make(tmp_path, agent, agentic__model_update_frequency=2, trainer__total_training_steps=5).fit()
@@ -202,33 +184,6 @@ def test_weights_go_to_the_engines_every_few_steps(tmp_path: Path) -> None:
     settings = {"agentic__model_update_frequency": 2, "agentic__async_generation_ratio": 1}
     make(tmp_path, ahead, trainer__total_training_steps=5, **settings).fit()
     assert ahead.versions == [0, 2], "the last step begins nothing that would need newer ones"
-
-
-@pytest.mark.parametrize(("length", "steps", "episodes"), [(2, 2, 8), (3, 3, 12), (1, 1, 4)])
-def test_exhausted_environments_end_the_run_as_its_last_step_does(
-    length: int, steps: int, episodes: int, tmp_path: Path
-) -> None:
-    """A group gives `length` episodes, two groups one batch."""
-    agent = Agent(length=length)
-    options = {"trainer__total_training_steps": 9, "trainer__test_freq": -1, "trainer__save_freq": -1}
-    result = make(tmp_path, agent, **options).fit()
-    assert agent.calls.count("update") == steps
-    assert len([spec for spec in agent.begun if spec.purpose == "train"]) == episodes
-    assert result.checkpoint == tmp_path / f"global_step_{steps}" and not result.stopped
-    assert agent.calls.count("save") == 1 and "val/score/mean" in result.after
-    assert "val/score/mean" in dict(agent.logged[-2:])[steps] or "val/score/mean" in agent.logged[-2][1]
-
-
-def test_a_last_batch_that_is_smaller_is_learnt_from(tmp_path: Path) -> None:
-    agent = Agent(length=1)
-    settings = {"agentic__rollout_batch_size": 2, "agentic__train_env_manager__num_env_groups": 3}
-    make(tmp_path, agent, trainer__total_training_steps=9, **settings).fit()
-    assert agent.calls.count("update") == 3 and len(agent.batches["update"]) == 2
-
-
-def test_environments_without_any_episode_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"agentic.train_env_manager.tags=\['lake'\]: .*no episode"):
-        make(tmp_path, Agent(length=0)).fit()
 
 
 def test_failed_episodes_have_no_weight_and_too_many_stop_the_run(tmp_path: Path) -> None:
@@ -291,15 +246,6 @@ def rows_of(agent: Agent, tmp_path: Path, **settings: Any) -> DataProto:
     return agent.batches["update"]
 
 
-def test_lengths_of_trajectories(tmp_path: Path) -> None:
-    batch = rows_of(Agent(), tmp_path)
-    batch.batch["old_log_probs"] = torch.full((4, R), -2.0)
-    metrics = compute_data_metrics(batch)
-    assert metrics["rollout/response_length/mean"] == metrics["tokens/response_length/max"] == 4
-    assert metrics["rollout/prompt_length/mean"] == 3 and metrics["rollout/non_prompt_length/mean"] == 2 + 3 + 2
-    assert metrics["critic/old_log_prob/mean"] == -2.0 and "system/state_batch_size/mean" not in metrics
-
-
 def test_validation_has_rolls_names_and_those_that_curves_and_reports_read(tmp_path: Path) -> None:
     agent = Agent()
     pipeline = make(tmp_path, agent, trainer__val_before_train=True, rollout__val_kwargs__greedy_too=True,
@@ -328,45 +274,19 @@ def test_where_not_every_episode_tells_of_success_the_score_is_the_core_measure(
 
 def test_episodes_are_logged_as_a_person_would_read_them(tmp_path: Path) -> None:
     agent = Agent()
-    folder = tmp_path / "episodes"
-    make(tmp_path, agent, agentic__logging_steps=2, trainer__rollout_data_dir=str(folder)).fit()
+    make(tmp_path, agent, agentic__logging_steps=2).fit()
     assert len(agent.shown) == 2, "two episodes of step 2"
     lines = agent.shown[1].splitlines()
-    assert lines[0].endswith(": score 1, 2 turns, terminated, success 1, moves 2")
+    assert lines[0].endswith(": score 1, terminated, success 1, moves 2")
     said = [line.split() for line in lines[1:4]]
-    assert said == [["user", "a", "lake"], ["assistant", "left"], ["->", "reward", "0"]]
-    written = [json.loads(line) for line in (folder / "1.jsonl").read_text().splitlines()]
-    assert len(written) == 4 and written[1]["rewards"] == [0.0, 1.0] and written[1]["tag"] == "lake"
-    assert [message["role"] for message in written[0]["messages"]] == ["user", "assistant"] * 2
-
-
-def test_a_text_of_many_lines_or_strange_letters_stays_in_its_column(tmp_path: Path) -> None:
-    [episode, *_] = episodes_of(rows_of(Agent(), tmp_path), 1)
-    episode.messages[0]["content"] = "P _\n_ G\x1b[31m"
-    lines = readable(episode).splitlines()
-    assert lines[1].index("P") == lines[2].index("_") and "\x1b" not in readable(episode)
-
-
-def test_renders_are_pictures_or_text(tmp_path: Path) -> None:
-    folder = tmp_path / "renders"
-    pictures = Agent(render=np.zeros((4, 6, 3), np.uint8))
-    make(tmp_path, pictures, trainer__val_before_train=True, agentic__render_save_dir=str(folder)).fit()
-    gifs = sorted(path.name for path in (folder / "step_0").iterdir())
-    assert gifs == ["0_lake_0.0.gif", "1_lake_1.0.gif", "2_pond_0.0.gif", "3_pond_1.0.gif"]
-    with Image.open(folder / "step_0" / gifs[0]) as picture:
-        assert picture.size == (6, 4)
-    words = Agent(render="P _\n_ G")
-    make(tmp_path, words, trainer__val_before_train=True, agentic__render_save_dir=str(tmp_path / "text")).fit()
-    assert (tmp_path / "text" / "step_0" / "0_lake_0.0.txt").read_text().count("P _\n_ G") == 2
-    assert all(not spec.render for spec in words.begun if spec.purpose == "train")
-
-
-def test_the_curve_of_a_run_of_episodes_can_be_drawn(tmp_path: Path) -> None:
-    agent = Agent()
-    make(tmp_path, agent, trainer__val_before_train=True, trainer__test_freq=1).fit()
-    rows = [{"step": step, "data": metrics} for step, metrics in agent.logged]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert draw_curve(tmp_path) is not None
+    assert said == [["asked", "a", "lake"], ["assistant", "left"], ["->", "reward", "0"]]
+    batch = agent.batches["update"]
+    batch.non_tensor_batch["messages"][0][1]["content"] = "P _\n_ G\x1b[31m"
+    batch.non_tensor_batch["env_error"][0] = "Traceback"
+    sample = samples_of(batch, 3)[0]
+    assert (sample.step, sample.data_source, sample.score, sample.extra["moves"]) == (3, "lake", 0.0, 2.0)
+    lines = sample.output.splitlines()
+    assert lines[0].index("P") == lines[1].index("_") and "\x1b" not in sample.output and "Traceback" in lines[-1]
 
 
 def test_a_model_folder_is_evaluated_in_environments_that_a_file_names(tmp_path: Path) -> None:

@@ -86,11 +86,6 @@ def test_the_settings_for_other_schemas_read_them(tmp_path: Path, schema: str) -
         assert data.row(0)["extra_info"] == {"level": 3}
 
 
-def test_every_schema_of_the_page_is_tested() -> None:
-    table = PAGE.split("| schema | setting |")[1].split("\n\n")[0]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]] == list(SCHEMAS)
-
-
 def test_the_gsm8k_command_reads_its_rows_and_the_reward_takes_their_truth(tmp_path: Path) -> None:
     command = re.search(r"    python -m trainer\.main_ppo (model.*?)\n\n", PAGE, flags=re.DOTALL)
     assert command is not None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.trainer.prompt_rows import load, make_row, write
-from trainer.data.order import BatchOrder, MixtureBatches, SamplerBatches, build_order, build_train_loader
+from trainer.data.order import BatchOrder, SamplerBatches, build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
 from trainer.steps import TrainingSteps, count_steps
 from verl_lite.config import DataConfig, PPOConfig, SamplerConfig
@@ -152,15 +152,6 @@ def test_no_source_is_ever_a_prompt_ahead_and_all_end_at_their_share(make: Calla
             assert -len(weights) + 1 < total[name] - share * 7 * step < 1
 
 
-def test_sources_repeat_evenly_however_small_they_are(make: Callable) -> None:
-    data = make(a=9, b=2)
-    order = build_order(data, config_of(train_batch_size=6, sources={"a": {"weight": 1}, "b": {"weight": 2}}))
-    batches = drawn(order, 45)
-    times = Counter(place for batch in batches for place in batch)
-    assert [times[place] for place in range(9)] == [10] * 9  # 90 in ten whole passes
-    assert [times[place] for place in range(9, 11)] == [90, 90]
-
-
 def test_a_prompt_twice_in_a_batch_is_two_groups(make: Callable) -> None:
     batch = make(3).__getitems__([2, 0, 2, 2])
     assert batch.non_tensor_batch["uid"].tolist() == ["train-2", "train-0", "train-2+1", "train-2+2"]
@@ -173,19 +164,6 @@ def test_an_epoch_of_a_mixture_is_as_long_as_the_data_in_full_batches(make: Call
     assert [len(batch) for batch in order] == [4, 4, 4] and order.rows == 12 and len(order) == 3
     config.trainer.total_epochs = 2
     assert count_steps(config, order.rows) == 6
-
-
-def test_without_shuffling_a_mixture_keeps_each_sources_order(make: Callable) -> None:
-    order = build_order(
-        make(a=4, b=4), config_of(train_batch_size=4, shuffle=False, sources={"a": {"weight": 1}, "b": {"weight": 1}})
-    )
-    assert list(order) == [[0, 4, 1, 5], [2, 6, 3, 7]]
-
-
-def test_a_source_of_weight_nought_is_left_out(make: Callable) -> None:
-    data = make(a=6, b=2)
-    order = build_order(data, config_of(train_batch_size=3, sources={"a": {"weight": 1}, "b": {"weight": 0}}))
-    assert all(place < 6 for batch in order for place in batch)
 
 
 def test_other_weights_go_on_from_where_the_sources_are(make: Callable) -> None:
@@ -202,7 +180,7 @@ def test_other_weights_go_on_from_where_the_sources_are(make: Callable) -> None:
 @pytest.mark.parametrize(
     ("rows", "sources", "message"),
     [
-        ({"a": 5, "b": 5}, {"a": {"weight": 1}}, "the data source 'b' of data.train_files has none: .*0 leaves it out"),
+        ({"a": 5, "b": 5}, {"a": {"weight": 1}}, "'b' has no weight: .*0 leaves it out"),
         ({"a": 5}, {"a": {"weight": -1}}, "data.sources.a.weight=-1: expected a number of at least 0"),
         ({"a": 5}, {"a": {"n": 0}}, "data.sources.a.n=0: expected a whole number of at least 1"),
     ],
@@ -212,13 +190,6 @@ def test_mixtures_that_cannot_be_are_explained(
 ) -> None:
     with pytest.raises(UserError, match=message):
         build_order(make(**rows), config_of(train_batch_size=4, sources=sources))
-
-
-def test_a_source_whose_rows_were_all_dropped_is_explained(tmp_path: Path) -> None:
-    rows = [make_row("1", data_source="a"), make_row("123456789", data_source="b")]
-    data = load(write(tmp_path / "d.jsonl", rows), max_prompt_length=6, filter_overlong_prompts=True)
-    with pytest.raises(UserError, match="data.sources.b.weight=1: all its prompts are longer than"):
-        build_order(data, config_of(train_batch_size=1, sources={"a": {"weight": 1}, "b": {"weight": 1}}))
 
 
 # --- samplers --------------------------------------------------------------------------------------------------------
@@ -318,11 +289,6 @@ class Texts(Backwards):
         return iter("abcdefghijkl"[: self.size])
 
 
-class Empty(Backwards):
-    def __len__(self) -> int:
-        return 0
-
-
 class Shapeless:
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None: ...
 
@@ -393,9 +359,8 @@ def test_a_samplers_epoch_may_have_another_length_than_the_data(make: Callable) 
     ("name", "message"),
     [
         ("Deaf", r"Deaf has update\(batch\) but not both of state_dict\(\) and load_state_dict"),
-        ("Empty", r"len\(Empty\) is 0, expected at least one"),
-        ("Shapeless", "found Shapeless without __len__; expected an object"),
-        ("OtherArguments", r"cannot be called as OtherArguments\(data_source=..., data_config=...\)"),
+        ("Shapeless", "found Shapeless, expected .* with __len__ and __iter__"),
+        ("OtherArguments", r"cannot be called so; expected OtherArguments\(data_source=..., data_config=...\)"),
         ("Nobody", "data.sampler.class_name='Nobody': .*found: .*Backwards"),
     ],
 )
@@ -409,10 +374,10 @@ def test_samplers_that_cannot_be_used_are_explained_before_anything_starts(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Short", "an epoch of Short gave 9 positions, and its len is 10"),
-        ("Endless", "an epoch of Endless gave more positions, and its len is 10"),
-        ("Beyond", "Beyond gave 10, expected a position from 0 to 9"),
-        ("Texts", "Texts gave 'a', expected a position from 0 to 9"),
+        ("Short", "an epoch of Short gave 9 positions.*expected are 10"),
+        ("Endless", "an epoch of Endless gave more positions.*expected are 10"),
+        ("Beyond", "10.; expected are 10 .* from 0 to 9"),
+        ("Texts", "'a', .* each from 0 to 9"),
     ],
 )
 def test_positions_that_are_none_are_explained(make: Callable, name: str, message: str) -> None:
@@ -427,9 +392,3 @@ def test_a_sampler_that_cannot_be_replayed_is_refused_when_the_run_is_resumed(ma
     resumed = build_order(data, config)
     with pytest.raises(UserError, match="made anew, Random gives other positions.*data_config.seed"):
         resumed.load_state_dict(order.state_dict())
-
-
-def test_a_mixture_is_what_weights_ask_for_and_answers_alone_do_not(make: Callable) -> None:
-    data = make(a=5, b=5)
-    assert isinstance(build_order(data, config_of(train_batch_size=2, sources=MIXED)), MixtureBatches)
-    assert not isinstance(build_order(data, config_of(train_batch_size=2, sources={"a": {"n": 2}})), MixtureBatches)

@@ -47,17 +47,6 @@ def test_columns_of_a_batch(make: Callable, name: str) -> None:
     assert columns["extra_info"][0] == {"index": 1} and columns["data_source"][0] == "verl_lite/sort"
 
 
-def test_template_arguments_reach_the_template(make: Callable) -> None:
-    assert make(["1"], apply_chat_template_kwargs={"mark": True})[0].batch["prompts"][0].tolist() == [
-        0,
-        0,
-        0,
-        2,
-        15,
-        14,
-    ]
-
-
 def test_several_files_count_on_and_rows_need_not_agree(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     first = write(tmp_path / "a.parquet", [make_row("1"), make_row("2")])
     second = write(tmp_path / "b.jsonl", [make_row("3", reward_model={"ground_truth": 3}), make_row("4", ability="x")])
@@ -67,11 +56,6 @@ def test_several_files_count_on_and_rows_need_not_agree(tmp_path: Path, tokenize
     assert [row["ground_truth"] for row in batch.non_tensor_batch["reward_model"]] == ["1", "2", 3, "4"]
     assert [prompt[0]["content"] for prompt in batch.non_tensor_batch["raw_prompt"]] == list("1234")
     assert data.data_sources() == ["verl_lite/sort"] and data.row(2)["reward_model"]["ground_truth"] == 3
-
-
-def test_max_samples_takes_the_first_rows(make: Callable) -> None:
-    assert len(make(["1", "2", "3"], train_max_samples=2)) == 2
-    assert len(make(["1", "2", "3"], split="val", train_max_samples=1, val_max_samples=-1)) == 3
 
 
 def test_val_max_samples_takes_random_rows_that_are_the_same_in_every_run(make: Callable) -> None:
@@ -97,7 +81,7 @@ def test_overlong_prompts_are_dropped_and_counted_when_asked(make: Callable) -> 
     data = make(["1", "12345678", "12345"], filter_overlong_prompts=True)
     assert len(data) == 2 and "1 longer than 6 were dropped, 2 kept" in data.report
     assert [prompt.non_tensor_batch["uid"][0] for prompt in data.batches(1)] == ["train-0", "train-2"]
-    with pytest.raises(UserError, match="leaves none of the 1"):
+    with pytest.raises(UserError, match="some have to be left"):
         make(["12345678"], filter_overlong_prompts=True)
 
 
@@ -114,23 +98,23 @@ def test_overlong_prompts_are_cut_when_asked(
     [
         (
             {"data_source": "x"},
-            ["no column 'prompt'", "columns found: data_source", "data.prompt_key", '"ground_truth"'],
+            ["no prompt (column 'prompt')", "columns found: data_source", "data.columns", '"ground_truth"'],
         ),
-        (make_row("1", prompt="1 + 1"), ["row 0", "'prompt'", "found text", '[{"role": "user", "content": "1 + 1"}]']),
+        (make_row("1", prompt="1 + 1"), ["row 0", "'prompt'", "found 'text", '[{"role": "user", "content": "1 + 1"}]']),
         (make_row("1", prompt=[{"role": "user"}]), ["expected a message like"]),
         (make_row("1", prompt=[]), ["expected a list of chat messages"]),
         (make_row("1", prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["not supported yet"]),
         (make_row("1", images=["x.png"]), ["'images'", "not supported yet"]),
-        (make_row("1", reward_model={"style": "rule"}), ["'reward_model'", "ground_truth"]),
-        (make_row("1", data_source=None), ["'data_source'", "None"]),
+        (make_row("1", reward_model={"style": "rule"}), ["row 0", "no ground_truth"]),
+        (make_row("1", data_source=None), ["row 0", "no data_source"]),
         (make_row("1", extra_info="text"), ["'extra_info'", "expected a dict"]),
         (make_row("1", data_source=""), ["'data_source'", "expected a name"]),
         (make_row("1", reward_model="2"), ["'reward_model'", "expected a dict"]),
         (
             make_row("1", prompt=[{"role": None, "content": "1"}]),
-            ["row 0", "a message's role is None", "expected text"],
+            ["row 0", "role of a message: found None", "expected text"],
         ),
-        (make_row("1", prompt=[{"role": 5, "content": "1"}]), ["row 0", "a message's role is 5", "expected text"]),
+        (make_row("1", prompt=[{"role": 5, "content": "1"}]), ["role of a message: found 5", "expected text"]),
     ],
 )
 @pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
@@ -159,9 +143,8 @@ def test_wrong_files_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenize
 
 
 BROKEN_BYTES = {
-    "half a character": (b'{"a": 1}\n{"a": "\xff"}\n', "line 2: found the byte 0xff, which is not UTF-8"),
-    "gzip": (b"\x1f\x8b\x08\x00", "line 1: found the byte 0x8b.*not compressed"),
-    "utf-16": ('{"a": 1}'.encode("utf-16"), "line 1: found the byte 0xff, which is not UTF-8"),
+    "half a character": (b'{"a": 1}\n{"a": "\xff"}\n', "expected json in UTF-8"),
+    "gzip": (b"\x1f\x8b\x08\x00", "not compressed"),
     "brackets": (b"[" * 100_000, "not valid json .*recursion"),
     "digits": (b'{"a": ' + b"9" * 10_000 + b"}", "line 1: not valid json .*digits"),
 }
@@ -173,49 +156,6 @@ def test_files_that_are_not_json_are_explained(tmp_path: Path, tokenizer: PreTra
     (tmp_path / "d.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=f"data.train_files=.*d.jsonl.*{message}"):
         PromptDataset(str(tmp_path / "d.jsonl"), tokenizer, DataConfig(), split="train")
-
-
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "d.jsonl", [make_row("12")])
-    Path(path).write_bytes(b"\xef\xbb\xbf" + Path(path).read_bytes())
-    assert len(PromptDataset(path, tokenizer, DataConfig(), split="train")) == 1
-
-
-def test_parquet_text_that_is_not_utf8_is_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = tmp_path / "d.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([make_row("1")]), path, compression="none")
-    path.write_bytes(path.read_bytes().replace(b"verl_lite/sort", b"verl_lite/so\xff\xff"))
-    with pytest.raises(UserError, match="data.train_files=.*not a readable parquet file.*UTF8"):
-        PromptDataset(str(path), tokenizer, DataConfig(), split="train")
-
-
-@pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data_source": None}, "'data_source': found None"),
-        ({"reward_model": None}, "expected a dict with 'ground_truth'"),
-    ],
-)
-def test_a_wrong_row_is_found_wherever_it_stands(make: Callable, name: str, changes: dict, message: str) -> None:
-    rows = [make_row("1", index=number) for number in range(1500)]
-    rows[1234] |= changes
-    with pytest.raises(UserError, match=f"row 1234 of .*{message}"):
-        make(rows, name=name)
-
-
-def test_half_a_surrogate_pair_is_refused(make: Callable) -> None:
-    with pytest.raises(UserError, match=r"row 0 of .*a message's content is '\\ud800', .*surrogate"):
-        make([make_row("1", prompt=[{"role": "user", "content": "\ud800"}])], name="d.jsonl")
-    with pytest.raises(UserError, match=r"row 0 of .*'data_source'.*surrogate"):
-        make([make_row("1", data_source="a\udfff")], name="d.jsonl")
-
-
-def test_two_columns_of_one_name_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    table = pyarrow.Table.from_pylist([make_row("1")])
-    pyarrow.parquet.write_table(table.append_column("prompt", table.column("prompt")), tmp_path / "d.parquet")
-    with pytest.raises(UserError, match="data.train_files=.*several columns 'prompt'"):
-        PromptDataset(str(tmp_path / "d.parquet"), tokenizer, DataConfig(), split="train")
 
 
 def test_columns_of_maps_are_read_as_dicts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -248,14 +188,3 @@ def test_a_template_that_refuses_a_prompt_is_explained(tmp_path: Path, tokenizer
     rows = [make_row("1"), make_row("2", prompt=[{"role": "system", "content": "be kind"}])]
     with pytest.raises(UserError, match="be kind.*no system role.*model.tokenizer_path"):
         PromptDataset(write(tmp_path / "d.jsonl", rows), strict, DataConfig(), split="train")
-
-
-def test_template_arguments_that_are_the_trainers_are_refused(make: Callable) -> None:
-    with pytest.raises(UserError, match="data.apply_chat_template_kwargs.tokenize=True: .*leave it out"):
-        make(["1"], apply_chat_template_kwargs={"tokenize": True})
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>")
-    with pytest.raises(UserError, match="no chat template"):
-        PromptDataset(write(tmp_path / "d.jsonl", [make_row("1")]), bare, DataConfig(), split="train")

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.prompt_rows import TOOL_TEMPLATE, char_tokenizer, make_row, write
+from tests.trainer.prompt_rows import TOOL_TEMPLATE, char_tokenizer
 from trainer.data import tokens as data_tokens
-from trainer.data.prompts import PromptDataset
 from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig
 
@@ -55,11 +54,6 @@ def test_a_second_run_reads_what_the_first_wrote(folder: Path, encodings: list[i
     assert tokens(prompts("12", "3")) == KEPT
     assert tokens(prompts("12", "3")) == KEPT and encodings == [2]
     assert [path.suffix for path in folder.iterdir()] == [".arrow"]
-
-
-def test_few_prompts_are_not_kept(folder: Path) -> None:
-    tokens(prompts("1"))
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -111,15 +105,6 @@ def test_a_folder_that_cannot_be_written_costs_no_more_than_the_time(
     with caplog.at_level(logging.WARNING):
         assert tokens(prompts("12", "3")) == KEPT
     assert "are not kept" in caplog.text
-
-
-def test_lengths_are_those_of_what_is_sampled_from(folder: Path, tmp_path: Path) -> None:
-    """Kept or made, the dataset filters the same rows and serves the same tokens."""
-    path = write(tmp_path / "d.jsonl", [make_row("1"), make_row("12345678"), make_row("123")])
-    config = DataConfig(max_prompt_length=6, filter_overlong_prompts=True)
-    made, kept = (PromptDataset(path, char_tokenizer(), config, split="train") for _ in range(2))
-    assert made.fingerprint() == kept.fingerprint() and made.report == kept.report
-    assert kept.__getitems__([0, 1]).batch["prompts"].tolist() == [[0, 0, 0, 0, 2, 14], [0, 0, 2, 3, 4, 14]]
 
 
 @pytest.mark.slow

@@ -131,11 +131,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "1", "answer": "2"}, "neither a column 'messages' .* nor 'prompt' .* found: question, answer"),
-        ({"prompt": "1", "answer": "2"}, r"nor 'response' \(data.response_key\); columns found: prompt, answer"),
-        ({"prompt": "1", "response": 2}, "column 'response': found 2, expected text"),
+        ({"question": "1", "answer": "2"}, "neither a chat in column 'messages' .* found: question, answer"),
+        ({"prompt": "1", "answer": "2"}, r"in 'response' \(data.response_key\); columns found: prompt, answer"),
+        ({"prompt": "1", "response": 2}, "with an answer as text in 'response'"),
         ({"messages": [user("1")]}, "no message is the assistant's"),
-        ({"messages": "1"}, "found text"),
+        ({"messages": "1"}, "found 'text"),
     ],
 )
 def test_a_wrong_row_is_named(

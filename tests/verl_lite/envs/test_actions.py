@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from verl_lite.envs.actions import ActionParser, ParsedAction
-from verl_lite.envs.arithmetic import evaluate, number_in, written
+from verl_lite.envs.calculator import evaluate, number_in, written
 from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
 from verl_lite.errors import UserError
 
@@ -103,13 +103,10 @@ def test_a_call_that_cannot_be_read_says_why(text: str, problem: str) -> None:
     [
         ("1 + 2 * 3", 7),
         ("(1+2)*3", 9),
-        ("2^10", 1024),
         ("7 // 2 + 7 % 2", 4),
         ("-3 - -2", -1),
         ("1/3", Fraction(1, 3)),
         ("0.1 + 0.2", Fraction(3, 10)),  # exactly, not 0.30000000000000004
-        ("max(1, 2, round(7/2))", 4),
-        ("2 ** -2", Fraction(1, 4)),
     ],
 )
 def test_expressions_are_evaluated_exactly(expression: str, value: Fraction) -> None:

@@ -36,7 +36,6 @@ class Answered:
     terminated: bool = False
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
-    frame: Any = None
     seconds: float = 0.0
     error: str | None = None
     is_timeout: bool = False
@@ -60,7 +59,7 @@ class ScriptedPool:
         self.waits: list[float] = []
         self.most_live = 0
 
-    def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None:
+    def reset(self, key: Hashable, tag: str, seed: int) -> None:
         assert key not in self.seeds
         self.seeds[key], self.actions[key] = seed, []
         self.most_live = max(self.most_live, len(self.seeds))

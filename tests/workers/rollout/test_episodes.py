@@ -156,14 +156,6 @@ def test_state_hash_is_the_environments_or_the_observations() -> None:
     assert second == "room 1" and len(first) == 64
 
 
-def test_frames_are_kept() -> None:
-    def script(seed: int, actions: list[str]) -> dict[str, Any]:
-        return {"observation": "d", "frame": f"frame {len(actions)}", "terminated": len(actions) == 2}
-
-    episodes, _, _ = play(script, says_b, [spec(render=True)])
-    assert episodes[0].frames == ["frame 0", "frame 1", "frame 2"]
-
-
 def test_a_generation_that_the_engine_aborts_fails_its_episode_alone() -> None:
     engine, pool = ScriptedEngine(says_b), ScriptedPool(ending(1))
     runner = make_runner(engine, pool)
@@ -228,18 +220,6 @@ def test_a_failed_member_is_kept_only_if_the_group_cannot_be_filled_without_it()
         ("terminated", True),
         ("failed", True),
         ("terminated", True),
-    ]
-
-
-def test_an_exhausted_dataset() -> None:
-    def script(seed: int, actions: list[str]) -> dict[str, Any]:
-        return {"observation": None if seed == 0 else "d", "terminated": bool(actions)}
-
-    episodes, pool, _ = play(script, says_b, [spec("g_0", seed=1), spec("h_0", seed=0), spec("i_0", seed=0)])
-    assert [(one.stop, one.is_kept) for one in episodes] == [
-        ("terminated", True),
-        ("exhausted", False),
-        ("exhausted", False),
     ]
 
 
