@@ -26,14 +26,12 @@ _counting = threading.Lock()
 class Obedient:
     """Observation: the seed and all actions so far. An action is a word and an argument: see `_do`."""
 
-    def __init__(self, tasks: int = 1 << 30, drift: bool = False, first: str = "") -> None:
-        self.tasks, self.drift, self.first = tasks, drift, first
+    def __init__(self, drift: bool = False, first: str = "") -> None:
+        self.drift, self.first = drift, first
         self.said: list[str] = []
         self.seed = 0
 
     def reset(self, seed: int) -> tuple[Any, ...]:
-        if seed >= self.tasks:
-            return None, {}
         self.seed, self.said = seed, []
         if self.first:
             self._do(self.first)
@@ -54,9 +52,6 @@ class Obedient:
         info = {"metrics": metrics, "pid": os.getpid(), "most": running[1]}
         usual = (self._observation(), float(len(self.said)), ends, False, info)
         return usual if gave is None else gave
-
-    def render(self) -> str:
-        return f"<{self._observation()}>"
 
     def _observation(self) -> str:
         return f"seed {self.seed}: {' '.join(self.said)}" + (f" at {os.getpid()}" if self.drift else "")

@@ -13,7 +13,7 @@ import math
 import numbers
 import threading
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_lite.envs import Env, EnvTemplate, find_env
@@ -32,7 +32,6 @@ class NonsenseError(UserError):
 class EnvReply:
     """What a reset or step came to.
 
-    observation: None after a reset: the environment's dataset is exhausted. frame: what `render()` gave, if asked for.
     seconds: the call itself took. error: the environment failed, as a traceback or a sentence; nothing else is set
     then, and the episode is over. is_timeout: it failed because it took too long.
     """
@@ -43,7 +42,6 @@ class EnvReply:
     terminated: bool = False
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
-    frame: Any = None
     seconds: float = 0.0
     error: str | None = None
     is_timeout: bool = False
@@ -56,11 +54,10 @@ class EnvReply:
 
 @dataclass(frozen=True)
 class Begin:
-    """Reset an environment of `tag`. render: a frame comes with each reply of this episode."""
+    """Reset an environment of `tag`."""
 
     tag: str
     seed: int
-    render: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Act:
 
 @dataclass(frozen=True)
 class Trial:
-    """A new environment, one reset, one step, one frame if it has any: whether an environment works at all."""
+    """A new environment, one reset, one step: whether an environment works at all."""
 
     tag: str
 
@@ -81,11 +78,6 @@ class Trial:
 class _Episode:
     tag: str
     env: Env
-    render: bool = False
-
-    def frame(self) -> object:
-        render = getattr(self.env, "render", None) if self.render else None
-        return render() if callable(render) else None
 
 
 class EnvHost:
@@ -109,9 +101,9 @@ class EnvHost:
         """A reset, a step, or a trial. Raises whatever the environment does, and NonsenseError."""
         try:
             if isinstance(payload, Act):
-                return self._act(self._episodes[session], payload.action)
+                return read_step(self._episodes[session].env.step(payload.action))
             reply = self._begin(session, payload)
-            return self._try(session, reply) if isinstance(payload, Trial) else reply
+            return self._try(session) if isinstance(payload, Trial) else reply
         except BaseException:
             self._close(session)
             raise
@@ -123,28 +115,23 @@ class EnvHost:
                 self._spare[episode.tag].append(episode.env)
 
     def _begin(self, session: int, payload: Begin | Trial) -> EnvReply:
-        begin = payload if isinstance(payload, Begin) else Begin(payload.tag, 0, render=True)
+        begin = payload if isinstance(payload, Begin) else Begin(payload.tag, 0)
         with self._changing:
             spare = self._spare[begin.tag] if isinstance(payload, Begin) else []
             env = spare.pop() if spare else None
-        episode = _Episode(begin.tag, env or self._templates[begin.tag].make(), begin.render)
+        episode = _Episode(begin.tag, env or self._templates[begin.tag].make())
         with self._changing:
             self._episodes[session] = episode
         observation, info = read_reset(episode.env.reset(begin.seed))
-        return EnvReply(None, observation, info=info, frame=episode.frame())
+        return EnvReply(None, observation, info=info)
 
-    def _act(self, episode: _Episode, action: str) -> EnvReply:
-        return replace(read_step(episode.env.step(action)), frame=episode.frame())
-
-    def _try(self, session: int, begun: EnvReply) -> EnvReply:
+    def _try(self, session: int) -> EnvReply:
         episode = self._episodes[session]
-        if begun.observation is None:
-            raise NonsenseError("reset(0) gave no observation: its dataset is empty")
         sample = getattr(episode.env, "sample_random_action", None)
         action = sample() if callable(sample) else ""
         if not isinstance(action, str):
             raise _nonsense("sample_random_action", action, "the text of an action")
-        reply = self._act(episode, action)
+        reply = read_step(episode.env.step(action))
         self._close(session)
         return reply
 
@@ -157,10 +144,10 @@ class EnvHost:
                 close()
 
 
-def read_reset(result: object) -> tuple[str | None, dict[str, Any]]:
+def read_reset(result: object) -> tuple[str, dict[str, Any]]:
     """Observation and info of a reset. Raises NonsenseError."""
     observation, info = _parts("reset", result, "(observation, info)")
-    return None if observation is None else _text("the observation of reset", observation), _info("reset", info)
+    return _text("the observation of reset", observation), _info("reset", info)
 
 
 def read_step(result: object) -> EnvReply:

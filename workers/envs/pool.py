@@ -79,13 +79,12 @@ class EnvPool:
         """Starts the processes without waiting for them; the first `reset` does it too."""
         self._started()
 
-    def reset(self, key: Hashable, tag: str, seed: int, render: bool = False) -> None:
-        """Begins an episode; a previous one of the same key is discarded. render: with a frame in each of its replies.
-
-        Raises KeyError for a tag that has no template.
+    def reset(self, key: Hashable, tag: str, seed: int) -> None:
+        """Begins an episode; a previous one of the same key is discarded. Raises KeyError for a tag that has no
+        template.
         """
         self.discard(key)
-        self._begin(key, tag, Begin(tag, seed, render))
+        self._begin(key, tag, Begin(tag, seed))
 
     def step(self, key: Hashable, action: str) -> None:
         """Takes an action. Raises KeyError for an episode that is not there (never begun, failed, or discarded),

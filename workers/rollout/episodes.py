@@ -303,8 +303,7 @@ class EpisodeRunner:
         """An environment answered a reset or a step: what the episode does next."""
         trajectory = episode.trajectory
         if reply.error is not None or reply.observation is None:
-            trajectory.error = reply.error or "reset gave no observation: each seed has to have an episode"
-            trajectory.is_timeout = reply.is_timeout
+            trajectory.error, trajectory.is_timeout = reply.error, reply.is_timeout
             return self._end(episode, "failed")
         episode.observation, episode.info = reply.observation, reply.info
         if not trajectory.turns:
