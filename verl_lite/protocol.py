@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from verl_lite.batch import wire
 from verl_lite.batch.columns import (
@@ -99,37 +98,6 @@ class DataProto:
                 raise ValueError(f"column {name!r} must be a tensor or a numpy array, found {type(value).__name__}")
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         return cls.from_dict(tensors, {k: v for k, v in data.items() if k not in tensors}, meta_info)
-
-    @classmethod
-    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """What `to_tensordict` made, or alike. NonTensorStack: a column of objects; NonTensorData: in meta_info."""
-        from tensordict import NonTensorData, NonTensorStack
-
-        facts, arrays = copy_meta(meta_info or {}), {}
-        for name, value in list(tensor_dict.items()):
-            value = tensor_dict.get(name)
-            if isinstance(value, NonTensorStack):
-                arrays[name] = as_column(value.tolist())
-            elif isinstance(value, NonTensorData):
-                facts = union_meta([facts, {name: value.data}])
-        batch: Any = tensor_dict.exclude(*arrays, *facts)
-        batch = None if arrays and batch.is_empty() else batch
-        return cls(batch, arrays, facts)
-
-    def to_tensordict(self) -> TensorDict:
-        """All of it as one TensorDict of batch_size [rows]; tensors are shared. A name used twice is a BatchError."""
-        from tensordict import NonTensorData, NonTensorStack
-
-        joined = tensor_dict({}, len(self)) if self.batch is None else self.batch.copy()
-        stacks: dict[str, Any] = {
-            name: NonTensorStack(*map(NonTensorData, column)) for name, column in self.non_tensor_batch.items()
-        }
-        facts: dict[str, Any] = {name: NonTensorData(copy_meta(value)) for name, value in self.meta_info.items()}
-        for name, value in (*stacks.items(), *facts.items()):
-            if name in joined.keys():
-                raise BatchError(f"{name!r} is used twice, and a TensorDict holds one of them: rename it")
-            joined.set(name, value)
-        return joined
 
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
@@ -436,27 +404,3 @@ def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataP
     arrays = {name: columns.pop(name) for name in data.non_tensor_batch}
     batch: Any = None if data.batch is None else tensor_dict(columns, leading[0])
     return type(data)(batch, arrays, copy_meta(data.meta_info))
-
-
-def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> DataProto:
-    """Replace the rows of `data`, in place as in verl, by those of all ranks in rank order; returns `data`.
-
-    Ranks may hold different numbers of rows. meta_info stays that of the own rank.
-
-    Args:
-        process_group: the ranks that take part, all of which must call this; None = all.
-
-    Raises:
-        BatchError: on every rank alike, if the ranks' columns differ.
-    """
-    payloads: list[Any] = [None] * dist.get_world_size(process_group)
-    packed = data.select(meta_info_keys=[]).pack()
-    dist.all_gather_object(payloads, (sorted(map(str, _columns(data))), packed), group=process_group)
-    if any(names != payloads[0][0] for names, _ in payloads):
-        raise BatchError(f"the ranks' batches must have the same columns, found {[names for names, _ in payloads]}")
-    gathered = data.from_parts([part for _, part in payloads])
-    if data.batch is not None:
-        for name, value in data.batch.items():
-            gathered.batch[name] = gathered.batch[name].to(value.device)
-    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
-    return data

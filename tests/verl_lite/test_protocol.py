@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from verl_lite.protocol import (
     BatchError,
@@ -65,7 +65,7 @@ def test_meta_info_is_never_shared() -> None:
     data = batch()
     results = [data.slice(0, 2), data.select(), data.repeat(2), *data.chunk(2), DataProto.concat([data]), data | data]
     results += [data.pad(3), data[[0]], pickle.loads(pickle.dumps(data)), next(data.make_iterator(2, 1))]
-    results += [fold_batch_dim(data, 2), DataProto.from_tensordict(data.to_tensordict())]
+    results += [fold_batch_dim(data, 2)]
     for result in results:
         result.meta_info["nested"]["list"].append("changed")
         result.meta_info["new"] = True
@@ -188,25 +188,6 @@ def test_fold_by_hand_and_back() -> None:
     assert len(flat) == 12 and flat.batch["x"][4].tolist() == [8, 9] and flat.non_tensor_batch["n"][4] == 4
 
 
-@pytest.mark.parametrize("rows", [0, 1, 4])
-def test_as_one_tensordict_and_back(rows: int) -> None:
-    data = batch(rows)
-    joined = data.to_tensordict()
-    assert joined.batch_size == torch.Size([rows])
-    assert set(joined.keys()) == {"x", "y", "name", "chat", "step", "nested"}
-    assert isinstance(joined.get("step"), NonTensorData) and joined["step"] == 1
-    back = DataProto.from_tensordict(joined)
-    assert list(back.batch.keys()) == ["x", "y"] and len(back | data) == rows
-    if rows == 4:
-        part = DataProto.from_tensordict(joined[torch.tensor([3, 1])], {"more": 2})
-        assert part.non_tensor_batch["name"].tolist() == ["n3", "n1"] and part.meta_info["more"] == 2
-    objects = DataProto.from_tensordict(DataProto.from_dict(non_tensors={"n": ["a", "b"]}).to_tensordict())
-    assert objects.batch is None and objects.non_tensor_batch["n"].tolist() == ["a", "b"]
-    jagged = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
-    made = TensorDict({"ids": jagged, "name": NonTensorStack("a", "b")}, batch_size=[2])
-    assert DataProto.from_tensordict(made).to_tensordict()["ids"][0].tolist() == [0, 1, 2]
-
-
 def test_tensordict_is_imported_only_when_needed() -> None:
     program = "import sys, verl_lite.single_controller.worker_group; sys.exit('tensordict' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
@@ -237,8 +218,6 @@ MORE = DataProto.from_dict({"y": torch.zeros(4), "late": torch.zeros(4, 7)})
         (lambda data: data.select_idxs(torch.tensor([1, 0, 1, 0], dtype=torch.uint8)), "uint8"),
         (lambda data: fold_batch_dim(data, 3), "4 rows into new_batch_size=3"),
         (lambda data: unfold_batch_dim(data), "first 2 dimensions"),
-        (lambda data: (data | DataProto(meta_info={"x": 1})).to_tensordict(), "'x' is used twice"),
-        (lambda data: DataProto.from_tensordict(data.to_tensordict(), {"step": 7}), "'step'"),
     ],
 )
 def test_wrong_arguments_are_named_at_once(wrong: Change, said: str) -> None:

@@ -99,7 +99,7 @@ def start_service(
     """
     if not _is_ray(backend):
         return LocalService(recipe)
-    from verl_lite.single_controller.ray_service import start_ray_service
+    from verl_lite.single_controller.ray_worker_group import start_ray_service
 
     return start_ray_service(recipe, env or {}, log_dir, max_concurrency, stall_timeout_s)
 

@@ -188,10 +188,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     the collecting ranks, in the order of their parts.
     """
 
-    def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-        return _split(group.mesh(mesh_name), args, kwargs)
-
-    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat, splits=True)
+    return DispatchMode(
+        f"nd_compute({mesh_name})",
+        lambda group, args, kwargs: _split(group.mesh(mesh_name), args, kwargs),
+        _concat,
+        splits=True,
+    )
 
 
 def register_dispatch_mode(
@@ -232,14 +234,12 @@ class Registration:
     dispatch_mode: DispatchMode = field(default_factory=lambda: Dispatch.ALL_TO_ALL)
     execute_mode: Execute = Execute.ALL
     blocking: bool = True
-    clear_cache: bool = False
 
 
 def register(
     dispatch_mode: DispatchMode | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
-    clear_cache: bool = False,
 ) -> Callable[[F], F]:
     """Make a worker's method callable on its group. The method itself is unchanged.
 
@@ -247,7 +247,6 @@ def register(
         dispatch_mode: a `Dispatch.X`, or {"dispatch_fn": ..., "collect_fn": ...} as for `register_dispatch_mode`.
         execute_mode: RANK_ZERO runs it on rank 0 only; the result is then that rank's answer, not a list.
         blocking: False returns a future; a call can say so too: `group.method(..., blocking=False)`.
-        clear_cache: release the device's cached memory after the method.
     """
     if isinstance(dispatch_mode, Mapping):
         dispatch_mode = _user_mode("custom", dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
@@ -257,7 +256,7 @@ def register(
         if dispatch_mode.splits:
             raise ValueError(f"Execute.RANK_ZERO with {dispatch_mode.name} would lose all parts but the first")
         dispatch_mode = replace(dispatch_mode, combine=_single)
-    registration = Registration(dispatch_mode, execute_mode, blocking, clear_cache)
+    registration = Registration(dispatch_mode, execute_mode, blocking)
 
     def mark(method: F) -> F:
         setattr(method, REGISTRATION, registration)

@@ -111,7 +111,7 @@ def start_ray(
         run_id: namespace of the run in a joined cluster.
         num_gpus: devices of a private cluster, the first of those that CUDA_VISIBLE_DEVICES names; None = those that
             Ray finds.
-        log: takes what is waited for in a joined cluster, and what could not be as asked for.
+        log: takes what is waited for in a joined cluster.
     """
     global _joined
     if ray.is_initialized():
@@ -120,15 +120,12 @@ def start_ray(
         if ray_init.address is not None:
             _joined = join(ray_init.address, run_id, ray_init.wait_for_nodes_s, log)
         else:
-            _start_private(ray_init, run_id, num_gpus, log)
+            _start_private(ray_init, run_id, num_gpus)
     atexit.register(stop_ray)
 
 
-def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None, log: Callable[[str], None]) -> None:
+def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> None:
     global _cluster
-    store, folder, note = plan_object_store(ray_init.object_store_memory_mb << 20)
-    if note:
-        log(note)
     owns_guard = current_guard() is None
     guard = current_guard() or start_guard()
     previous = set_environment(
@@ -159,7 +156,7 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None, log: Ca
                 address="local",
                 num_cpus=ray_init.num_cpus or cpu_count(),
                 num_gpus=num_gpus,
-                object_store_memory=store,
+                object_store_memory=object_store_bytes(ray_init.object_store_memory_mb << 20),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,  # below are remarks about the way we start it
@@ -167,7 +164,6 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None, log: Ca
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(guard.folder / "ray"),
                 object_spilling_directory=str(guard.temp),
-                _plasma_directory=str(guard.temp) if folder is None else None,
             )
     except BaseException:
         stop_ray()
@@ -192,20 +188,11 @@ def _init_patiently(guard: Guard, **options: Any) -> None:
     )
 
 
-def plan_object_store(asked: int, shared_memory: Path = Path("/dev/shm")) -> tuple[int, Path | None, str]:
-    """Bytes of the object store, where it is (None: a file in the temporary folder, slower), and a sentence if that is
-    not as asked for. Half of the free shared memory is left to NCCL and the neighbours; what does not fit is spilled
-    to disk."""
+def object_store_bytes(asked: int, shared_memory: Path = Path("/dev/shm")) -> int:
+    """A store that leaves half of the free shared memory to NCCL and the neighbours; what does not fit is spilled to
+    disk. Where there is too little for the smallest store, Ray puts it into a file in TMPDIR."""
     free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
-    if asked <= free // 2:
-        return asked, shared_memory, ""
-    room = free // 2 if free // 2 >= _SMALLEST_STORE else None
-    instead = "a file in the temporary folder, slower" if room is None else f"lowered to {room >> 20}"
-    note = (
-        f"{shared_memory} has {free >> 20} MiB free: ray_kwargs.ray_init.object_store_memory_mb={asked >> 20} is "
-        f"{instead} (in a container, --shm-size=2g gives more)"
-    )
-    return (asked, None, note) if room is None else (room, shared_memory, note)
+    return min(asked, max(_SMALLEST_STORE, free // 2))
 
 
 @contextmanager

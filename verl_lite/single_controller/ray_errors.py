@@ -1,4 +1,4 @@
-"""What went wrong in a worker's process, in one sentence: what it raised, why it died, what it held, where it stands.
+"""What went wrong in a worker's process, in one sentence: what it raised, why it died, where it stands.
 
 Ray's own messages are long, full of guesses and of its internal names; what is known goes into the error, the rest into
 its notes.
@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 from ray import cloudpickle
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from verl_lite.errors import StalledError, WorkerDiedError, add_circumstances, circumstances
 
 DRIVER_LOG = "driver.log"
-GIB = 1 << 30
 _LAST_LOG_LINES = 40  # room for the stack of a crash in native code
 _DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
 # What a rank says when another one has gone: a consequence, not the cause.
@@ -84,11 +82,6 @@ def cause_of_death(error: RayError) -> str:
     return text
 
 
-def ray_notes(error: RayError) -> str:
-    """What Ray knows beyond the cause: the largest processes of a machine whose memory ran out."""
-    return str(error) if isinstance(error, OutOfMemoryError) else ""
-
-
 def is_consequence(error: Exception) -> bool:
     """True if an error says no more than that another rank has gone."""
     return not isinstance(error, WorkerDiedError) and any(sign in str(error) for sign in _CONSEQUENCES)
@@ -137,32 +130,3 @@ def portable_errors() -> Iterator[None]:
             vars(circumstances(portable)).update(vars(circumstances(error)))
             raise portable from error
         raise
-
-
-class SlotMemory:
-    """Resident memory of the processes on this machine by rank, looked at while the driver waits, so that a process
-    that was killed has been seen shortly before."""
-
-    def __init__(self) -> None:
-        self._processes: dict[int, psutil.Process] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}  # at the start, when last seen
-
-    def watch(self, rank: int, pid: int) -> None:
-        """From now on `rank` is this process of this machine."""
-        self._processes[rank] = psutil.Process(pid)
-        self.look(rank)
-
-    def look(self, rank: int) -> None:
-        """Note how large the process is now."""
-        try:
-            size = self._processes[rank].memory_info().rss
-            self._sizes[rank] = (self._sizes.get(rank, (size, size))[0], size or self._sizes[rank][1])
-        except (KeyError, psutil.Error):  # on another machine, or gone
-            pass
-
-    def describe(self, rank: int) -> str:
-        """One sentence: how large it was at its start and when last seen."""
-        if rank not in self._sizes:
-            return ""
-        start, last = (f"{size / GIB:.2f} GiB" for size in self._sizes[rank])
-        return f"memory of rank {rank}: {start} at its start, {last} when last seen"

@@ -3,6 +3,10 @@
 Values that several ranks receive are put into the object store once. The driver waits for all ranks of a call at once:
 the first error is raised as the exception that the worker raised, with the remote traceback as a note, and ranks that
 do not come back, since they wait for the failed one, are ended.
+
+The slots are reserved as one placement group: all or nothing. Each machine of the pool is one bundle, and no two share
+a machine of the cluster. In a cluster that was joined machines may come later, or get free: there the reservation
+waits, and says for what. A service is one object in an actor of its own, whose handle can be given to workers.
 """
 
 from __future__ import annotations
@@ -12,38 +16,110 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl_lite.batch.columns import tensor_dict
-from verl_lite.errors import ClusterLostError, WorkerDiedError
+from verl_lite.errors import ClusterLostError, NoRoomError, WorkerDiedError, add_circumstances
 from verl_lite.registry import import_modules
+from verl_lite.single_controller.local_worker_group import LocalService
 from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, require_head, worker_env
 from verl_lite.single_controller.ray_errors import (
-    SlotMemory,
     cause_of_death,
     death,
     is_consequence,
     original_error,
     portable_errors,
-    ray_notes,
     stacks_if_it_stalls,
     stalled,
 )
 from verl_lite.single_controller.ray_joined import Machine, machines, silence_of
-from verl_lite.single_controller.ray_resource_pool import RayResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 from verl_lite.single_controller.worker_group import ClassWithInitArgs, ResourcePool
 
+_PRIVATE_PATIENCE_S = 60.0
+_SILENT_PATIENCE_S = 3.0  # as long as that nobody wonders
 _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 0.5
 _GRACE_S = 2.0  # after an error: time for the other ranks to come back, or to give the real cause
 _CAUSE_PATIENCE_S = 15.0  # the same while all that is known are consequences of something else
+
+Bundle = dict[str, float]
+
+
+@dataclass
+class RayResourcePool(ResourcePool):
+    """Reserves on `reserve`, gives back on `release`."""
+
+    _group: PlacementGroup | None = field(default=None, init=False, repr=False)
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        """What each machine is asked for."""
+        return [
+            {"CPU": self.cpus_per_process * count} | ({"GPU": float(count)} if self.use_gpu else {})
+            for count in self.process_on_nodes
+        ]
+
+    def reserve(self) -> list[PlacementGroupSchedulingStrategy]:
+        """Where the process of each rank goes. Raises NoRoomError if there is no room, in a joined cluster after
+        `ray_kwargs.ray_init.wait_for_nodes_s`."""
+        joined = joined_cluster()
+        total = ray.cluster_resources()
+        asked = {name: sum(bundle[name] for bundle in self.bundles) for name in self.bundles[0]}
+        if joined is None and any(amount > total.get(name, 0.0) + 1e-6 for name, amount in asked.items()):
+            raise NoRoomError(  # a private cluster grows no more
+                f"{self.world_size} workers need {_listed(asked)}, the cluster has {_listed(total)}: "
+                "lower trainer.n_gpus_per_node or raise ray_kwargs.ray_init.num_cpus"
+            )
+        patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s
+        group = placement_group(self.bundles, strategy="STRICT_SPREAD" if len(self.bundles) > 1 else "STRICT_PACK")
+        self._group, begun, said = group, time.monotonic(), False
+        while not group.wait(timeout_seconds=1.0):
+            waited_s = time.monotonic() - begun
+            if joined is not None:
+                joined.require_head()
+            if waited_s >= patience_s:
+                self.release()
+                limit = f"{patience_s:g} s{' (ray_kwargs.ray_init.wait_for_nodes_s)' if joined else ''}"
+                shortage = self.shortage(machines(), ray.available_resources())
+                raise NoRoomError(f"there is no room for the run after {limit}: {shortage}")
+            if joined is not None and not said and waited_s >= _SILENT_PATIENCE_S:
+                said = True
+                shortage = self.shortage(machines(), ray.available_resources())
+                joined.log(f"waiting up to {patience_s:g} s for room in the cluster: {shortage}")
+        return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node) for node in self.nodes]
+
+    def shortage(self, present: list[Machine], free: Bundle) -> str:
+        """What is asked for, what there is, and what to change. present: machines; free: in all of them together."""
+        asked = max(self.bundles, key=lambda bundle: bundle["CPU"])
+        fitting, wanted = sum(machine.has(asked) for machine in present), len(self.bundles)
+        listed = "".join(f"\n  {machine.name}: {_listed(machine.resources)}" for machine in present)
+        return (
+            f"{self.world_size} slots are asked for, on {wanted} machine{'s' * (wanted > 1)} with {_listed(asked)} "
+            f"each; {fitting} of the {len(present)} machines there can hold that:{listed}\n  free now, in all: "
+            f"{_listed(free)}\nAdd machines (`ray start --address=...`), wait for those who use them, or lower "
+            "trainer.nnodes or trainer.n_gpus_per_node: any number of devices can load a checkpoint"
+        )
+
+    def release(self) -> None:
+        """Give the reservation back."""
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
+
+
+def _listed(resources: Bundle) -> str:
+    """`2 CPU, 1 GPU`."""
+    kinds = ["CPU", *({"GPU"} & resources.keys())]
+    return ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in kinds)
 
 
 class SlotProcess:
@@ -61,9 +137,9 @@ class SlotProcess:
         host = ray.util.get_node_ip_address()
         return host, open_store(host)
 
-    def process(self) -> tuple[int, str]:
-        """The process's id, and Ray's name of the machine where it has it."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+    def node_id(self) -> str:
+        """Ray's name of this machine."""
+        return ray.get_runtime_context().get_node_id()
 
     def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs], modules: Sequence[str]) -> None:
         """Import `modules`, and make the objects of all roles, in order."""
@@ -120,7 +196,6 @@ class RayTransport:
         self.world_size = pool.world_size
         self._stall_timeout_s: float | None = None  # starting may take as long as it takes
         self._ended: str | None = None
-        self._memory = SlotMemory()
         self._joined = joined_cluster()
         name = "+".join(roles)
         folder = None if log_dir is None else Path(log_dir).resolve()
@@ -137,14 +212,10 @@ class RayTransport:
             for place, log in zip(self._pool.reserve(), self._logs, strict=True)
         ]
         self._machines: dict[int, Machine] = {}  # by rank, in a joined cluster
-        started = [_Handle(one.process.remote(), rank, name, "start") for rank, one in enumerate(self._actors)]
-        store, *processes = self.wait([_Handle(self._actors[0].open_store.remote(), 0, name, "start"), *started])
+        started = [_Handle(one.node_id.remote(), rank, name, "start") for rank, one in enumerate(self._actors)]
+        store, *nodes = self.wait([_Handle(self._actors[0].open_store.remote(), 0, name, "start"), *started])
         known = {} if self._joined is None else {machine.node_id: machine for machine in machines()}
-        for rank, (pid, node_id) in enumerate(processes):
-            if node_id == ray.get_runtime_context().get_node_id():
-                self._memory.watch(rank, pid)
-            if node_id in known:
-                self._machines[rank] = known[node_id]
+        self._machines = {rank: known[node_id] for rank, node_id in enumerate(nodes) if node_id in known}
         if self._joined is not None:
             self._joined.follow(list(self._machines.values()))
         shared, constructing = ray.put(roles), []
@@ -173,8 +244,6 @@ class RayTransport:
         while pending:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=look)
             look = min(2 * look, _LONGEST_LOOK_S)
-            for handle in handles:
-                self._memory.look(handle.rank)
             silent = [by_ref[ref] for ref in pending]
             errors = self._fetch([by_ref[ref] for ref in ready], values) + self._unreachable(silent)
             if errors:
@@ -202,7 +271,7 @@ class RayTransport:
                     errors.append(self._machine_lost(handle, reason))
                 else:
                     ended = "" if self._ended is None else f"the workers had been ended: {self._ended}"
-                    notes = (self._memory.describe(handle.rank), ray_notes(error), ended)
+                    notes = (str(error) if isinstance(error, OutOfMemoryError) else "", ended)
                     errors.append(self._death(handle, cause_of_death(error), notes))
         return errors
 
@@ -259,6 +328,83 @@ class RayTransport:
             for actor in self._actors:
                 ray.kill(actor)
             self._pool.release()
+
+
+class ServiceProcess:
+    """What runs in the service's process."""
+
+    def __init__(self, recipe: ClassWithInitArgs, log_file: str | None) -> None:
+        self._recipe = recipe
+        if log_file is not None:
+            redirect_output(log_file)
+
+    def start(self) -> None:
+        """Make the object; apart from the constructor, so that its error arrives as it was raised."""
+        with portable_errors():
+            self._service = LocalService(self._recipe)
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        self._service.send(method, *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with portable_errors():
+            return self._service.call(method, *args, **kwargs)
+
+
+class RayServiceHandle:
+    """Handle of a service; pickles."""
+
+    def __init__(self, actor: Any, name: str, log: str | None, stall_timeout_s: float | None) -> None:
+        self._actor, self._name, self._log, self._stall_timeout_s = actor, name, log, stall_timeout_s
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        self._actor.send.remote(method, *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.wait(self._actor.call.remote(method, *args, **kwargs), method)
+
+    def wait(self, ref: Any, method: str) -> Any:
+        """The answer of a running call; raises what the service raised."""
+        begun = time.monotonic()
+        while not ray.wait([ref], timeout=_LONGEST_LOOK_S)[0]:
+            require_head()
+            if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
+                raise stalled(f"{self._name}.{method} has", self._stall_timeout_s, self._name, method, self._log)
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = original_error(error)
+            add_circumstances(cause, role=self._name, method=method)
+        except RayError as error:
+            cause = death(cause_of_death(error), self._name, None, method, self._log)
+        raise cause
+
+    def stop(self) -> None:
+        if cluster_answers():
+            ray.kill(self._actor)
+
+
+def start_ray_service(
+    recipe: ClassWithInitArgs,
+    env: dict[str, str],
+    log_dir: str | Path | None,
+    max_concurrency: int,
+    stall_timeout_s: float | None,
+) -> RayServiceHandle:
+    """See `start_service`."""
+    name = recipe.cls.__name__
+    log = None if log_dir is None else str(Path(log_dir).resolve() / f"{name}.log")
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "runtime_env": {"env_vars": worker_env(env)},
+        "max_concurrency": max_concurrency,
+        # beside the driver: a machine that leaves does not take it along, and it sees the driver's files
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    }
+    actor: Any = ray.remote(ServiceProcess).options(**options).remote(recipe, log)
+    handle = RayServiceHandle(actor, name, log, stall_timeout_s)
+    handle.wait(actor.start.remote(), "its constructor")
+    return handle
 
 
 def interface_of(address: str) -> str | None:

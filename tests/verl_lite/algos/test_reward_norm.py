@@ -83,13 +83,6 @@ def test_where_there_is_no_spread_nothing_is_learnt(scores: list[float], mean_ty
     assert got.tolist() == pytest.approx([2.0] if stays else [0.0] * len(scores), abs=1e-5)
 
 
-def test_a_batch_without_a_row_that_counts_is_zero() -> None:
-    valid = torch.zeros(2, dtype=torch.bool)
-    for mean_type, std_type in itertools.product(("batch", "group", None), repeat=2):
-        got = normalise_scores(torch.tensor([math.nan, 1.0]), valid, mean_type, std_type, groups=["a", "b"])
-        assert got.tolist() == [0.0, 0.0]
-
-
 def test_wrong_arguments_are_named() -> None:
     scores, valid = torch.tensor([1.0, 2.0]), torch.ones(2, dtype=torch.bool)
     with pytest.raises(ValueError, match="norm_mean_type='mean': expected one of batch, group, running, or null"):

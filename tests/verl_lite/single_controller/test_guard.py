@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from verl_lite.single_controller.guard import current_guard, guarded, start_guard, stop_guard, sweep
+from verl_lite.single_controller.guard import current_guard, guarded, start_guard, sweep
 from verl_lite.single_controller.watcher import ALIVE, RUN_MARK, marked_processes
 
 SOON_S = 20.0
@@ -108,19 +108,6 @@ def test_a_run_whose_guard_was_killed_with_it_is_swept_by_the_next(own_temp: Pat
     os.kill(other["pid"], signal.SIGKILL)
     os.waitpid(other["pid"], 0)
     assert soon(lambda: not list(own_temp.iterdir()))
-
-
-def test_a_cluster_without_a_run_does_not_move_this_process(own_temp: Path) -> None:
-    """A notebook's, or a test suite's, temporary files must not go with a cluster that it starts."""
-    start_guard()
-    try:
-        inner = Path(tempfile.mkdtemp())
-        assert inner.parent == own_temp
-        child = [sys.executable, "-S", "-c", "import tempfile; print(tempfile.gettempdir())"]
-        assert subprocess.check_output(child, text=True).startswith(f"{own_temp}/vl-")
-    finally:
-        stop_guard()
-    assert inner.exists() and tempfile.gettempdir() == str(own_temp)
 
 
 def test_with_a_long_tmpdir_sockets_go_elsewhere_and_files_stay(

@@ -117,8 +117,38 @@ def test_more_workers_than_room(ray_cluster: None) -> None:
         create_worker_groups("ray", ResourcePool([3]), {"c": ClassWithInitArgs(Calculator)})
 
 
-def test_private_clusters_and_their_end(tmp_path: Path) -> None:
+def require_private(facts: dict) -> None:
+    """No other user reaches its folder, nobody its ports but this machine's processes."""
+    assert Path(facts["folder"]).stat().st_mode & 0o077 == 0
+    if os.getuid() == 0:
+        steal = f"import os; os.setgid(65534); os.setuid(65534); os.rename({facts['folder']!r} + '/ray', '/tmp/x')"
+        stolen = subprocess.run([sys.executable, "-c", steal], capture_output=True, text=True)
+        assert stolen.returncode != 0 and "Permission denied" in stolen.stderr
+    processes = [facts["pid"], *marked_processes(RUN_MARK, facts["token"])]
+    processes += marked_processes(CLUSTER_MARK, facts["token"], [facts["folder"]])
+    places = {
+        connection.laddr.ip
+        for pid in processes
+        for connection in psutil.Process(pid).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert places, "the cluster listens somewhere"
+    for place in places:
+        address = ipaddress.ip_address(place)
+        mapped = getattr(address, "ipv4_mapped", None)
+        assert (mapped or address).is_loopback, places
+
+
+def until_nothing_is_left(facts: dict) -> None:
+    deadline = time.monotonic() + 30
+    while leftovers(facts) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not leftovers(facts)
+
+
+def test_private_clusters_are_nobody_elses_business_and_leave_nothing(tmp_path: Path) -> None:
     killed, first = start_driver("wait", tmp_path)
+    require_private(first)
     raising, second = start_driver("raise", tmp_path, RAY_ADDRESS=first["address"])  # not joined: nobody asked to
     assert first["address"] != second["address"] and first["folder"] != second["folder"]
     assert raising.wait(60) == 1
@@ -127,37 +157,7 @@ def test_private_clusters_and_their_end(tmp_path: Path) -> None:
     assert not (tmp_path / ".ray").exists()  # no token in the home folder
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    deadline = time.monotonic() + 30
-    while leftovers(first) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not leftovers(first)
-
-
-def test_a_private_cluster_is_nobody_elses_business(tmp_path: Path) -> None:
-    """No other user reaches its folder, nobody its ports but this machine's processes."""
-    driver, facts = start_driver("wait", tmp_path)
-    try:
-        assert Path(facts["folder"]).stat().st_mode & 0o077 == 0
-        if os.getuid() == 0:
-            steal = f"import os; os.setgid(65534); os.setuid(65534); os.rename({facts['folder']!r} + '/ray', '/tmp/x')"
-            stolen = subprocess.run([sys.executable, "-c", steal], capture_output=True, text=True)
-            assert stolen.returncode != 0 and "Permission denied" in stolen.stderr
-        processes = [facts["pid"], *marked_processes(RUN_MARK, facts["token"])]
-        processes += marked_processes(CLUSTER_MARK, facts["token"], [facts["folder"]])
-        places = {
-            connection.laddr.ip
-            for pid in processes
-            for connection in psutil.Process(pid).net_connections(kind="inet")
-            if connection.status == psutil.CONN_LISTEN
-        }
-        assert places, "the cluster listens somewhere"
-        for place in places:
-            address = ipaddress.ip_address(place)
-            mapped = getattr(address, "ipv4_mapped", None)
-            assert (mapped or address).is_loopback, places
-    finally:
-        driver.kill()
-        driver.wait()
+    until_nothing_is_left(first)
 
 
 def test_a_killed_control_store_ends_the_run_soon_with_its_reason(tmp_path: Path) -> None:
@@ -174,7 +174,4 @@ def test_a_killed_control_store_ends_the_run_soon_with_its_reason(tmp_path: Path
     assert time.monotonic() - began < 25
     assert "ClusterLostError: the run's own Ray has lost its control store" in told
     assert "trainer.resume_mode=auto" in told.splitlines()[-1]
-    deadline = time.monotonic() + 30
-    while leftovers(facts) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not leftovers(facts)
+    until_nothing_is_left(facts)

@@ -100,7 +100,7 @@ class Calculator(Worker):
     def not_a_batch(self, data: DataProto) -> int:
         return 1
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, clear_cache=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_on(self, rank: int, kind: str = "value"):
         if rank == self.rank:
             if kind == "odd":
