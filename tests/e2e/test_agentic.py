@@ -6,9 +6,6 @@ Runs and comparisons are those of `test_exact_resume`.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import torch
 
 from tests.e2e.test_exact_resume import ACTOR, CRITIC, Runs, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
-from trainer.checkpoint import MARKER
 from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
 from trainer.tracking import read_metrics
@@ -63,10 +59,10 @@ class Episodes(Runs):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        pytest.param([], ACTOR, id="trajectories"),
+        pytest.param([], ACTOR, id="trajectories", marks=pytest.mark.long),
         pytest.param(STEPS, ACTOR, id="steps as rows, gigpo"),
         pytest.param([*AHEAD, "trainer.test_freq=2"], ACTOR, id="a step ahead, validated on the way"),
-        pytest.param([*GAE, *KL], CRITIC, id="critic, KL in the reward"),
+        pytest.param([*GAE, *KL], CRITIC, id="critic, KL in the reward", marks=pytest.mark.long),
     ],
 )
 def test_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -99,24 +95,6 @@ def assert_same_history(left: Path, right: Path) -> None:
             for steps in histories
         ]
         assert rows[0] == pytest.approx(rows[1], rel=1e-5, abs=1e-5)
-
-
-def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(tmp_path: Path) -> None:
-    runs = Episodes(tmp_path, *AHEAD[:1], "trainer.total_training_steps=5", "trainer.save_freq=-1")
-    whole = runs.finish("whole")
-    process, stopped, log = runs.start("stopped")
-    while not (stopped / "metrics.jsonl").exists():
-        assert process.is_alive(), log.read_text()[-4000:]
-        time.sleep(0.002)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
-    process.join(120)
-    assert process.exitcode == 130, log.read_text()[-4000:]
-    assert 1 <= int((stopped / MARKER).read_text()) < 5
-    runs.finish("stopped", "trainer.resume_mode=auto")
-    left, right = (models_of(folder / "global_step_5", ACTOR) for folder in (whole, stopped))
-    assert differences(left, right) == []
-    assert_same_history(whole, stopped)
 
 
 LOSS = """
@@ -152,7 +130,7 @@ def test_a_step_that_fails_is_run_again_from_its_capsule(
     assert "answers from the dump" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("hf", marks=pytest.mark.long), "vllm"])
 def test_with_ray_the_same_episodes_run_in_processes(engine: str, tmp_path: Path) -> None:
     if engine == "vllm":
         pytest.importorskip("vllm")

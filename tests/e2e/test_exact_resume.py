@@ -192,6 +192,7 @@ OFF_POLICY = ["actor.ppo_epochs=2", "actor.shuffle=true", "actor.optim.lr_warmup
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50"]
 
 GAE = ["algorithm.adv_estimator=gae", "algorithm.lam=0.9", "critic.optim.lr=1e-3"]
+WARM_UP = [*GAE, "trainer.critic_warmup=2"]
 RUNNING = [
     "algorithm.adv_estimator=reinforce", "algorithm.norm_mean_type=running", "algorithm.norm_std_type=running",
     "trainer.async_save=true", "data.sources={odd: {weight: 3}, even: {weight: 1}}",
@@ -212,13 +213,13 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
         pytest.param(12, 4, 2, 4, [], ACTOR, id="mid-epoch"),
         pytest.param(12, 4, 3, 5, OFF_POLICY, ACTOR, id="epoch boundary, off-policy, shuffled"),
         pytest.param(10, 4, 3, 7, KL, ACTOR, id="rows do not divide, boundary, adaptive KL"),
-        pytest.param(10, 4, 4, 5, [], ACTOR, id="only the last step is left"),
-        pytest.param(12, 4, 1, 3, [*GAE, "trainer.critic_warmup=2"], CRITIC, id="critic, within its warm-up"),
+        pytest.param(10, 4, 4, 5, [], ACTOR, id="only the last step is left", marks=pytest.mark.long),
+        pytest.param(12, 4, 1, 3, WARM_UP, CRITIC, id="critic, within its warm-up", marks=pytest.mark.long),
         pytest.param(12, 4, 2, 3, [*GAE, "trainer.critic_warmup=1"], CRITIC, id="critic, after its warm-up"),
         pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background, a mixture"),
         pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference, a sampler that learns"),
         pytest.param(14, 4, 3, 4, FILTERED, ACTOR, id="dynamic sampling, prompts with their own number of answers"),
-        pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic, saved in the background"),
+        pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic", marks=pytest.mark.long),
     ],
 )
 def test_train_kill_resume_is_train(
@@ -260,7 +261,7 @@ def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing
     assert differences(history(whole), history(ended)) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(number: signal.Signals, tmp_path: Path) -> None:
     runs = Runs(tmp_path, 12, 4, ["trainer.total_training_steps=5", "trainer.save_freq=-1"])
     whole = runs.finish("whole")
