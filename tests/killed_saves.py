@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.test_exact_resume import ACTOR, Runs, differences, driver_state, models_of
+from tests.forked_runs import ACTOR, Runs, differences, driver_state, models_of
 from trainer.checkpoint import MARKER, find_checkpoint, saved_steps
 
 AIMS = ("anywhere", "sync", "rename", "prune", "anywhere")  # in turn

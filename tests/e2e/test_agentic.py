@@ -1,6 +1,6 @@
-"""Agents in environments by the main command: exact resume, Ctrl-C, replay, all backends.
+"""Agents in environments by the main command: exact resume, replay, all backends.
 
-Runs and comparisons are those of `test_exact_resume`.
+Runs and comparisons are those of `tests/forked_runs.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_exact_resume import ACTOR, CRITIC, Runs, differences, driver_state, history, models_of
+from tests.forked_runs import ACTOR, CRITIC, Forked, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
 from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
@@ -45,15 +45,14 @@ GAE = ["algorithm.adv_estimator=gae", "algorithm.lam=0.9", "critic.optim.lr=1e-3
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50"]
 
 
-class Episodes(Runs):
+class Episodes(Forked):
     """Starts runs of episodes in one folder."""
 
     def __init__(self, folder: Path, *options: str, env: dict[str, Any] = GUESS) -> None:
-        super().__init__(folder, rows=1, batch=1, options=[])
         config = folder / "envs.yaml"
         config.write_text(json.dumps({"agentic": {"custom_envs": {"guess": env}}}))
         model = f"model.path={tiny_qwen2(folder / 'model')}"
-        self.options = ["--config", str(config), *COMMON, model, *options]
+        super().__init__(folder, ["--config", str(config), *COMMON, model, *options])
 
 
 @pytest.mark.parametrize(

@@ -1,50 +1,24 @@
 """train(2N) equals train(N), kill -9, resume: bit for bit, in everything that a run leaves.
 
-Runs are forked from a process that has already imported the libraries, train a tiny model inline, and one of them is
-killed with SIGKILL in the middle of a step. What is compared: weights, moments, schedule, data position, controller,
-running statistics, random states, and the history of metrics.
+Runs train a tiny model inline, and one of them is killed with SIGKILL in the middle of a step. What is compared:
+weights, moments, schedule, data position, controller, running statistics, random states, and the metrics.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.tiny_model import tiny_qwen2
+from tests.forked_runs import ACTOR, CRITIC, Runs, differences, driver_state, history, models_of
 from trainer.checkpoint import MARKER
-from trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
-
-PRELOADED = [
-    "torch", "transformers", "trainer.run", "workers.rollout.hf_engine", "torch.distributed.checkpoint", "tensordict",
-    "matplotlib.backends.backend_agg", "matplotlib.figure",
-]  # fmt: skip
-VOLATILE = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync", "idle_frac")
-ACTOR, CRITIC = ("actor",), ("actor", "critic")
-COMMON = [
-    "trainer.backend=inline", "trainer.device=cpu", "rollout.name=hf", "rollout.n=2", "reward.num_workers=0",
-    "data.max_prompt_length=24", "data.max_response_length=6", "actor.optim.lr=1e-3", "trainer.save_freq=1",
-    "actor.ppo_mini_batch_size=2", "trainer.logger=[jsonl]", "trainer.test_freq=0", "trainer.val_before_train=false",
-]  # fmt: skip
-
-
-def reward_by_length(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Something that differs from answer to answer."""
-    return sum(map(ord, solution_str)) % 7 / 7
 
 
 def reward_by_parity(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
@@ -79,115 +53,6 @@ class ByScore:
         self.start, self.given = state["start"], state["given"]
 
 
-def main_in_child(argv: list[str], folder: str, log: str) -> None:
-    os.chdir(folder)
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    from trainer.main_ppo import main
-
-    sys.exit(main(argv))
-
-
-class Runs:
-    """Starts runs in one folder."""
-
-    def __init__(self, folder: Path, rows: int, batch: int, options: list[str]) -> None:
-        self.folder = folder
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
-        data = folder / "train.jsonl"
-        prompts = [
-            {
-                "prompt": [{"role": "user", "content": f"{row}+{row}"}],
-                "data_source": ("odd", "even")[row % 2],
-                "reward_model": {"ground_truth": str(2 * row)},
-            }
-            for row in range(rows)
-        ]
-        data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-        self.options = [
-            *COMMON,
-            f"model.path={tiny_qwen2(folder / 'model')}",
-            f"data.train_files={data}",
-            f"data.train_batch_size={batch}",
-            f"reward.custom_reward_function.path={__file__}",
-            "reward.custom_reward_function.name=reward_by_length",
-            *options,
-        ]
-
-    def start(self, name: str, *options: str) -> tuple[BaseProcess, Path, Path]:
-        run_dir, log = self.folder / name, self.folder / f"{name}-{time.monotonic_ns()}.log"
-        argv = [*self.options, f"trainer.default_local_dir={run_dir}", *options]
-        process = self.context.Process(target=main_in_child, args=(argv, str(self.folder), str(log)))
-        process.start()
-        return process, run_dir, log
-
-    def finish(self, name: str, *options: str) -> Path:
-        process, run_dir, log = self.start(name, *options)
-        process.join(300)
-        assert process.exitcode == 0, log.read_text()[-4000:]
-        return run_dir
-
-    def kill_after(self, step: int, name: str, *options: str) -> Path:
-        """Kills the run once the checkpoint of `step` is complete: it is in the next step by then."""
-        process, run_dir, log = self.start(name, *options)
-        marker = run_dir / MARKER
-        deadline = time.monotonic() + 300
-        while not (marker.exists() and int(marker.read_text()) >= step):
-            assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.002)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        return run_dir
-
-
-def models_of(checkpoint: Path, parts: tuple[str, ...]) -> dict[str, Any]:
-    """Weights, moments and counters, by name."""
-    result = {}
-    for part in parts:
-        with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-            dcp_to_torch_save(checkpoint / part, file.name)
-            state = torch.load(file.name, weights_only=False)
-        result |= {f"{part}.{name}": value for name, value in state.items()}
-        for random in sorted((checkpoint / part).glob("random_*.pt")):  # of each rank
-            result[f"{part}.{random.stem}"] = torch.load(random, weights_only=False)
-    return result
-
-
-def driver_state(checkpoint: Path) -> dict[str, Any]:
-    state = torch.load(checkpoint / "data.pt", weights_only=False)
-    free = ("trainer.default_local_dir", "trainer.resume_", "trainer.experiment_name", "trainer.total_training_steps")
-    state["config"] = {name: value for name, value in state["config"].items() if not name.startswith(free)}
-    return state
-
-
-def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Places at which two nested states are not bit-equal."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        names = sorted({*left, *right}, key=str)
-        lost = object()
-        return [x for name in names for x in differences(left.get(name, lost), right.get(name, lost), f"{path}/{name}")]
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
-        return [x for i, pair in enumerate(zip(left, right, strict=True)) for x in differences(*pair, f"{path}/{i}")]
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return [] if left.dtype == right.dtype and torch.equal(left, right) else [path]
-    if hasattr(left, "shape") and hasattr(right, "shape"):
-        return [] if left.shape == right.shape and (left == right).all() else [path]
-    if hasattr(left, "__dict__") and type(left) is type(right):
-        return differences(vars(left), vars(right), path)
-    return [] if left == right else [path]
-
-
-def history(run_dir: Path) -> dict[int, dict[str, float]]:
-    return {
-        step: {name: x for name, x in row.items() if not any(part in name for part in VOLATILE)}
-        for step, row in read_metrics(run_dir / "metrics.jsonl").items()
-    }
-
-
 OFF_POLICY = ["actor.ppo_epochs=2", "actor.shuffle=true", "actor.optim.lr_warmup_steps=3"]
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50"]
 
@@ -201,6 +66,7 @@ LORA = ["model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=[q_proj
 LORA += [f"data.sampler.class_path={__file__}", "data.sampler.class_name=ByScore"]
 FILTERED = [
     "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "data.sources.odd.n=3",
+    f"reward.custom_reward_function.path={__file__}",
     "reward.custom_reward_function.name=reward_by_parity", "reward.overlong_buffer.enable=true",
     "reward.overlong_buffer.len=3",
 ]  # fmt: skip
@@ -250,9 +116,9 @@ def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing
     asked = [row["groups/gen_batches"] for row in history(whole).values()]
     budget = int(max(asked[1:]) - 1)
     assert asked[0] <= budget, asked
-    process, ended, log = runs.start("ended", f"algorithm.filter_groups.max_num_gen_batches={budget}")
-    process.join(120)
-    assert process.exitcode == 2 and "its budget of generation batches is used up" in log.read_text()
+    said = runs.refused("ended", f"algorithm.filter_groups.max_num_gen_batches={budget}")
+    assert "its budget of generation batches is used up" in said
+    ended = tmp_path / "ended"
     done = next(step for step, number in enumerate(asked) if number > budget)
     assert int((ended / MARKER).read_text()) == done == len(history(ended))
     runs.finish("ended", "trainer.resume_mode=auto")
@@ -285,9 +151,8 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     runs = Runs(tmp_path, 4, 4, [])
     run_dir = runs.finish("run", "trainer.total_training_steps=2")
     before = (run_dir / "metrics.jsonl").read_text()
-    process, _, log = runs.start("run", "trainer.total_training_steps=2", "trainer.resume_mode=auto")
-    process.join(120)
-    assert process.exitcode == 2 and "nothing is left to do" in log.read_text()
+    again = runs.refused("run", "trainer.total_training_steps=2", "trainer.resume_mode=auto")
+    assert "nothing is left to do" in again
     assert (run_dir / "metrics.jsonl").read_text() == before
 
 
@@ -295,10 +160,6 @@ def test_other_data_and_other_settings_are_refused(tmp_path: Path) -> None:
     runs = Runs(tmp_path, 4, 4, [])
     runs.finish("run", "trainer.total_training_steps=1")
     resume = ["trainer.total_training_steps=2", "trainer.resume_mode=auto"]
-    process, _, log = runs.start("run", *resume, "rollout.n=3")
-    process.join(120)
-    assert process.exitcode == 2 and "rollout.n: 2 in the checkpoint, 3 now" in log.read_text()
+    assert "rollout.n: 2 in the checkpoint, 3 now" in runs.refused("run", *resume, "rollout.n=3")
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text().replace("1+1", "1+2"))
-    process, _, log = runs.start("run", *resume)
-    process.join(120)
-    assert process.exitcode == 2 and "The training prompts are not those of the checkpoint" in log.read_text()
+    assert "The training prompts are not those of the checkpoint" in runs.refused("run", *resume)

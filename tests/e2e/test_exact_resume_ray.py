@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_exact_resume import ACTOR, CRITIC, GAE, differences, driver_state, history, models_of
+from tests.e2e.test_exact_resume import GAE
+from tests.forked_runs import ACTOR, CRITIC, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import TinyTask
 from trainer.checkpoint import MARKER

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_exact_resume import Runs
+from tests.forked_runs import Runs
 from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
 from verl_lite.errors import UserError

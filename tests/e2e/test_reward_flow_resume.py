@@ -3,12 +3,7 @@ leaves, bit for bit; one that is stopped says how to go on."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
-import sys
-import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +11,13 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.e2e.test_exact_resume import differences, driver_state, history, models_of
+from tests.forked_runs import Forked, differences, driver_state, history, models_of
 from tests.workers.diffusion.tiny_wan import MeanColourReward, tiny_pipeline
-from trainer.checkpoint import MARKER
 
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 pytestmark = pytest.mark.slow
 
-PRELOADED = ["torch", "diffusers", "trainer.diffusion.build", "trainer.run", "peft", "tensordict"]
 STEPS = 4
 OPTIONS = [
     "trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[jsonl]", "trainer.save_freq=1",
@@ -36,22 +29,13 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def main_in_child(argv: list[str], log: str) -> None:
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    from trainer.main_reward_flow import main
+class Runs(Forked):
+    """Of `trainer.main_reward_flow` on a tiny pipeline and three clips."""
 
-    sys.exit(main(argv))
-
-
-class Runs:
-    """Starts runs on a tiny pipeline and three clips."""
+    module = "trainer.main_reward_flow"
+    preloaded = ["torch", "diffusers", "trainer.diffusion.build", "trainer.run", "peft", "tensordict"]
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
         rng = np.random.default_rng(0)
         lines = ["video,prompt"]
         for row in range(3):
@@ -61,38 +45,13 @@ class Runs:
                 picture.save(folder / f"clip{row}" / f"{frame}.png")
             lines.append(f"clip{row},a red face")
         (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
-        self.options = [
+        options = [
             *OPTIONS,
             f"model.path={tiny_pipeline(folder / 'pipeline')}",
             f"data.train_files={folder / 'metadata.csv'}",
             f"reward.name={MeanColourReward.__module__}:{MeanColourReward.__name__}",
         ]
-
-    def start(self, name: str, *options: str) -> tuple[BaseProcess, Path]:
-        log = self.folder / f"{name}-{time.monotonic_ns()}.log"
-        argv = [*self.options, f"trainer.default_local_dir={self.folder / name}", *options]
-        process = self.context.Process(target=main_in_child, args=(argv, str(log)))
-        process.start()
-        return process, log
-
-    def finish(self, name: str, *options: str, status: int = 0) -> str:
-        """What the run printed."""
-        process, log = self.start(name, *options)
-        process.join(300)
-        assert process.exitcode == status, log.read_text()[-4000:]
-        return log.read_text()
-
-    def end_after(self, step: int, name: str, number: signal.Signals, *options: str) -> str:
-        """Sends a signal once the checkpoint of `step` is complete; what the run printed."""
-        process, log = self.start(name, *options)
-        marker, deadline = self.folder / name / MARKER, time.monotonic() + 300
-        while not (marker.exists() and int(marker.read_text()) >= step):
-            assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.002)
-        assert process.pid is not None
-        os.kill(process.pid, number)
-        process.join(300)
-        return log.read_text()
+        super().__init__(folder, options)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_killed_and_resumed_is_the_same_bit_for_bit(runs: Runs) -> None:
     length, resumed = f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=auto"
     runs.finish("whole", length)
-    runs.end_after(2, "killed", signal.SIGKILL, length)
+    runs.kill_after(2, "killed", length)
     runs.finish("killed", length, resumed)
     whole, killed = (runs.folder / name / f"global_step_{STEPS}" for name in ("whole", "killed"))
     assert differences(models_of(whole, ("actor",)), models_of(killed, ("actor",))) == []
@@ -114,7 +73,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(runs: Runs) -> None:
 
 
 def test_a_stopped_run_says_how_to_go_on(runs: Runs) -> None:
-    printed = runs.end_after(1, "stopped", signal.SIGTERM, "trainer.total_training_steps=50")
+    _, printed = runs.end_after(1, "stopped", signal.SIGTERM, "trainer.total_training_steps=50")
     assert "SIGTERM: stopping after this step, with a checkpoint" in printed
     [command] = [line.strip() for line in printed.splitlines() if "trainer.main_reward_flow" in line]
     assert command.startswith("python -m trainer.main_reward_flow ")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_exact_resume import GAE, KL, Runs
+from tests.e2e.test_exact_resume import GAE, KL
+from tests.forked_runs import Runs
 from tests.workers.test_losses import SEED_METRICS
 from trainer.tracking import read_metrics
 
