@@ -38,7 +38,6 @@ critic/vf_clipfrac | share | gae | <= 0.5 | tokens whose value was clipped to cr
 critic/vf_explained_var | | gae | >= 0 | 1 - Var(returns - values) / Var(returns), over valid tokens
 critic/vf_loss | | gae | | clipped squared error of the values, aggregated as loss_agg_mode says
 critic/vpred_mean | | gae | | values after each update's forward pass, mean over valid tokens
-critic/{old_log_prob,ref_log_prob,entropy}/mean | nats | episodes | | over valid tokens, where there is the column
 frac_reward_zero_std | share | | <= 0.5 | prompts (episodes: groups) with several answers, all of the same score /
     those with several
 reward/baseline_error_rate | share | remax | | greedy answers whose reward failed / prompts
@@ -136,8 +135,6 @@ prompt_length/{mean,max,min} | tokens | | | tokens of a prompt
 response/aborted_ratio | share | | <= 0.01 | rows, fillers aside, whose answer is empty / rows
 response_length/clip_ratio | share | | <= 0.1 | answers cut off at data.max_response_length / answers
 response_length/{mean,max,min} | tokens | | | tokens of an answer, those of tools and environments included
-tokens/{response_length,prompt_length,non_prompt_length}/{mean,max,min} | tokens | episodes | | the same of a row,
-    which is an episode or a step of it
 ## Groups and dynamic sampling
 groups/all_right | share | | <= 0.6 | groups whose answers are all right / groups
 groups/all_wrong | share | | <= 0.6 | groups whose answers are all wrong / groups
@@ -152,7 +149,6 @@ training/filter_groups/evicted_samples | rows | filter_groups | | answers of gro
 ## Rollout and episodes
 env/error_rate | share | episodes | <= 0 | episodes that failed / episodes; they are masked, never a 0
 env/processes_replaced | | episodes | <= 0 | environment processes that died or hung, since the start
-env/response_length | tokens | episodes | | tokens that the policy writes in a turn
 env/step_seconds/{mean,max} | s | episodes | | time of one call of an environment
 env/timeout_rate | share | episodes | | episodes that failed by being late / episodes
 env/{metric} | | episodes | | what environments report, mean over the episodes that do

@@ -86,7 +86,6 @@ COLUMNS: tuple[Column, ...] = (
     Column("stop", ("B",), "object", "why the episode ended, see Trajectory.stop", _EPISODES),
     Column("env_error", ("B",), "object", "why an episode failed, as text; None if it did not", _EPISODES),
     Column("env_timeout", ("B",), "object", "True where the environment was too slow", _EPISODES),
-    Column("frames", ("B",), "object", "pictures of an episode, if asked for, in its first row; else none", _EPISODES),
     Column("response_level_rewards", ("B",), "float32", "the score of the answer, normalised and clipped", _ADVANTAGE),
     Column("token_level_rewards", ("B", "R"), "float32", "that on its tokens, less the KL penalty", _ADVANTAGE),
     Column("raw_advantages", ("B", "R"), "float32", "advantages as the estimator gives them", _ADVANTAGE),

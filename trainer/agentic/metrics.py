@@ -72,11 +72,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     rollout/{response_length,prompt_length,non_prompt_length}/{...}
                                           tokens of an episode: written by the policy; of its first prompt; of all
                                           that follows it, observations included
-    tokens/{...}/{...}                    the same three of each row
     env/{tag}/{metric}, env/{metric}      what environments report, by tag and over all
-    env/response_length                   tokens that the policy writes in a turn
     system/state_batch_size/{...}         rows of a task that start from one state (step rows)
-    critic/{old_log_prob,ref_log_prob,entropy}/mean   over valid tokens, where there are such columns
     """
     table = EpisodeTable.of(batch)
     metrics = step_metrics.compute_data_metrics(batch, use_critic)
@@ -84,14 +81,20 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     groups = np.array(table.groups, dtype=object)
     metrics |= step_metrics.frac_reward_zero_std(torch.from_numpy(table.scores), groups) if len(table) else {}
     metrics |= summary("rollout/score", table.scores)
-    by_row, by_episode = _lengths(batch, table)
-    for name, numbers in by_row.items():
-        metrics |= summary(f"tokens/{name}", numbers)
-    for name, numbers in by_episode.items():
-        metrics |= summary(f"rollout/{name}", numbers)
-    turns = by_episode["num_turns"].sum()
-    metrics |= {"env/response_length": by_episode["response_length"].sum() / turns} if turns else {}
-    return metrics | environment_metrics(table) | _state_groups(batch, table) | _token_means(batch)
+    tensors = batch.batch
+    width = tensors["responses"].shape[-1]
+    written = (tensors["response_mask"] != 0).sum(-1).numpy()
+    first = tensors["attention_mask"][:, :-width].sum(-1).numpy()
+    later = tensors["attention_mask"][:, -width:].sum(-1).numpy()
+    turns = column_of(batch, "num_turns", np.ones(len(batch)))
+    for name, of_episode in {
+        "response_length": [written[rows].sum() for rows in table.rows],
+        "prompt_length": [first[rows[0]] for rows in table.rows],
+        "non_prompt_length": [later[rows].sum() for rows in table.rows],
+        "num_turns": [float(turns[rows[0]]) for rows in table.rows],
+    }.items():
+        metrics |= summary(f"rollout/{name}", np.array(of_episode))
+    return metrics | environment_metrics(table) | _state_groups(batch, table)
 
 
 def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
@@ -147,26 +150,6 @@ def tokens_of(batch: DataProto) -> int:
     return int(batch.batch["attention_mask"].sum())
 
 
-def _lengths(batch: DataProto, table: EpisodeTable) -> tuple[dict[str, NDArray], dict[str, NDArray]]:
-    """Tokens of each row that counts, and of each episode."""
-    tensors = batch.batch
-    width = tensors["responses"].shape[-1]
-    rows = {
-        "response_length": (tensors["response_mask"] != 0).sum(-1).numpy(),
-        "prompt_length": tensors["attention_mask"][:, :-width].sum(-1).numpy(),
-        "non_prompt_length": tensors["attention_mask"][:, -width:].sum(-1).numpy(),
-    }
-    turns = column_of(batch, "num_turns", np.ones(len(batch)))
-    episodes = {
-        "response_length": np.array([rows["response_length"][found].sum() for found in table.rows]),
-        "prompt_length": np.array([rows["prompt_length"][found[0]] for found in table.rows]),
-        "non_prompt_length": np.array([rows["non_prompt_length"][found].sum() for found in table.rows]),
-        "num_turns": np.array([float(turns[found[0]]) for found in table.rows]),
-    }
-    counted = np.concatenate(table.rows) if len(table) else np.array([], dtype=np.int64)
-    return {name: numbers[counted] for name, numbers in rows.items()}, episodes
-
-
 def _state_groups(batch: DataProto, table: EpisodeTable) -> dict[str, float]:
     """Rows of each group of equal states, where rows are steps."""
     columns = batch.non_tensor_batch
@@ -175,15 +158,3 @@ def _state_groups(batch: DataProto, table: EpisodeTable) -> dict[str, float]:
     rows = np.concatenate(table.rows)
     sizes = Counter(build_state_groups(columns["uid"][rows], columns["state_hash"][rows])).values()
     return summary("system/state_batch_size", np.array(list(sizes)))
-
-
-def _token_means(batch: DataProto) -> dict[str, float]:
-    mask = batch.batch["response_mask"] != 0
-    if not mask.any():
-        return {}
-    names = {"old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob", "entropy": "entropys"}
-    return {
-        f"critic/{name}/mean": float(batch.batch[column][mask].float().mean())
-        for name, column in names.items()
-        if column in batch.batch.keys()
-    }

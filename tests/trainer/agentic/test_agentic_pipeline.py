@@ -232,7 +232,7 @@ def test_metrics_of_steps_as_rows(tmp_path: Path) -> None:
     assert len(agent.batches["update"]) == 8, "4 episodes of 2 steps"
     expected = {
         "rollout/score/mean": 0.5, "critic/score/mean": 0.5, "critic/score/max": 1.0, "rollout/num_turns/mean": 2.0,
-        "rollout/response_length/mean": 4.0, "tokens/response_length/mean": 2.0, "env/response_length": 2.0,
+        "rollout/response_length/mean": 4.0, "rollout/non_prompt_length/mean": 4.0,
         "env/lake/success": 0.5, "env/success": 0.5, "env/lake/moves": 2.0, "system/samples": 4.0,
         "system/state_batch_size/mean": 2.0, "frac_reward_zero_std": 0.0, "env/error_rate": 0.0,
         "scheduler/group_filter_count": 0.0, "training/global_step": 1.0,

@@ -74,7 +74,6 @@ def test_nonsense_is_a_failure_that_says_what_came(make_pool: MakePool, word: st
 
 
 def test_what_the_checks_say() -> None:
-    assert read_reset((None, {})) == (None, {})
     assert read_reset(["text", {"suffix": "s", "metrics": {"a": 1}}]) == (
         "text",
         {"suffix": "s", "metrics": {"a": 1.0}},

@@ -7,8 +7,6 @@ import functools
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipes.embedded import CHAT_TEMPLATE as QUICKSTART
-
 CORPUS = [
     "You are helpful. What is one plus two? It is three. The answer is three and the observation is a wall.",
     "user assistant system model tool\n\nuser\nassistant\n go up go down go left go right up up down observation",
@@ -79,19 +77,7 @@ MISTRAL_MOVING_SYSTEM = (
     "{% endfor %}"
 )
 
-LLAMA2 = (
-    "{% for m in messages %}"
-    "{% if m.role == 'user' %}<s>[INST] {{ m.content | trim }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content | trim }} </s>{% endif %}"
-    "{% endfor %}"
-)
-
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-
-COUNTED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }} {{ loop.index }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant {{ messages | length + 1 }}\n{% endif %}"
-)
 
 
 @functools.cache
@@ -152,11 +138,3 @@ def gemma() -> PreTrainedTokenizerFast:
 
 def mistral() -> PreTrainedTokenizerFast:
     return metaspace(MISTRAL)
-
-
-def llama2() -> PreTrainedTokenizerFast:
-    return metaspace(LLAMA2)
-
-
-def quickstart() -> PreTrainedTokenizerFast:
-    return byte_level(QUICKSTART, "<|im_end|>", "<|user|>", "<|assistant|>")

@@ -17,7 +17,7 @@ from workers.rollout.conversation import ChatJoins, Message
 
 Family = Callable[[], PreTrainedTokenizerBase]
 WITH_SYSTEM = [families.chatml, families.qwen3, families.llama3, tiny_tokenizer]
-ALL = [*WITH_SYSTEM, families.gemma, families.mistral, families.llama2, families.quickstart]
+ALL = [*WITH_SYSTEM, families.gemma, families.mistral]
 SYSTEM: Message = {"role": "system", "content": "you are an agent."}
 
 
@@ -104,18 +104,6 @@ def test_chatml_by_hand() -> None:
     )
 
 
-def test_llama3_by_hand() -> None:
-    talk = Talk(families.llama3(), [SYSTEM, user("go ")])
-    talk.turn("up", tool('"a"')).turn("left", user("on"), is_cut=True)
-    assert talk.text() == (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nyou are an agent.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\ngo<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        'up<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"\\"a\\""<|eot_id|>'
-        "<|start_header_id|>assistant<|end_header_id|>\n\nleft<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\non<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-
-
 def test_gemma_by_hand() -> None:
     talk = Talk(families.gemma(), [user("go")])
     assert talk.tokenizer.decode([talk.joins.end_of_turn]) == "<end_of_turn>"
@@ -127,13 +115,6 @@ def test_gemma_by_hand() -> None:
         "<start_of_turn>user\nwall<end_of_turn>\n<start_of_turn>model\nleft<end_of_turn>\n"
         "<start_of_turn>user\non<end_of_turn>\n<start_of_turn>model\n"
     )
-
-
-def test_mistral_by_hand() -> None:
-    talk = Talk(families.mistral(), [user("go")])
-    talk.turn("up", user("wall")).turn("left", user("on"), is_cut=True)
-    marked = talk.text().replace("▁", " ")
-    assert marked == "<s>[INST] go [/INST] up</s>[INST] wall [/INST] left</s>[INST] on [/INST]"
 
 
 def test_the_end_of_a_turn_stands_once_whatever_ended_it() -> None:
@@ -185,20 +166,11 @@ def test_thinking_that_the_template_strips_from_history_stays() -> None:
     assert whole == head + "up" + tail
 
 
-def test_thinking_before_a_tool_message_is_kept_by_the_template_too() -> None:
-    talk = Talk(families.qwen3(), [user("go")])
-    answer = "<think>\na wall\n</think>\n\nup"
-    talk.turn(answer, tool("three"))
-    assert talk.ids == talk.encode(talk.template(talk.messages))
-
-
 # --------------------------------------------------------------------------------------------------- contents, speed
 
 
 @pytest.mark.parametrize("family", ALL, ids=name)
-@pytest.mark.parametrize(
-    "content", ["", " ", "\n", "{{ x }} {% if %}", "<a> & \"b\" 'c'\\", "verlliteprobe", "ü ✓ \x00"]
-)
+@pytest.mark.parametrize("content", ["", " \n", '{{ x }} {% if %} <a> & "b"\\', "verlliteprobe", "ü ✓ \x00"])
 def test_any_content_is_written_as_the_template_writes_it(family: Family, content: str) -> None:
     tokenizer = family()
     joins = ChatJoins(tokenizer)
@@ -235,11 +207,6 @@ def test_a_system_message_that_moves() -> None:
 
 def test_a_template_without_an_end_of_turn() -> None:
     refused(families.byte_level(families.PLAIN, "<e>"), "no token that ends an assistant's turn.*'.nuser: verl")
-
-
-def test_a_template_that_counts_messages() -> None:
-    tokenizer = families.byte_level(families.COUNTED, "<|im_end|>", "<|im_start|>")
-    refused(tokenizer, "differently once others follow")
 
 
 def test_a_template_that_drops_answers() -> None:

@@ -20,7 +20,7 @@ from tests.workers.rollout.scripted import (
     template,
 )
 from verl_lite.errors import UserError
-from workers.rollout.base import Request, SamplingParams, derive_seed
+from workers.rollout.base import Request, SamplingParams
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Turn, aggregate_metrics
 
 LONG = TokenLimits(max_prompt_length=200, max_response_length=400, max_model_len=600)
@@ -57,15 +57,6 @@ def test_why_an_episode_ends(flags: dict[str, bool], stop: str) -> None:
     episodes, pool, _ = play(script, says_b, max_steps=2)
     assert episodes[0].stop == stop and episodes[0].score == 2.0 and episodes[0].is_kept
     assert len(pool.discarded) == 1
-
-
-def test_the_end_of_turn_ends_a_turn_even_if_the_model_does_not_name_it() -> None:
-    engine = ScriptedEngine(says_b)
-    runner = make_runner(engine, ScriptedPool(endless), stop_token_ids=(0,))
-    runner.begin([spec()], SAMPLING)
-    while not engine.requests:
-        runner.advance()
-    assert engine.requests[0].sampling.stop_token_ids == (0, END)
 
 
 def test_templates_are_filled() -> None:
@@ -255,14 +246,6 @@ def test_trajectories_are_the_same_whatever_the_company_and_the_time(by: str) ->
 
 def replace_group_size(one: Any) -> Any:
     return spec(one.traj_id, seed=one.seed, group_size=1)
-
-
-def test_seeds_are_named_by_step_trajectory_and_turn() -> None:
-    _, _, engine = play(ending(2), says_b, [spec("g_0", start_step=3)])
-    assert [request.sampling.seed for request in engine.requests] == [
-        derive_seed(5, 3, "g_0", 0),
-        derive_seed(5, 3, "g_0", 1),
-    ]
 
 
 def test_turns_do_not_wait_for_each_other() -> None:

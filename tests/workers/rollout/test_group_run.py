@@ -214,14 +214,3 @@ def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
     time.sleep(0.05)
     waiting.pump()
     assert next(polls) == 1
-
-
-def test_what_ran_beside_training_is_measured() -> None:
-    groups = group_run(Pool(world))
-    groups.begin("k", [GroupPlan(0, (members(1),))], SamplingParams(max_tokens=8), None)
-    time.sleep(0.01)
-    groups.pump()
-    metrics = values(groups.finish("k").metrics)
-    assert 0 < metrics["rollout/engine_busy_frac"] <= 1
-    assert metrics["rollout/seconds_beside_training"] > 0 and metrics["env/step_seconds/mean"] == 0
-    assert metrics["rollout/engine_sequences"] <= 2

@@ -65,22 +65,6 @@ def test_frequencies_follow_the_tempered_softmax() -> None:
     assert abs(mean - 4) < 4 * math.sqrt(8 / 40)
 
 
-def test_temperature_zero_is_argmax_with_the_log_prob_at_one() -> None:
-    logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
-    tokens, log_probs = sample(
-        logits, temperature=torch.zeros(6), seeds=torch.arange(6), positions=torch.zeros(6, dtype=torch.long)
-    )
-    assert tokens.tolist() == logits.argmax(1).tolist()
-    torch.testing.assert_close(log_probs, torch.log_softmax(logits, 1).max(1).values)
-
-
-def test_impossible_tokens_are_never_drawn() -> None:
-    logits = torch.full((5000,), -torch.inf)
-    logits[[17, 4999]] = 0.0
-    tokens, _ = _draw(logits, 400)
-    assert set(tokens.tolist()) == {17, 4999}
-
-
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.6), (-1, 1e-6), (4, 0.75), (100, 0.999)])
 def test_truncation_keeps_exactly_the_naive_set(top_k: int, top_p: float) -> None:
     logits = torch.tensor([0.1, 1.2, -0.4, 2.0, 0.3, -3.0])

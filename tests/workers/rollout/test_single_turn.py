@@ -87,13 +87,6 @@ def test_seeds_belong_to_the_sample_not_to_its_place() -> None:
     assert moved.seeds == [engine.seeds[2], engine.seeds[0], engine.seeds[1]]
 
 
-def test_rows_marked_greedy_are_sampled_greedily() -> None:
-    rows = prompts()
-    rows.non_tensor_batch["is_greedy"] = np.array([False, True, False])
-    _, _, engine = run(rows)
-    assert engine.temperatures == [1.0, 0.0, 1.0]
-
-
 def test_padding_rows_are_not_run() -> None:
     rows = prompts()
     rows.batch["is_padding"] = torch.tensor([False, False, True])

@@ -199,14 +199,6 @@ def test_each_step_a_row() -> None:
     assert returns.tolist() == [0.5, 0.0, 2.0]
 
 
-def test_a_prompt_that_outgrows_its_limit_ends_the_steps() -> None:
-    episodes, _, _ = play(
-        world(("d", 0.5), ("dedede", -1.0), ("x", 2.0)), worded("b!", "b!", "b!"), env_manager_cls="step"
-    )
-    assert episodes[0].stop == "max_length"
-    assert rows(episodes).batch["step"].tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("by_step", ["trajectory", "step"])
 def test_an_environment_that_fails_leaves_a_row_without_an_action(by_step: str) -> None:
     def script(seed: int, actions: list[str]) -> dict[str, Any]:
@@ -228,12 +220,6 @@ def test_an_environment_that_fails_leaves_a_row_without_an_action(by_step: str) 
     assert data.batch["num_turns"].tolist() == [0, 1, 2]
 
 
-def test_the_oldest_version_of_a_trajectory_is_its_version() -> None:
-    episodes, _, _ = play(world(("d", 0.0), ("x", 1.0)), worded("b!", "c!"))
-    episodes[0].turns[0].policy_version, episodes[0].turns[1].policy_version = 4, 5
-    assert rows(episodes).batch["policy_version"].tolist() == [4]
-
-
 def test_every_column_is_in_the_schema_and_only_kept_episodes_have_rows() -> None:
     specs = [spec(f"g_{member}", group_size=2) for member in range(4)]
     episodes, _, _ = play(world(("x", 1.0)), worded("b!"), specs)
@@ -245,10 +231,3 @@ def test_every_column_is_in_the_schema_and_only_kept_episodes_have_rows() -> Non
     for name in names:
         if name in data.batch.keys():
             assert str(data.batch[name].dtype) == f"torch.{column(name).dtype}", name
-
-
-def test_no_episodes_are_no_rows() -> None:
-    nothing, something = rows([]), rows(play(world(("x", 1.0)), worded("b!"))[0])
-    assert len(nothing) == 0
-    both = DataProto.concat([nothing, something])
-    assert len(both) == 1 and both.batch["responses"].dtype == torch.long

@@ -15,15 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
-from tests.workers.rollout.test_engines import (
-    load,
-    make_engine,
-    mixed_requests,
-    plain_log_probs,
-    prompt,
-    run,
-)
-from workers.rollout.base import Request, SamplingParams
+from tests.workers.rollout.test_engines import mixed_requests, plain_log_probs
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,22 +61,6 @@ def test_two_ranks_of_a_trainer(tmp_path: Path, tensor_parallel: int) -> None:
         assert result["policy_version"] == 2
         expected = plain_log_probs(model, request.prompt_ids, result["token_ids"], 1.0)
         torch.testing.assert_close(torch.tensor(result["log_probs"]), expected, atol=1e-4, rtol=0)
-
-
-def test_a_prefix_cache_that_is_not_reset_is_seen_by_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the counterpart of test_new_weights_answer_for_a_prompt_that_is_in_the_cache: without the reset it must fail
-    folders = [tiny_qwen2(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
-    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
-    engine: Any = make_engine("vllm", folders[0])
-    request = Request("r", prompt(290), SamplingParams(max_tokens=8, seed=3, ignore_eos=True))
-    load(engine, models[0], 1)
-    run(engine, [request])
-    monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda **kwargs: True)
-    load(engine, models[1], 2)
-    stale = run(engine, [request])["r"]
-    expected = plain_log_probs(models[1], request.prompt_ids, stale.token_ids, 1.0)
-    assert (torch.tensor(stale.log_probs) - expected).abs().max() > 0.05
-    engine.close()
 
 
 def test_building_and_generating_prints_nothing(tmp_path: Path) -> None:
