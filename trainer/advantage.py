@@ -42,19 +42,9 @@ from verl_lite.schema import check
 Controllers = MutableMapping[Any, RunningMoments] | RunningMoments
 Numbers = dict[str, float]
 
-ESTIMATOR_COLUMNS = {
-    "index": "uid",
-    "values": "values",
-    "reward_baselines": "reward_baselines",
-    "old_log_probs": "old_log_probs",
-    "sum_pi_squared": "sum_pi_squared",
-    "rollout_is_weights": "rollout_is_weights",
-    "traj_id": "traj_id",
-    "step": "step",
-    "state_hash": "state_hash",
-}
-"""The column that each argument of an estimator is. An estimator that names one needs it, but for those below."""
-OPTIONAL_ARGUMENTS = frozenset({"rollout_is_weights"})
+_SAME_NAMES = "values reward_baselines old_log_probs sum_pi_squared rollout_is_weights traj_id step state_hash"
+ESTIMATOR_COLUMNS = {"index": "uid"} | {name: name for name in _SAME_NAMES.split()}
+"""The column that each argument of an estimator is. One that names it needs it; rollout_is_weights alone may lack."""
 
 
 @torch.no_grad()
@@ -64,30 +54,42 @@ def reward_postprocess(
     """Normalises and clips the reward of each answer.
 
     Reads response_mask, and response_level_rewards (B,) if there, else the sum of token_level_scores; uid with
-    normalisation by group; domain, else data_source, with running statistics. Writes response_level_rewards.
+    normalisation by group; domain, else data_source, with running statistics. Writes response_level_rewards. Rows
+    without a valid token (padding, a failed reward) count nowhere and get 0.
 
-    Options: norm_mean_type and norm_std_type (see `normalise_scores`; groups are rows that share a uid, wherever they
-    stand), reward_clip. running_ctrl: `RunningMoments` by domain (one is added for a new domain), or one for all; it
-    takes in this batch before it is read. "batch" is the batch that is given: for statistics by domain, as in ROLL,
-    give the rows of each domain by themselves. Rows without a valid token (padding, a failed reward) count nowhere
-    and get 0.
+    Args:
+        pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`; groups are rows that share a uid,
+            "batch" is the batch that is given), reward_clip.
+        running_ctrl: `RunningMoments` by domain (one is added for a new domain), or one for all; it takes in this batch
+            before it is read.
 
-    Returns the batch and critic/reward_clip_frac, over rows that count (0 without a clip; ROLL counts all rows).
-    ROLL's adv_estimator=grpo sets both types to group in the configuration; here grpo does that part by itself.
-    Raises ValueError for an unknown type, or a column or controller that is missing.
+    Returns:
+        The batch, and critic/reward_clip_frac, over rows that count (0 without a clip; ROLL counts all rows).
+
+    Raises:
+        ValueError: an unknown type, or a column or controller that is missing.
     """
     stage = "reward_postprocess"
     scores, valid = response_scores(data, stage)
-    mean_type = getattr(pipeline_config, "norm_mean_type", None)
-    std_type = getattr(pipeline_config, "norm_std_type", None)
-    groups, domains, running = None, None, None
-    if "group" in (mean_type, std_type):
+    types = [getattr(pipeline_config, name, None) for name in ("norm_mean_type", "norm_std_type")]
+    groups: Any = None
+    domains: list[Any] | None = None
+    running: MutableMapping[Any, RunningMoments] | None = None
+    if "group" in types:
         check(data, ["uid"], f"{stage}: normalisation by group")
         groups = data.non_tensor_batch["uid"]
-    if "running" in (mean_type, std_type):
-        domains, running = _running(data, running_ctrl)
+    if "running" in types:
+        if running_ctrl is None:
+            raise ValueError(f"{stage}: running_ctrl is None; running statistics need RunningMoments to stand in.")
+        if isinstance(running_ctrl, RunningMoments):
+            domains, running = ["all"] * len(data), {"all": running_ctrl}
+        elif "domain" in data.non_tensor_batch:
+            domains, running = data.non_tensor_batch["domain"].tolist(), running_ctrl
+        else:
+            check(data, ["data_source"], f"{stage}: running statistics")
+            domains, running = data.non_tensor_batch["data_source"].tolist(), running_ctrl
         update_running(running, scores, valid, domains)
-    rewards = normalise_scores(scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running)
+    rewards = normalise_scores(scores, valid, *types, groups=groups, domains=domains, running=running)
     rewards, clipped = _clip(rewards, getattr(pipeline_config, "reward_clip", None), valid)
     result = data.select()
     result.batch["response_level_rewards"] = rewards
@@ -104,16 +106,19 @@ def compute_token_reward(
     ref_log_prob (or ref_log_probs), where the penalty is on. Writes token_level_rewards (B, R): the reward of an answer
     at its last valid token; the scores where they stood, if all that was done leaves their sum as it was.
 
-    Options: use_kl_in_reward (ROLL: add_token_level_kl), kl_penalty, reward_clip, which bounds the rewards of tokens
-    too. The coefficient is the controller's before this batch moves it; the controller counts rows that have a valid
-    token (verl and ROLL: all rows; ROLL moves it without the penalty too).
+    Args:
+        pipeline_config: use_kl_in_reward (ROLL: add_token_level_kl), kl_penalty, reward_clip, for tokens too.
+        kl_ctrl: of the coefficient, read before this batch moves it; it counts rows that have a valid token (verl and
+            ROLL: all rows; ROLL moves it without the penalty too).
 
-    Returns the batch and critic/kl, critic/kl_coef (0 without the penalty; both left out where a column is missing),
-    with the penalty also actor/reward_kl_penalty and actor/reward_kl_penalty_coeff, which are the same under verl's
-    names, and with reward_clip critic/token_reward_clip_frac, over valid tokens (ROLL: over all).
+    Returns:
+        The batch; critic/kl and critic/kl_coef where its columns are there, with the penalty also under verl's names
+        actor/reward_kl_penalty and actor/reward_kl_penalty_coeff; with reward_clip critic/token_reward_clip_frac, over
+        valid tokens (ROLL: over all).
     """
     stage = "compute_token_reward"
-    is_penalised = _is_on(pipeline_config, "use_kl_in_reward", "add_token_level_kl")
+    switch = "use_kl_in_reward" if hasattr(pipeline_config, "use_kl_in_reward") else "add_token_level_kl"
+    is_penalised = bool(getattr(pipeline_config, switch, False))
     reference = "ref_log_probs" if "ref_log_probs" in data else "ref_log_prob"
     check(data, ["response_mask"], stage)
     if is_penalised:
@@ -164,12 +169,14 @@ def compute_advantage(
     whitened and clipped as asked for; and returns, neither. With a clip meta_info["metrics"] gains
     critic/advantage_clip_frac, over valid tokens.
 
-    whiten_rewards: of all valid tokens before the estimator, which moves the mean of every token, so that a longer
-    answer loses more; token_level_rewards stay as they are in the batch (ROLL: replaced). whiten_advantages: of all
-    valid tokens after it; gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo whiten by themselves, as in
-    verl, and do not need it (the configuration check refuses both). Fewer than two valid tokens are not whitened.
-    gamma, lambd: discount, lambda of gae. pipeline_config: handed to the estimator as `config`.
-    Raises ValueError for an unknown estimator, and for a missing column: which, for whom, and who writes it.
+    Args:
+        gamma, lambd: discount, lambda of gae. pipeline_config: handed to the estimator as `config`.
+        whiten_rewards: of all valid tokens before the estimator, so that a longer answer loses more; those of the batch
+            stay as they are (ROLL: replaced).
+        whiten_advantages: of all valid tokens after it. Fewer than two valid tokens are not whitened.
+
+    Raises:
+        ValueError: an unknown estimator, or a missing column: which, for whom, and who writes it.
     """
     stage = f"compute_advantage with adv_estimator={adv_estimator}"
     check(data, ["token_level_rewards"], stage)
@@ -213,7 +220,7 @@ def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: st
         if column in data:
             is_tensor = column in data.batch.keys()
             given[argument] = data.batch[column] if is_tensor else data.non_tensor_batch[column]
-        elif argument in parameters and argument not in OPTIONAL_ARGUMENTS:
+        elif argument in parameters and argument != "rollout_is_weights":
             check(data, [column], stage)
     # what a reward function returned beside its score goes by its own name, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
@@ -258,28 +265,9 @@ def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(is_unchanged[:, None], scores, placed)
 
 
-def _running(data: DataProto, controllers: Controllers | None) -> tuple[list[Any], MutableMapping[Any, RunningMoments]]:
-    """The domain of each row, and the moments by domain."""
-    if controllers is None:
-        raise ValueError(
-            "reward_postprocess: running_ctrl is None; running statistics need RunningMoments to stand in."
-        )
-    if not isinstance(controllers, MutableMapping):
-        return ["all"] * len(data), {"all": controllers}
-    if "domain" in data.non_tensor_batch:
-        return data.non_tensor_batch["domain"].tolist(), controllers
-    check(data, ["data_source"], "reward_postprocess: running statistics")
-    return data.non_tensor_batch["data_source"].tolist(), controllers
-
-
 def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Values within +-bound, and the share of the counted ones that lay beyond it."""
     if bound is None:
         return values, 0.0
     beyond = (values.abs() > bound) & counted
     return values.clamp(-bound, bound), float(beyond.sum()) / max(1, int(counted.sum()))
-
-
-def _is_on(config: Any, *names: str) -> bool:
-    """Whether a switch is on under the first of its names that the object has."""
-    return next((bool(getattr(config, name)) for name in names if hasattr(config, name)), False)

@@ -7,20 +7,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.build import episode_parts, try_environments
+from trainer.cli import worker_environment
 from trainer.console import Console
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import DynamicSampling, PromptLoader
-from trainer.environment import worker_environment
+from trainer.dynamic_sampling import PromptLoader
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
 from trainer.planner.batch import launch_table
@@ -29,7 +30,7 @@ from trainer.planner.run_memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
-from trainer.resources import host_bytes, join_ray, start_workers
+from trainer.resources import join_ray, start_workers
 from trainer.rewards.failures import FailureLog
 from trainer.rewards.groups import check_entries, names_entry
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
@@ -47,7 +48,6 @@ from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
-from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorRolloutWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
@@ -117,7 +117,7 @@ class PPOJob(Job[PPOConfig]):
         self, config: PPOConfig, slots: int, console: Console, trainer_class: type[RayPPOTrainer] | None = None
     ) -> None:
         super().__init__(config, slots, console)
-        self.trainer_class = trainer_class or trainer_of(config)
+        self.kind = trainer_class or trainer_of(config)
         self.continues = not config.trainer.val_only  # else it may validate with other settings
 
     def check(self, available: int | None) -> None:
@@ -127,8 +127,7 @@ class PPOJob(Job[PPOConfig]):
         return request_of(self.config, self.slots)
 
     def read_data(self) -> int:
-        kind = self.trainer_class
-        self.data = load_data(self.config, trains=kind.trains, scores=kind.scores)
+        self.data = load_data(self.config, trains=self.kind.trains, scores=self.kind.scores)
         for part in dict.fromkeys((self.data.train, self.data.val)):
             if part is not None:
                 self.console.print(part.report)
@@ -139,10 +138,10 @@ class PPOJob(Job[PPOConfig]):
         return checkpoint_bytes(self.config)
 
     def check_folder(self) -> None:
-        self.trainer_class.claim(self.config, self.data.val, self.run_dir)
+        self.kind.check_folder(self.config, self.data.val, self.run_dir)
 
     def plan(self) -> str:
-        if not self.trainer_class.trains:
+        if not self.kind.trains:
             return ""
         config, slots, steps = self.config, self.slots, self.total_steps
         return launch_table(config, slots, steps, expected_rows(config, slots, steps))
@@ -155,18 +154,19 @@ class PPOJob(Job[PPOConfig]):
         return "\n".join(lines), memory_plan(config, networks, slots, device).fits(memory * GIB)
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
-        return build_trainer(self.config, self.data, self.run_dir, tracking, self.trainer_class)
+        return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
 
     def report(self, trainer: Trainer, result: Any) -> Report:
         config, run_dir = self.config, self.run_dir
-        measured = measured_line(config, self.slots, run_dir) if self.trainer_class.trains else ""
+        measured = measured_line(config, self.slots, run_dir) if self.kind.trains else ""
         more = "rollout.val_kwargs.n=8"
         if config.is_agentic and config.agentic.val_batch_size > 0:
             more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
+        run = shlex.quote(str(run_dir))
         commands = {
-            "look": shlex.join(["python", "-m", "trainer.report", str(run_dir)]),
-            "evaluate": shlex.join(["python", "-m", "trainer.main_eval", str(run_dir), more]),
-            "export": shlex.join(["python", "-m", "trainer.export", str(run_dir), "--to", str(run_dir / "hf")]),
+            "look": f"python -m trainer.report {run}",
+            "evaluate": f"python -m trainer.main_eval {run} {more}",
+            "export": f"python -m trainer.export {run} --to {shlex.quote(str(run_dir / 'hf'))}",
         }
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
 
@@ -180,12 +180,12 @@ def check_context(config: PPOConfig) -> None:
     """Raises UserError where prompt and answer together may be longer than the model's positions reach: an engine
     refuses that late, and a model that is run beyond them writes nonsense."""
     context = longest_context(load_model_config(config.model))
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if context is not None and longest > context:
+    prompt, answer = config.data.max_prompt_length, config.data.max_response_length
+    if context is not None and prompt + answer > context:
         raise UserError(
-            f"data.max_prompt_length={config.data.max_prompt_length} + data.max_response_length="
-            f"{config.data.max_response_length} = {longest} tokens are more than the {context} positions of model.path="
-            f"{config.model.path!r}: lower one of them, or take a model with a longer context"
+            f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
+            f"than the {context} positions of model.path={config.model.path!r}: lower one of them, or take a model "
+            "with a longer context"
         )
 
 
@@ -220,15 +220,13 @@ def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
-    """What the run takes of one machine."""
-    on_cpu = device_type(config.trainer.device) == "cpu"
-    with_vllm = resolve_engine_name(config.rollout.name) == "vllm"
-    return ResourceRequest(
-        count=slots // config.trainer.nnodes,
-        memory_share=config.rollout.gpu_memory_utilization if with_vllm else 0.0,
-        shared=config.trainer.share_devices,
-        host_bytes=host_bytes(config, slots, with_vllm) if on_cpu else 0,
-    )
+    """What the run takes of one machine; of its memory where the devices are its cores."""
+    trainer, count, held = config.trainer, slots // config.trainer.nnodes, 0.0
+    if device_type(trainer.device) == "cpu":
+        held = memory_plan(config, read_networks(config), slots, launch_device(config)).device_bytes
+    is_vllm = resolve_engine_name(config.rollout.name) == "vllm"
+    share = config.rollout.gpu_memory_utilization if is_vllm else 0.0
+    return ResourceRequest(count, share, trainer.share_devices, host_bytes=count * int(held))
 
 
 def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> ServiceHandle | None:
@@ -252,7 +250,11 @@ def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> Ser
 
 
 def worker_classes(
-    config: PPOConfig, total_steps: int, pool: ServiceHandle | None, run_dir: Path
+    config: PPOConfig,
+    total_steps: int,
+    pool: ServiceHandle | None,
+    run_dir: Path,
+    kind: type[RayPPOTrainer] = RayPPOTrainer,
 ) -> dict[str, ClassWithInitArgs]:
     """The workers of each device by role, in the order in which they build their models.
 
@@ -261,11 +263,11 @@ def worker_classes(
     roles = {}
     if config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda":
         roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(request_of(config, 1), count=1))
-    if needs_critic(config):
+    if kind.trains and needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
-    if needs_reference_model(config):
+    if kind.trains and needs_reference_model(config):
         roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
-    if config.reward_model.enable:
+    if kind.scores and config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
     if config.is_agentic:
@@ -278,77 +280,49 @@ def worker_classes(
 
 @contextmanager
 def build_trainer(
-    config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, trainer_class: type[RayPPOTrainer]
+    config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, kind: type[RayPPOTrainer]
 ) -> Iterator[RayPPOTrainer]:
     """Everything a run is made of, started; ended when the context is left.
 
     config: resolved and validated, with `trainer.n_gpus_per_node` set. run_dir: exists.
     """
-    total_steps = count_steps(config, data.epoch_prompts)
+    total_steps, trainer = count_steps(config, data.epoch_prompts), config.trainer
     with ExitStack() as stack:
         join_ray(config, run_dir.name, tracking.note, stack)
-        pool = start_reward_pool(config, run_dir / "logs", stack) if trainer_class.scores else None
-        roles = worker_classes(config, total_steps, pool, run_dir)
-        idle = ([] if trainer_class.trains else ["critic", "ref"]) + ([] if trainer_class.scores else ["reward_model"])
-        roles = {name: role for name, role in roles.items() if name not in idle}
+        pool = start_reward_pool(config, run_dir / "logs", stack) if kind.scores else None
+        roles = worker_classes(config, total_steps, pool, run_dir, kind)
         groups = start_workers(config, roles, worker_modules(config), run_dir / "logs", stack)
-        actor, sampling_parts = actor_and_samples(config, data, groups, pool, run_dir, tracking)
-        reference = groups["ref"] if "ref" in groups else groups["actor_rollout"]
+        actor: ActorRole
+        if data.train is None:
+            actor = agent = AgentRole(groups["actor_rollout"], config)
+            parts = episode_parts(config, agent, run_dir, tracking.note)
+        else:
+            actor, model = ActorRole(groups["actor_rollout"], config), None
+            if data.reward_inputs is not None:
+                model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
+            text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
+            failures = FailureLog(config.reward.max_error_rate, run_dir, text, tracking.note)
+            rewards = Rewards(pool, config.reward, run_dir, model, failures)
+            steps = PromptLoader if config.algorithm.filter_groups.enable else TrainingSteps
+            parts = {"rewards": rewards, "val_data": data.val, "steps": steps(config, data.train)}
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
-        yield trainer_class(
+        reference = groups.get("ref", groups["actor_rollout"])
+        folders = trainer.rollout_data_dir, trainer.validation_data_dir
+        samples = SampleFiles(run_dir, trainer.samples_max_mb << 20, tracking.note, *folders)
+        yield kind(
             config,
             actor=actor,
             ref=ReferenceRole(reference, config) if needs_reference(config) else None,
             critic=critic,
             tokenizer=data.tokenizer,
             tracking=tracking,
-            samples=sample_files(config, run_dir, tracking.note),
+            samples=samples,
             saver=Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
-            **sampling_parts,
+            **parts,
         )
         # only after success: a process that died cannot be asked to close, and the first error must stay the first
         groups["actor_rollout"].close()
         if pool is not None:
             pool.call("close")
-
-
-def sample_files(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> SampleFiles:
-    """What keeps the samples."""
-    trainer = config.trainer
-    return SampleFiles(
-        run_dir, trainer.samples_max_mb << 20, tell, trainer.rollout_data_dir, trainer.validation_data_dir
-    )
-
-
-def actor_and_samples(
-    config: PPOConfig,
-    data: RunData,
-    groups: Mapping[str, WorkerGroup],
-    pool: ServiceHandle | None,
-    run_dir: Path,
-    tracking: Tracking,
-) -> tuple[ActorRole, dict[str, Any]]:
-    """The policy, and the arguments of the trainer that say what it samples and how that is scored."""
-    if data.train is None:
-        agent = AgentRole(groups["actor_rollout"], config)
-        return agent, episode_parts(config, agent, run_dir, tracking.note)
-
-    def answer_text(ids: list[int]) -> str:
-        return str(data.tokenizer.decode(ids, skip_special_tokens=True))
-
-    failures = FailureLog(config.reward.max_error_rate, run_dir, answer_text, tracking.note)
-    reward_model = None
-    if data.reward_inputs is not None:
-        reward_model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
-    parts = {"rewards": Rewards(pool, config.reward, run_dir, reward_model, failures), "val_data": data.val}
-    return ActorRole(groups["actor_rollout"], config), parts | training_steps(config, data.train)
-
-
-def training_steps(config: PPOConfig, train: PromptDataset) -> dict[str, Any]:
-    """The arguments of the trainer that say which prompts a step asks, and with algorithm.filter_groups how many."""
-    if not config.algorithm.filter_groups.enable:
-        return {"steps": TrainingSteps(config, train)}
-    stream = PromptLoader(config, train)
-    return {"steps": stream, "dynamic_sampling": DynamicSampling(config, stream)}

@@ -9,6 +9,7 @@ DATA.md.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,11 +41,7 @@ class PromptLoader(TrainingSteps):
     A step begins with data.train_batch_size prompts, also where an epoch ends within them. Prompts that were drawn and
     not asked wait for the next step, and are saved with it; so each prompt is asked once an epoch, in the loader's
     order. No step asks for a group (uid) twice.
-
-    before: the state at the end of the step before; None in the first step of this process.
     """
-
-    before: dict[str, Any] | None = None
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         super().__init__(config, data)
@@ -59,9 +56,8 @@ class PromptLoader(TrainingSteps):
             self.global_step += 1
             self._asked = {}
             yield self._first()
-            if self.stopping or self.is_last:
+            if self.stopping:
                 return
-            self.before = self.state_dict()
 
     def more(self, number: int) -> DataProto | None:
         """So many prompts that this step has not asked; fewer where the data has no more, None where it has none."""
@@ -98,10 +94,9 @@ class PromptLoader(TrainingSteps):
         self._again, self.global_step, self.epoch, self.total = prompts, step - 1, epoch, step
 
     def state_dict(self) -> dict[str, Any]:
-        waiting = self._waiting
-        columns = (
-            None if waiting is None else {"tensors": dict(waiting.batch.items()), "others": waiting.non_tensor_batch}
-        )
+        columns, waiting = None, self._waiting
+        if waiting is not None:
+            columns = {"tensors": dict(waiting.batch.items()), "others": waiting.non_tensor_batch}
         return super().state_dict() | {"waiting": columns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,7 +131,7 @@ class PromptLoader(TrainingSteps):
 class FilterStats:
     """What became of the groups that one step asked for. by_source: counts of each kind, by data_source."""
 
-    by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    by_source: dict[str, Counter[str]] = field(default_factory=dict)
     batches: int = 0
     tokens: int = 0
     kept_tokens: int = 0
@@ -145,29 +140,22 @@ class FilterStats:
 
     def add(self, batch: DataProto, groups: Groups) -> None:
         """Takes in a generation batch."""
-        sources: list[str] = [""] * len(groups)
-        for row, group in enumerate(groups.of_row.tolist()):
-            sources[group] = batch.non_tensor_batch["data_source"][row]
+        sources = dict(zip(groups.of_row.tolist(), batch.non_tensor_batch["data_source"], strict=True))
         for kind in KINDS:
-            for source, is_so in zip(sources, getattr(groups.kinds, kind).tolist(), strict=True):
-                self.by_source.setdefault(source, dict.fromkeys(KINDS, 0))[kind] += int(is_so)
+            for group, is_so in enumerate(getattr(groups.kinds, kind).tolist()):
+                self.by_source.setdefault(sources[group], Counter())[kind] += is_so
         self.batches += 1
         self.tokens += answer_tokens(batch)
         self.evicted_samples += int((~groups.kinds.kept[groups.of_row]).sum())
 
-    def number(self, kind: str) -> int:
-        """Groups of a kind, over all sources."""
-        return sum(counts[kind] for counts in self.by_source.values())
-
-    @property
-    def asked(self) -> int:
-        """Groups of all kinds."""
-        return sum(self.number(kind) for kind in KINDS)
+    def number(self, *kinds: str) -> int:
+        """Groups of these kinds, over all sources."""
+        return sum(counts[kind] for counts in self.by_source.values() for kind in kinds)
 
     def metrics(self) -> dict[str, Metric]:
         """groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/*, in rows."""
         return {
-            "groups/generated": Metric.last(self.asked),
+            "groups/generated": Metric.last(self.number(*KINDS)),
             "groups/gen_batches": Metric.last(self.batches),
             "groups/wasted_tokens_frac": Metric.mean(self.tokens - self.kept_tokens, self.tokens),
             "training/filter_groups/evicted_samples": Metric.last(self.evicted_samples),
@@ -175,80 +163,63 @@ class FilterStats:
         }
 
     def __str__(self) -> str:
-        def text(counts: dict[str, int]) -> str:
-            shown = [f"{counts[kind]} {_WORDS[kind]}" for kind in KINDS if counts[kind]]
-            return f"{sum(counts.values())} asked: {', '.join(shown)}"
-
-        return "\n".join(f"  {source}: {text(counts)}" for source, counts in sorted(self.by_source.items()))
-
-
-_WORDS = {
-    "kept": "kept",
-    "all_right": "all right",
-    "all_wrong": "all wrong",
-    "unjudged": "with fewer than two answers that have an outcome",
-}
+        lines = []
+        for source, counts in sorted(self.by_source.items()):
+            shown = ", ".join(f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind])
+            lines.append(f"  {source}: {counts.total()} asked: {shown}")
+        return "\n".join(lines)
 
 
-class DynamicSampling:
-    """Fills the batch of a step with groups whose outcomes differ.
+def collect_groups(
+    prompts: DataProto, steps: PromptLoader, answer: Callable[[DataProto], DataProto]
+) -> tuple[DataProto, dict[str, Metric]]:
+    """A batch of data.train_batch_size groups whose outcomes differ, and groups/* metrics.
 
-    steps: gives the prompts. The groups that are kept stand in the order in which they were asked; those of the last
-    generation batch that are too many are dropped, because in the next step their answers would be of old weights.
+    The groups that are kept stand in the order in which they were asked; those of the last generation batch that are
+    too many are dropped, because in the next step their answers would be of old weights.
+
+    Args:
+        prompts: what the step begins with. steps: gives more of them.
+        answer: samples and scores a generation batch of prompts.
+
+    Raises:
+        FilterBudgetExceeded: algorithm.filter_groups.max_num_gen_batches, or all prompts, were not enough.
     """
-
-    def __init__(self, config: PPOConfig, steps: PromptLoader) -> None:
-        self.config, self.steps = config, steps
-
-    def collect(
-        self, prompts: DataProto, answer: Callable[[DataProto], DataProto]
-    ) -> tuple[DataProto, dict[str, Metric]]:
-        """A batch of data.train_batch_size groups, and groups/* metrics; see `FilterStats.metrics`.
-
-        prompts: what the step begins with. answer: samples and scores a generation batch of prompts.
-        Raises FilterBudgetExceeded after algorithm.filter_groups.max_num_gen_batches of them.
-        """
-        options, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        stats, parts, missing = FilterStats(), [], wanted
-        while True:
-            batch = answer(prompts)
-            groups = groups_of(batch, options.metric)
-            stats.add(batch, groups)
-            kept = self._keep(batch, groups, missing, stats)
-            parts += [kept] if len(kept) else []
-            missing = wanted - stats.number("kept")
-            if missing <= 0:
-                return joined(parts, self.config), stats.metrics()
-            if stats.batches == options.max_num_gen_batches:
-                raise FilterBudgetExceeded(self._why(stats, "its budget of generation batches is used up", wanted))
-            size = refill_size(missing, stats.number("kept"), stats.asked, wanted)
-            more = self.steps.more(size)
-            if more is None:
-                raise FilterBudgetExceeded(self._why(stats, "all training prompts were asked", wanted))
-            prompts = more
-
-    def _keep(self, batch: DataProto, groups: Groups, missing: int, stats: FilterStats) -> DataProto:
-        """The rows of the first `missing` groups whose outcomes differ."""
+    options, wanted = steps.config.algorithm.filter_groups, steps.config.data.train_batch_size
+    stats, parts, missing = FilterStats(), [], wanted
+    while True:
+        batch = answer(prompts)
+        groups = groups_of(batch, options.metric)
+        stats.add(batch, groups)
         kept = groups.kinds.kept
         chosen = (kept & (kept.cumsum(0) <= missing))[groups.of_row]
         rows = batch.select_idxs(chosen)
         stats.surplus_samples += int((kept[groups.of_row] & ~chosen).sum())
         stats.kept_tokens += answer_tokens(rows)
-        return rows
+        parts += [rows] if len(rows) else []
+        found = stats.number("kept")
+        missing = wanted - found
+        if missing <= 0:
+            return joined(parts, steps.config), stats.metrics()
+        if stats.batches == options.max_num_gen_batches:
+            raise FilterBudgetExceeded(_why(stats, "its budget of generation batches is used up", steps))
+        more = steps.more(refill_size(missing, found, stats.number(*KINDS), wanted))
+        if more is None:
+            raise FilterBudgetExceeded(_why(stats, "all training prompts were asked", steps))
+        prompts = more
 
-    def _why(self, stats: FilterStats, end: str, wanted: int) -> str:
-        options, step = self.config.algorithm.filter_groups, self.steps.global_step
-        right, wrong = stats.number("all_right"), stats.number("all_wrong")
-        harder = "harder" if right > wrong else "easier"
-        return (
-            f"Step {step}: {end}, and {stats.number('kept')} of the {wanted} groups that data.train_batch_size asks "
-            f"for have answers of different outcome, after {stats.batches} generation batches "
-            f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:\n{stats}\n"
-            f"The outcome is algorithm.filter_groups.metric={options.metric or 'null (acc, else the score)'}. Give "
-            f"{harder} data, or more of it; more answers to a prompt (rollout.n={self.config.rollout.n}), which differ "
-            "more often; a metric of more values; a smaller data.train_batch_size; or a larger "
-            "algorithm.filter_groups.max_num_gen_batches. trainer.resume_mode=auto continues from the last checkpoint"
-        )
+
+def _why(stats: FilterStats, end: str, steps: PromptLoader) -> str:
+    config, options = steps.config, steps.config.algorithm.filter_groups
+    harder = "harder" if stats.number("all_right") > stats.number("all_wrong") else "easier"
+    return (
+        f"Step {steps.global_step}: {end}, and {stats.number('kept')} of the {config.data.train_batch_size} groups of "
+        f"data.train_batch_size have answers of different outcome, after {stats.batches} generation batches "
+        f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:\n{stats}\n"
+        f"The outcome is algorithm.filter_groups.metric={options.metric or 'null (acc, else the score)'}. Give "
+        f"{harder} data, or more of it; more answers to a prompt (rollout.n={config.rollout.n}); a metric of more "
+        "values; a smaller batch; or a larger budget. trainer.resume_mode=auto continues from the last checkpoint"
+    )
 
 
 def refill_size(missing: int, kept: int, asked: int, most: int, spare: float = SPARE_DEVIATIONS) -> int:

@@ -30,20 +30,17 @@ def main(argv: list[str]) -> int:
     what.add_argument("--critic", action="store_true", help="the value function in place of the policy")
     options = parser.parse_args(argv)
     from trainer.checkpoint import saved_steps
-    from verl_lite.errors import UserError
     from workers.engine.checkpoint import export, export_adapter
 
     run = options.run.expanduser().absolute()
     steps = saved_steps(run)
     checkpoint = run if not steps else steps[max(steps)]
-    source = checkpoint / ("critic" if options.critic else "actor")
+    source = str(checkpoint / ("critic" if options.critic else "actor"))
     target = options.to or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
-    if options.critic and not source.is_dir() and (checkpoint / "actor").is_dir():
-        raise UserError(f"--critic: {checkpoint} has none; algorithm.adv_estimator=gae trains one")
     if options.adapter:
-        export_adapter(str(source), str(target))
+        export_adapter(source, str(target))
     else:
-        export(str(source), str(target), options.dtype)
+        export(source, str(target), options.dtype)
     print(f"wrote {target} from {checkpoint}")
     return 0
 

@@ -24,9 +24,16 @@ FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "REA
 def write_recipe(name: str, to: Path) -> Path:
     """Writes the folder to/name; returns it. Raises UserError for a name that Python cannot import from there, or a
     folder that exists."""
+    from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
+
     folder = to.expanduser().absolute() / name
-    if problem := name_problem(name, folder):
-        raise UserError(f"NAME={name!r}: {problem}; expected small letters, digits and _, for example my_recipe")
+    is_hidden = not (folder.parent / "__init__.py").exists() and name.isidentifier() and importlib.util.find_spec(name)
+    is_word = re.fullmatch(r"[a-z][a-z0-9_]*", name) and not keyword.iskeyword(name)
+    if not is_word or name in ADV_ESTIMATOR_REGISTRY or is_hidden:
+        raise UserError(
+            f"NAME={name!r}: it becomes a Python package and an estimator: expected small letters, digits and _, for "
+            "example my_recipe, and no name that a module, an advantage estimator or Python itself has already"
+        )
     if folder.exists():
         raise UserError(f"{folder} exists already, and nothing is written over: choose another NAME or --to FOLDER")
     if not folder.parent.is_dir():
@@ -37,21 +44,6 @@ def write_recipe(name: str, to: Path) -> Path:
         (folder / file).write_text(text.replace("NAME", name).replace("PLACE", place_of(folder)), encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
     return folder
-
-
-def name_problem(name: str, folder: Path) -> str | None:
-    """Why a recipe in `folder` cannot have this name; None if it can. The estimator has the same name."""
-    from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
-
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        return "the recipe is a Python package and a name in a registry"
-    if keyword.iskeyword(name):
-        return "Python has this word for itself"
-    if name in ADV_ESTIMATOR_REGISTRY:
-        return "an advantage estimator has this name already"
-    if not (folder.parent / "__init__.py").exists() and importlib.util.find_spec(name) is not None:
-        return "a module of this name can be imported already, and would be found instead"
-    return None
 
 
 def place_of(folder: Path) -> str:
@@ -68,9 +60,7 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.new_recipe", description="Writes a recipe that runs.")
     parser.add_argument("name", metavar="NAME", help="of the recipe: small letters, digits and _")
-    parser.add_argument(
-        "--to", type=Path, default=Path("."), help="folder that gets the folder NAME; default: this one"
-    )
+    parser.add_argument("--to", type=Path, default=Path("."), help="folder that gets the folder NAME")
     options = parser.parse_args(argv)
     folder = write_recipe(options.name, options.to)
     print(f"wrote {folder}: {', '.join(FILES)}\n")

@@ -16,9 +16,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import Numbers, compute_advantage, compute_token_reward, reward_postprocess
-from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import ANSWERS, DynamicSampling, FilterBudgetExceeded
+from trainer.dynamic_sampling import ANSWERS, PromptLoader, collect_groups
 from trainer.evaluate import chunks
 from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
@@ -26,7 +25,7 @@ from trainer.evaluate.sample_files import SampleFiles
 from trainer.requirements import needs_greedy_baseline
 from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
-from trainer.roles import ActorRole, Critic, Metrics, ReferenceRole
+from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.saving import Saver
 from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics, timed
 from trainer.steps import TrainingSteps
@@ -58,16 +57,14 @@ class FitResult:
 class RayPPOTrainer:
     """Holds the parts of a run, which `trainer.build` makes from the configuration.
 
-    ref is None where no KL term asks for it, critic where the estimator needs no values, dynamic_sampling where every
-    group counts (algorithm.filter_groups).
-
-    trains, scores: whether it learns, and asks for rewards; what only answers has neither critic nor training prompts.
+    ref is None where no KL term asks for it, critic where the estimator needs no values. trains, scores: whether it
+    learns, and asks for rewards; what only answers has neither critic nor training prompts.
     """
 
     trains = scores = True
 
     @classmethod
-    def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
+    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """A last look before anything heavy starts, by those who keep answers in the run folder: raises UserError if it
         has others. data: the validation prompts."""
 
@@ -77,7 +74,7 @@ class RayPPOTrainer:
         *,
         actor: ActorRole,
         ref: ReferenceRole | None,
-        critic: Critic | None,
+        critic: CriticRole | None,
         rewards: Scorer,
         steps: TrainingSteps,
         val_data: PromptDataset | None,
@@ -86,13 +83,11 @@ class RayPPOTrainer:
         samples: SampleFiles,
         saver: Saver,
         run_dir: Path,
-        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.config = config
         self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
         self.tracking, self.samples, self.saver, self.run_dir = tracking, samples, saver, run_dir
-        self.dynamic_sampling = dynamic_sampling
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # of scores, by data_source
         self.needs_old_log_prob = actor.needs_old_log_prob
@@ -152,13 +147,9 @@ class RayPPOTrainer:
 
     def collect(self, prompts: DataProto) -> DataProto:
         """Adds what the policy samples for the step; with dynamic sampling scored groups, until enough are kept."""
-        if self.dynamic_sampling is None:
+        if not isinstance(self.steps, PromptLoader):
             return self.generate(prompts)
-        try:
-            batch, metrics = self.dynamic_sampling.collect(prompts, self.generate_and_score)
-        except FilterBudgetExceeded:
-            self.save_before(self.dynamic_sampling.steps.before)
-            raise
+        batch, metrics = collect_groups(prompts, self.steps, self.generate_and_score)
         self.metrics |= metrics
         return batch
 
@@ -218,7 +209,7 @@ class RayPPOTrainer:
     def score(self, batch: DataProto) -> DataProto:
         """Adds the rewards, most of which were computed while others still generated; with dynamic sampling they are
         there."""
-        return self.compute_reward(batch) if self.dynamic_sampling is None else batch
+        return batch if isinstance(self.steps, PromptLoader) else self.compute_reward(batch)
 
     def compute_reward(self, batch: DataProto) -> DataProto:
         """Waits for the rewards of the batch, and takes off the penalty of long answers."""
@@ -350,17 +341,6 @@ class RayPPOTrainer:
             self.saver.save(self.steps, self.state())
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
-    def save_before(self, steps: dict[str, Any] | None) -> None:
-        """Writes a checkpoint of the steps before this one, which cannot be done, so that they are not lost.
-
-        steps: their state; None = this process has done none. Nothing is written where trainer.save_freq is 0, or
-        where they have a checkpoint already.
-        """
-        self.saver.finish()
-        last = self.steps.global_step - 1
-        if steps is not None and self.config.trainer.save_freq != 0 and last not in saved_steps(self.run_dir):
-            self.saver.save(self.steps, self.state(), at=(last, steps))
-
     def state(self) -> dict[str, Any]:
         """What a resumed run goes on from, besides models, steps and random states."""
         moments = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
@@ -398,8 +378,6 @@ class RayPPOTrainer:
         }
         self.tracking.log(logged, step=step)
         self.keep_samples(batch)
-        if validation:
-            self.saver.note_validation(step, validation)
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
         """What this step learnt from, in numbers; tells a sampler of it."""

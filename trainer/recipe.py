@@ -15,11 +15,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
@@ -45,16 +43,19 @@ def load_recipe(name: str) -> ModuleType:
     raises goes on as it is, with a note."""
     known = built_in_recipes()
     if name in known:
-        module = _imported(f"recipes.{name}.recipe", name)
+        module_name = f"recipes.{name}.recipe"
     elif is_recipe_path(name):
-        module = _from_path(name)
-    elif "." in name:
-        module = _from_module(name)
+        module_name = _module_at(name)
+    elif "." in name and _is_module(name):
+        inner = f"{name}.{Path(RECIPE_FILE).stem}"
+        module_name = inner if not hasattr(_imported(name, name), "overrides") and _is_module(inner) else name
     else:
         here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
         raise UserError(
-            f"recipe={name!r}: no such folder of recipes/; there are {', '.join(known)}; or give {FORMS}.{here}"
+            f"recipe={name!r}: no such folder of recipes/, and no such module (Python looks in the current folder, in "
+            f"PYTHONPATH and among installed packages); there are {', '.join(known)}; or give {FORMS}.{here}"
         )
+    module = _imported(module_name, name)
     if not callable(getattr(module, "overrides", None)):
         raise UserError(
             f"recipe={name!r}: {module.__file__} has no function overrides(): it returns the recipe's settings, "
@@ -78,10 +79,7 @@ def recipe_overrides(name: str) -> Mapping[str, object]:
 
 def prepare_recipe(config: RunOptions) -> None:
     """Lets the recipe make what its settings name, e.g. data, where it has a function `prepare`."""
-    if config.recipe is None:
-        return
-    prepare = getattr(load_recipe(config.recipe), "prepare", None)
-    if prepare is not None:
+    if config.recipe is not None and (prepare := getattr(load_recipe(config.recipe), "prepare", None)):
         _called(partial(prepare, config), config.recipe)
 
 
@@ -109,9 +107,7 @@ def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     from trainer.agentic.build import trainer_for
 
     usual = trainer_for(config)
-    chosen = getattr(load_recipe(config.recipe), "trainer_class", None) if config.recipe else None
-    if chosen is None:
-        return usual
+    chosen = getattr(load_recipe(config.recipe), "trainer_class", usual) if config.recipe else usual
     if not (inspect.isclass(chosen) and issubclass(chosen, usual)):
         raise UserError(
             f"recipe={config.recipe!r}: its trainer_class is {chosen!r}; with these settings a subclass of "
@@ -120,15 +116,13 @@ def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     return chosen
 
 
-# ------------------------------------------------------------------------------------------------- the three forms
-
-
-def _from_path(name: str) -> ModuleType:
+def _module_at(name: str) -> str:
+    """The module of a path; the folder above its package joins sys.path."""
     given = Path(name).expanduser().absolute()
     file = given / RECIPE_FILE if given.is_dir() else given
     if not file.is_file() or file.suffix != ".py":
         raise UserError(f"recipe={name!r}: there is no {file}; a recipe is {FORMS}")
-    file = Path(os.path.realpath(file.parent)) / file.name
+    file = file.parent.resolve() / file.name
     top, parts = file.parent, [file.stem]
     while not parts[1:] or (top / "__init__.py").is_file():
         parts.insert(0, top.name)
@@ -139,37 +133,23 @@ def _from_path(name: str) -> ModuleType:
     if str(top) not in sys.path:
         sys.path.append(str(top))
         importlib.invalidate_caches()
-    found = _spec(module_name)
-    if found is None or found.origin is None or Path(os.path.realpath(found.origin)) != Path(os.path.realpath(file)):
+    origin = spec.origin if _is_module(module_name) and (spec := importlib.util.find_spec(module_name)) else None
+    if origin is None or Path(origin).resolve() != file.resolve():
         taken = getattr(sys.modules.get(parts[0]), "__path__", ["an installed module"])
         raise UserError(
             f"recipe={name!r}: {file} would be imported as {module_name}, but {parts[0]} is {next(iter(taken))} "
             f"already; rename the folder {top / parts[0]}"
         )
-    return _imported(module_name, name)
+    return module_name
 
 
-def _from_module(name: str) -> ModuleType:
-    spec = _spec(name)
-    if spec is None:
-        raise UserError(
-            f"recipe={name!r}: Python finds no such module; it looks in the current folder, in PYTHONPATH and among "
-            f"installed packages. There are {', '.join(built_in_recipes())}; or give a path to a folder"
-        )
-    if spec.submodule_search_locations is not None and not hasattr(_imported(name, name), "overrides"):
-        inner = f"{name}.{Path(RECIPE_FILE).stem}"
-        if _spec(inner) is not None:
-            return _imported(inner, name)
-    return _imported(name, name)
-
-
-def _spec(module_name: str) -> ModuleSpec | None:
-    """Where Python would import it from; None if it or a package above it is not there."""
+def _is_module(module_name: str) -> bool:
+    """Whether Python finds it; what its packages raise goes on."""
     try:
-        return importlib.util.find_spec(module_name)
+        return importlib.util.find_spec(module_name) is not None
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            return None
+            return False
         error.add_note(f"raised while the packages of {module_name} were imported")
         raise
 

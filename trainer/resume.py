@@ -15,60 +15,29 @@ from trainer.checkpoint import find_checkpoint, read_state
 from verl_lite.config import OptimConfig, RunOptions, uncounted
 from verl_lite.errors import UserError
 
-FREE = (
-    "recipe",
-    "ray_kwargs.",
-    "data.val_files",
-    "data.val_batch_size",
-    "data.val_max_samples",
-    "data.filter_overlong_prompts_workers",
-    "model.tokenizer_path",  # the data's fingerprint tells if the tokens are others
-    "model.enable_gradient_checkpointing",
-    "model.checkpoint_steps",
-    "model.checkpoint_decode",
-    "model.activation_offload",
-    "model.offload_frozen",
-    "model.use_remove_padding",
-    "algorithm.filter_groups.max_num_gen_batches",
-    "reward.num_workers",
-    "reward.max_concurrent",
-    "reward.max_rpm",
-    "reward.timeout_s",
-    "reward.max_memory_mb",
-    "reward.max_error_rate",
-    "reward.overlong_buffer.log",
-    "reward.remote.max_retries",
-    "reward.remote.api_key_env",
-    "agentic.val_env_manager.",
-    "agentic.val_batch_size",
-    "agentic.logging_steps",
-    "agentic.env_pool.",
-    "rollout.val_kwargs.",
-    "rollout.calculate_log_probs",
-    "rollout.enforce_eager",
-    "rollout.free_cache_engine",
-    "rollout.gpu_memory_utilization",
-    "rollout.kv_cache_memory_mb",
-    "rollout.max_num_seqs",
-    "rollout.tensor_model_parallel_size",
-    "rollout.max_num_batched_tokens",
-    "rollout.update_weights_bucket_megabytes",
-    "trainer.",
+# `model.tokenizer_path`: the data's fingerprint tells if the tokens are others
+FREE = tuple(
+    """
+    recipe ray_kwargs. trainer. rollout.val_kwargs. agentic.val_env_manager. agentic.env_pool.
+    data.val_files data.val_batch_size data.val_max_samples data.filter_overlong_prompts_workers
+    model.tokenizer_path model.enable_gradient_checkpointing model.checkpoint_steps model.checkpoint_decode
+    model.activation_offload model.offload_frozen model.use_remove_padding
+    algorithm.filter_groups.max_num_gen_batches
+    reward.num_workers reward.max_concurrent reward.max_rpm reward.timeout_s reward.max_memory_mb reward.max_error_rate
+    reward.overlong_buffer.log reward.remote.max_retries reward.remote.api_key_env
+    agentic.val_batch_size agentic.logging_steps
+    rollout.calculate_log_probs rollout.enforce_eager rollout.free_cache_engine rollout.gpu_memory_utilization
+    rollout.kv_cache_memory_mb rollout.max_num_seqs rollout.tensor_model_parallel_size rollout.max_num_batched_tokens
+    rollout.update_weights_bucket_megabytes
+    """.split()
 )
 """Keys, and beginnings of keys, that may differ: results do not depend on them."""
 
-FREE_LEAVES = (
-    "use_dynamic_bsz",
-    "max_token_len_per_gpu",
-    "micro_batch_size_per_gpu",
-    "log_prob_chunk_tokens",
-    "param_offload",
-    "optimizer_offload",
-    "reshard_after_forward",
-    "reduce_every_micro_batch",
-    "fsdp_size",
-    "min_num_params",
-    "calculate_entropy",
+FREE_LEAVES = tuple(
+    """
+    use_dynamic_bsz max_token_len_per_gpu micro_batch_size_per_gpu log_prob_chunk_tokens param_offload
+    optimizer_offload reshard_after_forward reduce_every_micro_batch fsdp_size min_num_params calculate_entropy
+    """.split()
 )
 """The same by how a key ends: how the work is cut, and where it waits."""
 
@@ -94,21 +63,19 @@ def is_bound(name: str, config: RunOptions) -> bool:
     if name in ("trainer.total_training_steps", "trainer.total_epochs"):
         return any(
             optim.lr_scheduler_type != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
-            for optim in optimizers(config)
+            for optim in _optimizers(config)
         )
-    if name in BOUND:
-        return True
-    return not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
+    return name in BOUND or not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
 
 
-def optimizers(config: Any) -> Iterator[OptimConfig]:
+def _optimizers(config: Any) -> Iterator[OptimConfig]:
     """The options of every optimizer in a configuration."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, OptimConfig):
             yield value
         elif dataclasses.is_dataclass(value):
-            yield from optimizers(value)
+            yield from _optimizers(value)
 
 
 def differing_keys(saved: Mapping[str, Any], config: RunOptions, allowed: Collection[str] = ()) -> list[str]:

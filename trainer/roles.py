@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,13 @@ from trainer.requirements import (
     cut_of_reward_model,
     cut_of_update,
     cut_of_values,
+    estimator_takes,
     is_on_policy,
+    loss_takes,
     needs_old_log_prob,
-    needs_rollout_is_weights,
-    needs_scores,
-    needs_selected,
-    needs_sum_pi_squared,
 )
 from trainer.rewards.model_inputs import RewardInputs
-from trainer.saving import Checkpointable, SavedByWorkers
+from trainer.saving import SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
@@ -65,8 +63,7 @@ class ModelRole:
     """What roles with a model share: a worker group, and batches planned for its ranks."""
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
-        self.group = group
-        self.config = config
+        self.group, self.config = group, config
 
     @property
     def world_size(self) -> int:
@@ -90,11 +87,11 @@ class ModelRole:
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
         """mini_batch_size: prompts of an optimizer step; -1 = all. shuffle_seed: None = rows in order."""
-        is_whole = mini_batch_size == -1
+        rows = None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n)
         return plan_batch(
             batch.batch["attention_mask"].sum(1).numpy(),
             world_size=self.group.world_size,
-            mini_batch_size=None if is_whole else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n),
+            mini_batch_size=rows,
             max_token_len=cut.max_token_len,
             micro_batch_size=cut.micro_batch_size,
             epochs=epochs,
@@ -137,7 +134,7 @@ class ActorRole(ModelRole, SavedByWorkers):
             cut_of_log_probs(self.config, rollout),
             temperature=rollout.temperature,
             calculate_entropy=True,
-            calculate_sum_pi_squared=needs_sum_pi_squared(self.config),
+            calculate_sum_pi_squared=estimator_takes(self.config, "sum_pi_squared"),
         )
 
     def update(self, batch: DataProto, step: int) -> Metrics:
@@ -156,9 +153,9 @@ class ActorRole(ModelRole, SavedByWorkers):
             columns.append("old_log_probs")
         elif config.rollout.calculate_log_probs:
             columns.append("rollout_log_probs")
-        chosen = loss_columns(batch, config, step)
+        chosen, correction = loss_columns(batch, config, step), config.algorithm.rollout_correction
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
-        columns += ["rollout_is_weights"] if needs_rollout_is_weights(config) else []
+        columns += ["rollout_is_weights"] if correction.rollout_is and not correction.bypass_mode else []
         data = batch | DataProto.from_dict(chosen)
         data = self.arrange(data, plan, [*columns, *chosen], temperature=config.rollout.temperature)
         metrics = combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
@@ -173,31 +170,23 @@ class ActorRole(ModelRole, SavedByWorkers):
 def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, torch.Tensor]:
     """selected (B, R) bool and scores (B,), where the policy loss names them.
 
-    Reads response_mask; for selected also old_log_probs and advantages; for scores token_level_scores. A random choice
-    follows from trainer.seed and the step.
+    selected: tokens chosen over the whole batch, by the policy of before the update; the same ones in each epoch. A
+    random choice follows from trainer.seed and the step.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    if needs_selected(config):
-        tensors["selected"] = _selected(batch, config, step)
-    if needs_scores(config):
+    tensors, loss_mode = {}, config.actor.policy_loss.loss_mode
+    if loss_takes(config, "selected"):
+        if loss_mode not in TOKEN_SELECTIONS:
+            raise UserError(
+                f"actor.policy_loss.loss_mode={loss_mode} takes `selected`, and nothing says how tokens are chosen: "
+                "add a function to verl_lite.algos.covariance_losses.TOKEN_SELECTIONS under its name"
+            )
+        seed = int(np.random.SeedSequence([config.trainer.seed, step]).generate_state(1)[0])
+        columns = (batch.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
+        generator = torch.Generator().manual_seed(seed)
+        tensors["selected"] = TOKEN_SELECTIONS[loss_mode](*columns, config.actor, generator=generator)
+    if loss_takes(config, "scores"):
         tensors["scores"] = outcome_scores(batch.batch["token_level_scores"], batch.batch["response_mask"])
     return tensors
-
-
-def _selected(batch: DataProto, config: PPOConfig, step: int) -> torch.Tensor:
-    """Tokens chosen over the whole batch, by the policy of before the update; the same ones in each epoch."""
-    loss_mode = config.actor.policy_loss.loss_mode
-    if loss_mode not in TOKEN_SELECTIONS:
-        raise UserError(
-            f"actor.policy_loss.loss_mode={loss_mode} takes `selected`, and nothing says how its tokens are chosen: "
-            "add a function to verl_lite.algos.covariance_losses.TOKEN_SELECTIONS under its name"
-        )
-    seed = int(np.random.SeedSequence([config.trainer.seed, step]).generate_state(1)[0])
-    return TOKEN_SELECTIONS[loss_mode](
-        *(batch.batch[name] for name in ("old_log_probs", "advantages", "response_mask")),
-        config.actor,
-        generator=torch.Generator().manual_seed(seed),
-    )
 
 
 class AgentRole(ActorRole):
@@ -208,8 +197,7 @@ class AgentRole(ActorRole):
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
         super().__init__(group, config)
-        agentic = config.agentic
-        self.group_filter = make_group_filter(agentic, agentic.train_env_manager, "train")
+        self.group_filter = make_group_filter(config.agentic, config.agentic.train_env_manager, "train")
 
     def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         """Starts these groups and returns."""
@@ -222,18 +210,6 @@ class AgentRole(ActorRole):
         """Waits for the groups begun under this key. One entry for each engine."""
         results = self.group.run_episodes(key)
         return [results[rank] for rank in self.group.mesh("rollout").collecting]
-
-
-class Critic(Checkpointable, Protocol):
-    """The value function, as the driver sees it: trained where the estimator needs values."""
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        """values (B, R) of the batch."""
-        ...
-
-    def update(self, batch: DataProto, step: int) -> Metrics:
-        """Fits the values to the returns."""
-        ...
 
 
 class CriticRole(ModelRole, SavedByWorkers):
@@ -270,24 +246,22 @@ class ReferenceRole(ModelRole):
 class RewardModelRole(ModelRole):
     """The reward model, as the driver sees it.
 
-    inputs: what it reads of a batch. weight: what its score counts times, beside that of the reward function.
+    inputs: what it reads of a batch. weight: the factor of its score, beside that of the reward function.
     """
 
     def __init__(self, group: WorkerGroup, config: PPOConfig, inputs: RewardInputs) -> None:
         super().__init__(group, config)
-        self.inputs = inputs
-        self.weight = config.reward_model.weight
+        self.inputs, self.weight = inputs, config.reward_model.weight
 
     def score(self, batch: DataProto) -> list[RewardResult]:
         """A score for each row, 0 for an empty answer; failed where the model cannot read the row, or gives no finite
         number."""
         rows, errors = self.inputs(batch)
-        cut = cut_of_reward_model(self.config)
-        scores = self.infer(self.group.compute_rm_score, rows, cut).batch["rm_scores"].tolist()
-        return [_reward_result(score, error) for score, error in zip(scores, errors, strict=True)]
-
-
-def _reward_result(score: float, error: str | None) -> RewardResult:
-    if error is None and not math.isfinite(score):
-        error = f"The reward model gave {score}; expected a finite number."
-    return RewardResult(score) if error is None else RewardResult.failure(error)
+        scored = self.infer(self.group.compute_rm_score, rows, cut_of_reward_model(self.config))
+        scores = scored.batch["rm_scores"].tolist()
+        results = []
+        for score, error in zip(scores, errors, strict=True):
+            if error is None and not math.isfinite(score):
+                error = f"The reward model gave {score}; expected a finite number."
+            results.append(RewardResult(score) if error is None else RewardResult.failure(error))
+        return results

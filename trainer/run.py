@@ -11,8 +11,6 @@ import fcntl
 import os
 import shlex
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -65,16 +63,14 @@ class Outcome(final_report.Outcome, Protocol):
 
 
 class Trainer(Protocol):
-    """What a job builds."""
+    """What a job builds; `fit` trains and returns an `Outcome`."""
 
     saver: Saver
 
     @property
     def steps(self) -> StepCounter: ...
 
-    def fit(self) -> Any:
-        """Trains; returns an `Outcome`."""
-        ...
+    def fit(self) -> Any: ...
 
 
 @dataclass
@@ -147,14 +143,15 @@ class Job(Generic[Options]):
 def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
     """Does what a command line asks for: the help, the configuration, or the run. Returns the exit status.
 
+    Where a worker was lost it tries again from the last checkpoint, as often as trainer.max_retries says.
+
     Args:
         parts: more arguments of the job.
     """
-    loader = recipe_overrides if job_class.default_recipe is not None else None
-    loaded = load_schema(argv, job_class.options, recipe_loader=loader, default_recipe=job_class.default_recipe or "")
+    recipes = job_class.default_recipe
+    loader = recipe_overrides if recipes is not None else None
+    loaded = load_schema(argv, job_class.options, recipe_loader=loader, default_recipe=recipes or "")
     config: Options = loaded.config
-    command = ["python", "-m", job_class.module, *argv]
-
     if loaded.action == "help":
         print(help_text(loaded))
         return 0
@@ -163,12 +160,28 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
     if loaded.action == "print":
         print(print_config(loaded))
         return 0
-    check_trackers(config.trainer.logger)
-
-    def attempt(stack: ExitStack) -> int:
-        return train(job_class(config, slots, Console(verbosity=loaded.verbosity), **parts), loaded, command, stack)
-
-    return with_retries(config, command, attempt)
+    trainer, command = config.trainer, ["python", "-m", job_class.module, *argv]
+    check_trackers(trainer.logger)
+    lost: Exception | None = None
+    for retries_left in range(trainer.max_retries, -1, -1):
+        job = job_class(config, slots, Console(verbosity=loaded.verbosity), **parts)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(guarded())
+                return train(job, loaded, command, stack)
+        except (WorkerDiedError, StalledError) as error:
+            if not retries_left or isinstance(error, ClusterLostError):  # this process cannot join another
+                raise
+            lost = error
+            print(failure_text(error), file=sys.stderr)
+            print(f"Starting again from the last checkpoint; trainer.max_retries leaves {retries_left - 1} more.")
+        except NoRoomError as error:
+            if lost is None:
+                raise
+            lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, run_folder(config))}")
+            raise lost from None
+        trainer.resume_mode, trainer.resume_from_path = "auto", None
+    raise AssertionError("the last try returns or raises")
 
 
 def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], stack: ExitStack) -> int:
@@ -192,15 +205,20 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     if plan:
         console.print(plan)
         console.start(total_steps)
+
+    def tell_idle_options(at_end: bool = False) -> None:
+        if line := idle_options(loaded, worker_reads(), at_end):
+            console.note(line)
+
     with (
         Tracking(run_dir, config, console) as tracking,
         job.build(tracking) as trainer,
         stopping_on_signal(trainer.steps.stop, console.note),
         dump_on_failure(trainer, run_dir),
     ):
-        tracking.after_first_step = lambda: tell_idle_options(loaded, console)
+        tracking.after_first_step = tell_idle_options
         result = trainer.fit()
-        tell_idle_options(loaded, console, at_end=True)
+        tell_idle_options(at_end=True)
     report = job.report(trainer, result)
     for part in [*report.lines, closing_findings(run_dir) if plan else None]:
         if part:
@@ -210,12 +228,6 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         console.print(how_to_continue(command, run_dir))
         return INTERRUPTED
     return 0
-
-
-def tell_idle_options(loaded: LoadedConfig[Options], console: Console, at_end: bool = False) -> None:
-    """A line about what the user set and nothing has read, here and in the workers."""
-    if line := idle_options(loaded, worker_reads(), at_end):
-        console.note(line)
 
 
 def dry_run(job: Job[Options], loaded: LoadedConfig[Options]) -> int:
@@ -230,33 +242,6 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options]) -> int:
     job.console.print(text)
     job.console.print(f"Nothing was started (trainer.dry_run=true). All options: {job.run_dir / 'dry_run.yaml'}")
     return 0 if fits else WRONG_INPUT
-
-
-# ------------------------------------------------------------------------------------------------- tries and devices
-
-
-def with_retries(config: RunOptions, command: list[str], attempt: Callable[[ExitStack], int]) -> int:
-    """Tries again from the last checkpoint where a worker was lost, as often as trainer.max_retries says; returns the
-    exit status."""
-    lost: WorkerDiedError | StalledError | None = None
-    for retries_left in range(config.trainer.max_retries, -1, -1):
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(guarded())
-                return attempt(stack)
-        except (WorkerDiedError, StalledError) as error:
-            if not retries_left or isinstance(error, ClusterLostError):  # which cannot be joined anew by this process
-                raise
-            lost = error
-            print(failure_text(error), file=sys.stderr)
-            print(f"Starting again from the last checkpoint; trainer.max_retries leaves {retries_left - 1} more.")
-        except NoRoomError as error:
-            if lost is None:
-                raise
-            lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, run_folder(config))}")
-            raise lost from None
-        config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
-    raise AssertionError("the last try returns or raises")
 
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
@@ -275,11 +260,8 @@ def resolve_slots(config: RunOptions) -> int:
     """Fills in trainer.n_gpus_per_node; returns the number of slots of the run, over all machines."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
-        available = available_devices(config)
-        on_cpu = device_type(trainer.device) == "cpu"
-        trainer.n_gpus_per_node = min(MOST_DEFAULT_CPU_SLOTS, available) if on_cpu else available
-        if trainer.backend == "inline":
-            trainer.n_gpus_per_node = 1
+        most = MOST_DEFAULT_CPU_SLOTS if device_type(trainer.device) == "cpu" else sys.maxsize
+        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else min(most, available_devices(config))
     return trainer.n_gpus_per_node * trainer.nnodes
 
 
@@ -292,11 +274,8 @@ def run_folder(config: RunOptions) -> Path:
 
 
 def make_run_dir(config: RunOptions) -> Path:
-    """Makes the run folder.
-
-    Raises:
-        UserError: it cannot be made or written to, or holds another run that is not to be resumed.
-    """
+    """Makes the run folder. Raises UserError if it cannot be made or written to, or holds another run that is not to be
+    resumed."""
     run_dir = run_folder(config)
     taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if taken and config.trainer.resume_mode == "disable":
@@ -306,8 +285,7 @@ def make_run_dir(config: RunOptions) -> Path:
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
+        (run_dir / LOCK).touch()
     except OSError as error:
         raise UserError(
             f"trainer.default_local_dir={run_dir} cannot be written to ({error.strerror}): give a folder of yours on a "
@@ -318,15 +296,11 @@ def make_run_dir(config: RunOptions) -> Path:
 
 @contextmanager
 def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Inside, no other run can write to this folder. The kernel takes the lock off a process that is killed.
-
-    Raises:
-        UserError: one does already.
-    """
+    """Inside, no other run can write to this folder; UserError if one does already. The kernel takes the lock off a
+    process that is killed."""
     path = run_dir / LOCK
-    with ExitStack() as stack:
+    with path.open("a") as file:
         try:
-            file = stack.enter_context(path.open("a"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
@@ -335,19 +309,17 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
             ) from None
         except OSError as error:
             log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
-        else:
-            since, user = time.strftime("%Y-%m-%d %H:%M:%S"), psutil.Process().username()
-            path.write_text(f"pid {os.getpid()} of user {user}, since {since}", encoding="utf-8")
-            stack.callback(path.write_text, "")  # nobody has it any more
-        yield
+        path.write_text(f"pid {os.getpid()} of user {psutil.Process().username()}", encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text("")  # nobody has it any more
 
 
 def check_run_dir(job: Job[Options], total_steps: int) -> None:
     """Raises UserError where the run cannot continue from what the folder has, or its checkpoints find no room."""
-    trainer, began = job.config.trainer, time.perf_counter()
-    whole = whole_checkpoint(job.run_dir, trainer.resume_mode, trainer.resume_from_path, job.console.note)
-    if whole is not None and (seconds := time.perf_counter() - began) > 1:
-        job.console.note(f"every byte of {whole} was checked, in {seconds:.1f} s")
+    trainer = job.config.trainer
+    whole_checkpoint(job.run_dir, trainer.resume_mode, trainer.resume_from_path, job.console.note)
     if job.continues:
         refuse_another_run(job.config, job.run_dir, total_steps, job.to_look.format(run_dir=job.run_dir))
         require_room_for_checkpoints(trainer, job.run_dir, total_steps, job.checkpoint_bytes())

@@ -7,7 +7,6 @@ left to train it is an error.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.checkpoint import (
-    MANIFEST,
     STATE,
     DiskFull,
     expected_size,
     find_checkpoint,
-    folder_bytes,
-    note_score,
     open_draft,
     prune,
     publish,
@@ -35,7 +31,6 @@ from trainer.requirements import needs_critic
 from trainer.resume import flat_config
 from trainer.steps import StepCounter
 from verl_lite.config import PPOConfig, RunConfig, RunOptions
-from verl_lite.errors import UserError
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.safe_state import write_state
 from verl_lite.single_controller.worker_group import WorkerGroup
@@ -103,23 +98,14 @@ class Saver:
         frequency, is_stopped = self.trainer.save_freq, steps.must_stop()
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
-    def save(
-        self,
-        steps: StepCounter,
-        state: Mapping[str, Any] | None = None,
-        at: tuple[int, Mapping[str, Any]] | None = None,
-    ) -> None:
+    def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
         """Writes the checkpoint of this step; with trainer.async_save the models' files while training goes on.
 
-        Without room on the disk `is_overdue` is set, and the next step should try again; on the last one DiskFull.
-
-        Args:
-            state: what the trainer goes on from, besides options, steps and random states.
-            at: another step and the state of `steps` after it, in place of those of now; the last of this run.
+        state: what the trainer goes on from, besides options, steps and random states. Without room on the disk the
+        next step should try again (`is_due`); on the last one DiskFull.
         """
-        step, position = at or (steps.global_step, steps.state_dict())
-        whole = {"config": flat_config(self.config), "steps": dict(position), "random": get_random_state()}
-        is_last = at is not None or steps.is_last or steps.stopping
+        step, is_last = steps.global_step, steps.is_last or steps.stopping
+        whole = {"config": flat_config(self.config), "steps": steps.state_dict(), "random": get_random_state()}
         try:
             self._collect()
             draft = open_draft(self.run_dir, step, self.expected_bytes)
@@ -128,10 +114,10 @@ class Saver:
                     learner.save(str(draft / name), background=self.trainer.async_save)
                 write_state(draft / STATE, whole | dict(state or {}))
             self._written = step, draft
-            if is_last or not self.trainer.async_save:
-                self._collect()
             if is_last:
                 self.finish()
+            elif not self.trainer.async_save:
+                self._collect()
         except DiskFull as error:
             if is_last:
                 raise
@@ -162,20 +148,14 @@ class Saver:
         self._publishing = self._thread.submit(self._publish, step, draft)
 
     def _join(self) -> None:
-        if self._publishing is None:
-            return
-        publishing, self._publishing = self._publishing, None
-        is_first, self.newest = self.newest is None, publishing.result()
-        if is_first:
-            seconds = json.loads((self.newest / MANIFEST).read_text(encoding="utf-8"))["hashing_seconds"]
-            size = folder_bytes(self.newest) / 1e9
-            self.log(f"a checkpoint has {size:.3g} GB; its files were hashed beside the training, in {seconds:.2g} s")
+        if self._publishing is not None:
+            publishing, self._publishing = self._publishing, None
+            self.newest = publishing.result()
 
     def _publish(self, step: int, draft: Path) -> Path:
         with removed_on_failure(draft, self.expected_bytes):
             folder = publish(self.run_dir, step)
-        options = self.trainer
-        prune(self.run_dir, options.max_actor_ckpt_to_keep, options.max_best_ckpt_to_keep, options.best_ckpt_mode)
+        prune(self.run_dir, self.trainer.max_actor_ckpt_to_keep)
         return folder
 
     def restore(self, steps: StepCounter) -> dict[str, Any] | None:
@@ -191,31 +171,11 @@ class Saver:
         set_random_state(state["random"])
         return state
 
-    def note_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps the score of a step, by which the best checkpoints stay.
-
-        Raises UserError if trainer.best_ckpt_metric is not among the metrics.
-        """
-        if not self.trainer.max_best_ckpt_to_keep:
-            return
-        name = self.trainer.best_ckpt_metric
-        core = [value for key, value in metrics.items() if key.startswith("val-core/")]
-        if name is not None and name not in metrics:
-            raise UserError(
-                f"trainer.best_ckpt_metric={name}: the validation gives no such metric; it gives "
-                f"{', '.join(sorted(metrics))}. Name one of these, or leave it out for the mean of val-core/*"
-            )
-        if name is None and not core:  # every reward failed: the step has no score
-            return
-        note_score(self.run_dir, step, metrics[name] if name is not None else sum(core) / len(core))
-
 
 def checkpoint_bytes(config: PPOConfig) -> int:
     """About the size of one checkpoint: weights and moments of what learns."""
-    count = count_trained(config.model)
-    if needs_critic(config):
-        count += count_parameters(critic_network(config))
-    return count * BYTES_PER_PARAMETER
+    critic = count_parameters(critic_network(config)) if needs_critic(config) else 0
+    return (count_trained(config.model) + critic) * BYTES_PER_PARAMETER
 
 
 def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
@@ -225,14 +185,12 @@ def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
     written = 1 if trainer.save_freq < 0 else math.ceil(total_steps / trainer.save_freq)
     if trainer.max_actor_ckpt_to_keep is None:
         return written
-    return min(written, trainer.max_actor_ckpt_to_keep + trainer.max_best_ckpt_to_keep + 1)
+    return min(written, trainer.max_actor_ckpt_to_keep + 1)
 
 
 def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, one: int) -> None:
     """Raises DiskFull, before anything heavy starts, unless all checkpoints that are still to come find room.
 
     one: bytes of one checkpoint, about, where there is none yet."""
-    most = most_checkpoints(trainer, total_steps)
-    if most:
-        count = max(1, most - len(saved_steps(run_dir)))
-        require_space(run_dir, count * expected_size(run_dir, one), count=count)
+    if most := most_checkpoints(trainer, total_steps):
+        require_space(run_dir, max(1, most - len(saved_steps(run_dir))) * expected_size(run_dir, one))

@@ -20,19 +20,17 @@ from verl_lite.errors import during
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan
 
-RESPONSE_STAGES = ("gen",)
 WHOLE_SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
 @dataclass(frozen=True)
 class _Lengths:
-    """Of the rows that count."""
+    """Of the rows that count: those with an answer whose reward did not fail, also where the rollout correction rejects
+    them; fillers aside."""
 
     counted: torch.Tensor  # (B,) bool
     prompt: torch.Tensor  # (b,) tokens
     response: torch.Tensor  # (b,) tokens, those of tools and environments included
-    width: int  # R
-    prompt_width: int  # P
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
@@ -50,26 +48,30 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
       frac_reward_zero_std              share of prompts with several answers, all of the same score: nothing to learn
     """
     tensors = batch.batch
-    lengths = _lengths(batch)
+    lengths, width = _lengths(batch), tensors["responses"].shape[-1]
     counted = lengths.counted
     mask = (tensors["response_mask"] != 0) & counted[:, None]
     scores = tensors["token_level_scores"].sum(-1)[counted]
-    advantages, returns = tensors["advantages"][mask], tensors["returns"][mask]
+    returns = tensors["returns"][mask]
     metrics = {
         **summary("critic/score", scores),
         **summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[counted]),
-        **summary("critic/advantages", advantages),
+        **summary("critic/advantages", tensors["advantages"][mask]),
         **summary("critic/returns", returns),
         **summary("response_length", lengths.response),
         **summary("prompt_length", lengths.prompt),
-        **_aborted(batch),
     }
+    answers = tensors["attention_mask"][~_fillers(batch), -width:]
+    if len(answers):
+        metrics["response/aborted_ratio"] = _mean(answers.sum(-1) == 0)
     if len(scores):
-        metrics["response_length/clip_ratio"] = _mean(_is_cut_off(batch, lengths))
-        metrics["prompt_length/clip_ratio"] = _mean(lengths.prompt == lengths.prompt_width)
+        is_cut_off = lengths.response == width
+        if "finish_reason" in batch.non_tensor_batch:  # one that ends by itself at the last possible token is not
+            is_cut_off = torch.from_numpy(batch.non_tensor_batch["finish_reason"][counted.numpy()] == "length")
+        metrics["response_length/clip_ratio"] = _mean(is_cut_off)
+        metrics["prompt_length/clip_ratio"] = _mean(lengths.prompt == tensors["attention_mask"].shape[-1] - width)
     if "uid" in batch.non_tensor_batch:
-        uid = batch.non_tensor_batch["uid"][counted.numpy()]
-        metrics |= frac_reward_zero_std(scores, uid)
+        metrics |= frac_reward_zero_std(scores, batch.non_tensor_batch["uid"][counted.numpy()])
     if use_critic:
         values = tensors["values"][mask]
         metrics |= summary("critic/values", values)
@@ -102,13 +104,10 @@ def timed(timing: dict[str, float], name: str, step: int, within: str | None = N
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """timing_s/<stage>, and timing_per_token_ms/<stage>: over answer tokens for gen, over all tokens for the rest.
-
-    timing_raw: seconds by stage.
-    """
+    """timing_s/<stage>, and timing_per_token_ms/<stage>: over answer tokens for gen, over all tokens for the rest."""
     lengths = _lengths(batch)
     response, whole = int(lengths.response.sum()), int(lengths.response.sum() + lengths.prompt.sum())
-    tokens = dict.fromkeys(RESPONSE_STAGES, response) | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
+    tokens = {"gen": response} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name, count in tokens.items():
         if name in timing_raw and count:
@@ -117,10 +116,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 
 def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """perf/total_num_tokens (prompts and answers), perf/time_per_step (s), perf/throughput (tokens/s per device).
-
-    timing_raw: seconds by stage, "step" among them.
-    """
+    """perf/total_num_tokens (prompts and answers), perf/time_per_step (s), perf/throughput (tokens/s per device)."""
     lengths = _lengths(batch)
     total, seconds = int(lengths.response.sum() + lengths.prompt.sum()), timing_raw["step"]
     metrics = {"perf/total_num_tokens": float(total), "perf/time_per_step": seconds}
@@ -156,39 +152,13 @@ def _fillers(batch: DataProto) -> torch.Tensor:
 
 def _lengths(batch: DataProto) -> _Lengths:
     tensors = batch.batch
-    width = tensors["responses"].shape[-1]
-    attention = tensors["attention_mask"]
-    counted = _is_scored(batch) & ~_fillers(batch)
-    return _Lengths(
-        counted=counted,
-        prompt=attention[counted, :-width].sum(-1),
-        response=attention[counted, -width:].sum(-1),
-        width=width,
-        prompt_width=attention.shape[-1] - width,
-    )
-
-
-def _is_scored(batch: DataProto) -> torch.Tensor:
-    """(B,) bool: rows with an answer whose reward did not fail; also those that the rollout correction rejects."""
-    tensors = batch.batch
-    if "reward_failed" not in batch.non_tensor_batch:
-        return (tensors["response_mask"] != 0).any(-1)
-    is_answered = (tensors["attention_mask"][:, -tensors["responses"].shape[-1] :] != 0).any(-1)
-    return is_answered & ~torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
-
-
-def _is_cut_off(batch: DataProto, lengths: _Lengths) -> torch.Tensor:
-    """(b,) bool, by what the engine said: an answer that ends by itself at the last possible token is not cut off."""
-    if "finish_reason" in batch.non_tensor_batch:
-        reasons = batch.non_tensor_batch["finish_reason"][lengths.counted.numpy()]
-        return torch.tensor([reason == "length" for reason in reasons])
-    return lengths.response == lengths.width
-
-
-def _aborted(batch: DataProto) -> dict[str, float]:
-    tensors = batch.batch
-    answers = tensors["attention_mask"][~_fillers(batch), -tensors["responses"].shape[-1] :]
-    return {"response/aborted_ratio": _mean(answers.sum(-1) == 0)} if len(answers) else {}
+    attention, width = tensors["attention_mask"], tensors["responses"].shape[-1]
+    counted = (tensors["response_mask"] != 0).any(-1)
+    if "reward_failed" in batch.non_tensor_batch:
+        is_answered = (attention[:, -width:] != 0).any(-1)
+        counted = is_answered & ~torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
+    counted = counted & ~_fillers(batch)
+    return _Lengths(counted, attention[counted, :-width].sum(-1), attention[counted, -width:].sum(-1))
 
 
 def _mean(values: torch.Tensor) -> float:

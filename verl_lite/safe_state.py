@@ -24,32 +24,19 @@ _NUMPY = [
     np.dtype,
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
-
-_METADATA = {
-    "pathlib": {"PosixPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+_METADATA = {  # what the index of a torch.distributed checkpoint is made of, by module; and any torch.dtype
+    "pathlib": "PosixPath",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
 }
-"""What the index of a torch.distributed checkpoint is made of, by module; and any torch.dtype."""
+_DAMAGE = (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError, ImportError)
 
 
 def write_state(path: Path, state: Any) -> None:
-    """Writes a state.
-
-    Raises:
-        TypeError: it holds an object of a type that is not allowed, so that it could not be read again.
-    """
+    """Writes a state. Raises TypeError if it holds an object that could not be read again."""
     torch.save(state, path)
     with safe_globals(_NUMPY):
         unknown = get_unsafe_globals_in_checkpoint(path)
@@ -62,43 +49,34 @@ def write_state(path: Path, state: Any) -> None:
 
 
 def read_state(path: Path) -> Any:
-    """What `write_state` wrote.
-
-    Raises:
-        UserError: the file is damaged, or names something that could run.
-    """
+    """What `write_state` wrote. Raises UserError if the file is damaged, or names something that could run."""
     try:
         with safe_globals(_NUMPY):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        why = str(error).split("Please file an issue")[0].splitlines()[-1].strip()
-        raise UserError(f"{path} is not opened, because it may run code when it is read: {why}") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
+    except (pickle.UnpicklingError, *_DAMAGE) as error:
+        raise _refusal(path, error) from None
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if name not in _METADATA.get(module, ()):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _METADATA.get(module, "").split():
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
 
 def read_metadata(path: Path) -> Any:
-    """The index of a torch.distributed checkpoint, its file .metadata, a `Metadata`.
-
-    Raises:
-        UserError: the file is damaged, or names something that could run, or files outside its folder.
-    """
+    """The index of a torch.distributed checkpoint, its file .metadata, a `Metadata`. Raises UserError if it is damaged,
+    or names something that could run, or files outside its folder."""
     try:
         metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        outside = [str(place.relative_path) for place in (metadata.storage_data or {}).values()]
-        if any(Path(name).name != name for name in outside):
+        if any(Path(place.relative_path).name != place.relative_path for place in metadata.storage_data.values()):
             raise pickle.UnpicklingError("it points to files outside its folder")
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path} is not opened: it is damaged or may run code when it is read, {error}") from None
-    except (EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError, ImportError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    return metadata
+        return metadata
+    except (pickle.UnpicklingError, *_DAMAGE) as error:
+        raise _refusal(path, error) from None
+
+
+def _refusal(path: Path, error: Exception) -> UserError:
+    why = str(error).split("Please file an issue")[0].strip().splitlines()[-1:] or [repr(error)]
+    return UserError(f"{path} is not opened: it is damaged, or may run code when it is read: {why[0].strip()}")

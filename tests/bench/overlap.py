@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench overlap", description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     rounds = parser.parse_args(argv).rounds
-    from trainer.environment import prepare_driver
+    from trainer.cli import prepare_driver
 
     prepare_driver()
     from tests.bench.step_task import make_task

@@ -128,7 +128,7 @@ def in_a_process(argv: list[str]) -> dict[str, Any]:
 
 def measure(argv: list[str]) -> None:
     """Runs the command and prints (predicted, measured) bytes by phase, of the last step."""
-    from trainer.environment import prepare_driver
+    from trainer.cli import prepare_driver
 
     prepare_driver()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -147,7 +147,7 @@ def measure(argv: list[str]) -> None:
 
     class Watched(RayPPOTrainer):
         @classmethod
-        def claim(cls, *arguments: Any) -> None:
+        def check_folder(cls, *arguments: Any) -> None:
             import_libraries()
             baseline.append(status_bytes("VmRSS"))
 

@@ -16,7 +16,7 @@ from tests.bench.step_task import LEARNING_RATE, PROMPTS_PER_STEP, SAMPLES, Leng
 def main() -> None:
     """argv: task folder, JSON of Lengths, file descriptor for answers, then more overrides."""
     folder, lengths, answers = Path(sys.argv[1]), Lengths(**json.loads(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
-    from trainer.environment import prepare_driver
+    from trainer.cli import prepare_driver
 
     prepare_driver()
     from trainer.build import run_ppo

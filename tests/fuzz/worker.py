@@ -50,7 +50,7 @@ def main() -> None:
 
 def prepare() -> None:
     """Imports what a run needs, and puts Ray and vLLM out of reach."""
-    from trainer.environment import prepare_driver
+    from trainer.cli import prepare_driver
 
     prepare_driver()
     import trainer.build

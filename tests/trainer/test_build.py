@@ -11,7 +11,6 @@ from tests.fuzz.cases import good_row
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer.build import check_context, check_vocabulary
 from trainer.data.prompts import PromptDataset
-from trainer.resources import error_prefix
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig
 from verl_lite.errors import UserError
 
@@ -35,8 +34,3 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(UserError, match="data.train_files: .* token .*knows the tokens 0 to 63.*tokenizer_path"):
             check_vocabulary(config, [data])
-
-
-def test_what_is_wrong_with_a_model_is_said_of_its_section() -> None:
-    with pytest.raises(UserError, match="^critic.model.path=x"), error_prefix("critic."):
-        raise UserError("model.path=x")

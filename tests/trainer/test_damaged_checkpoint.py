@@ -56,10 +56,10 @@ def truncate(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
-    [(flip_a_bit, "the bytes of actor/.*distcp are not"), (truncate, "were written"), (Path.unlink, "is missing")],
+    "harm",
+    [flip_a_bit, truncate, Path.unlink],
 )
-def test_auto_goes_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path, harm: Any, said: str) -> None:
+def test_auto_goes_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path, harm: Any) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     told: list[str] = []
     assert whole_checkpoint(tmp_path, "auto", None, told.append) == second and told == []
@@ -73,14 +73,11 @@ def test_a_damaged_one_that_was_named_is_refused_with_the_others(tmp_path: Path)
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     flip_a_bit(second / "data.pt")
     with pytest.raises(
-        UserError, match=f"global_step_2 is damaged: the bytes of data.pt .* Others of its run: {first}"
+        UserError, match=f"global_step_2 is damaged: .* written: data.pt. Others of its run: {first}"
     ):
         whole_checkpoint(tmp_path, "resume_path", str(second), pytest.fail)
     (second / "manifest.json").write_text("{")
-    assert damage_of(second, pytest.fail) == "manifest.json cannot be read"
-    (second / "manifest.json").unlink()
-    told: list[str] = []
-    assert damage_of(second, told.append) is None and "older versions" in told[0]
+    assert damage_of(second) == "manifest.json is missing or cannot be read"
 
 
 def test_shards_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
@@ -95,13 +92,13 @@ def test_shards_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
 def test_nothing_in_a_checkpoint_runs_when_it_is_read(tmp_path: Path) -> None:
     folder, witness = save(tmp_path, 1), tmp_path / "ran"
     torch.save({"config": Runs(witness)}, folder / "data.pt")
-    with pytest.raises(UserError, match="data.pt is not opened, because it may run code"):
+    with pytest.raises(UserError, match="data.pt is not opened: .* may run code"):
         read_state(folder)
     torch.save({"python": Runs(witness)}, folder / "actor" / "random_0.pt")
     with pytest.raises(UserError, match="is not opened"):
         load_random_state(str(folder / "actor"), 0)
     (folder / "actor" / ".metadata").write_bytes(pickle.dumps(Runs(witness)))
-    with pytest.raises(UserError, match="is not opened: .* it names posix.system"):
+    with pytest.raises(UserError, match="is not opened: .*posix.system"):
         read_metadata(folder / "actor" / ".metadata")
     dcp.save({"scheduler_step": Runs(witness)}, checkpoint_id=tmp_path / "shards", no_dist=True)
     with pytest.raises(UserError, match="damaged or incomplete"):
@@ -139,5 +136,5 @@ def test_checkpoints_that_are_there_already_need_no_room(tmp_path: Path, monkeyp
         write_checkpoint(tmp_path, step, lambda folder: (folder / "shard").write_bytes(bytes(size)) and None, {})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 5_000_000))  # for one, not for three
     require_room_for_checkpoints(options, tmp_path, 10, size)
-    with pytest.raises(UserError, match="the 3 checkpoints that this run still writes need about 0.012 GB"):
+    with pytest.raises(UserError, match="need about 0.012 GB"):
         require_room_for_checkpoints(options, tmp_path / "new", 10, size)

@@ -15,10 +15,11 @@ import torch
 from tests.trainer.test_fit import RESPONSE, Parts, make
 from trainer.build import try_rewards
 from trainer.data.order import MixtureBatches, build_train_loader
-from trainer.dynamic_sampling import DynamicSampling, FilterBudgetExceeded, PromptLoader, joined, refill_size
+from trainer.dynamic_sampling import FilterBudgetExceeded, PromptLoader, collect_groups, joined, refill_size
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.groups import check_entries, group_shares, groups_of
 from trainer.roles import rows_of_prompts
+from trainer.steps import TrainingSteps
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values
@@ -194,7 +195,7 @@ def collect(
         sizes.append(len(prompts))
         return scored(prompts, outcome)
 
-    batch, metrics = DynamicSampling(steps.config, steps).collect(next(iter(steps)), answer)
+    batch, metrics = collect_groups(next(iter(steps)), steps, answer)
     return batch, values(metrics), sizes
 
 
@@ -357,7 +358,6 @@ def trainer_of(tmp_path: Path, parts: Parts, **settings: Any) -> RayPPOTrainer:
     trainer.config.trainer.total_training_steps = 2
     data: Any = FakeData(40)
     trainer.steps = PromptLoader(trainer.config, data)
-    trainer.dynamic_sampling = DynamicSampling(trainer.config, trainer.steps)
     trainer.val_data = None
     return trainer
 
@@ -384,7 +384,8 @@ def test_a_step_generates_and_scores_until_its_batch_is_full(tmp_path: Path) -> 
 def test_without_the_filter_the_kinds_of_groups_are_logged_all_the_same(tmp_path: Path) -> None:
     parts = Slow()
     trainer = trainer_of(tmp_path, parts)
-    trainer.dynamic_sampling = None
+    data: Any = FakeData(40)
+    trainer.steps = TrainingSteps(trainer.config, data)
     trainer.fit()
     row = parts.logged[0][1]
     assert row["groups/kept"] + row["groups/all_right"] == pytest.approx(1) and "groups/generated" not in row
@@ -432,8 +433,7 @@ def test_prompts_with_their_own_number_of_answers(tmp_path: Path, estimator: str
     parts = Slow()
     trainer = trainer_of(tmp_path, parts, algorithm__adv_estimator=estimator, rollout__n=5)
     data: Any = Data(40)
-    trainer.steps = PromptLoader(trainer.config, data)
-    trainer.dynamic_sampling = DynamicSampling(trainer.config, trainer.steps) if filtered else None
+    trainer.steps = (PromptLoader if filtered else TrainingSteps)(trainer.config, data)
     trainer.fit()
     update = parts.batches["update"]
     rows: dict[str, list[float]] = {}

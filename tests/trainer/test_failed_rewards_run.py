@@ -168,8 +168,7 @@ def test_a_validation_without_any_score_ends_no_run(folder: Path) -> None:
     )
     options = [f"data.val_files={folder}/prompts.jsonl", "trainer.test_freq=1", "trainer.val_before_train=false"]
     reward = f"reward.custom_reward_function.path={folder}/lose_all.py"
-    kept = ["trainer.max_best_ckpt_to_keep=1", "trainer.max_actor_ckpt_to_keep=1", "trainer.save_freq=1"]
-    metrics, *_ = run(folder, "no_score", reward, *kept, *options)
+    metrics, *_ = run(folder, "no_score", reward, *options)
     assert metrics["val-aux/talk/reward/error_rate"] == 1.0 and not [x for x in metrics if x.startswith("val-core")]
 
 

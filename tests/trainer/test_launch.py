@@ -17,9 +17,9 @@ def config_of(folder: Path, resume_mode: str = "disable") -> RewardFlowConfig:
     return config
 
 
-def test_the_folder_is_made_and_stays_empty(tmp_path: Path) -> None:
+def test_the_folder_is_made(tmp_path: Path) -> None:
     made = make_run_dir(config_of(tmp_path / "runs" / "one"))
-    assert made == tmp_path / "runs" / "one" and list(made.iterdir()) == []
+    assert made == tmp_path / "runs" / "one"
 
 
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:

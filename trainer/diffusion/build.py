@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import folder_bytes
 from trainer.clips.dataset import VideoDataset, VideoLoader, collate, noise_seeds
 from trainer.clips.writing import Strip, VideoWriter, as_frames, draw_strips
 from trainer.diffusion.loop import EpochSteps, FitResult, refuse_other_data
@@ -17,8 +15,8 @@ from trainer.diffusion.trial import try_reward
 from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
-from trainer.resources import DRIVER_BYTES, RAY_BYTES, WORKER_BYTES, join_ray, start_workers
-from trainer.run import Job, Report, ResourceRequest
+from trainer.resources import join_ray, start_workers
+from trainer.run import Job, Report
 from trainer.saving import Checkpointable, Saver
 from trainer.tracking import TRACKERS, Tracking
 from verl_lite.config.diffusion import RewardFlowConfig
@@ -51,13 +49,6 @@ class RewardFlowJob(Job[RewardFlowConfig]):
 
     def check(self, available: int | None) -> None:
         validate(self.config, count=self.slots, available=available, trackers=TRACKERS)
-
-    def request(self) -> ResourceRequest:
-        usual, model = super().request(), Path(self.config.model.path or "")
-        if device_type(self.config.trainer.device) != "cpu":
-            return usual
-        held = WORKER_BYTES + (folder_bytes(model) if model.is_dir() else 0)
-        return replace(usual, host_bytes=DRIVER_BYTES + RAY_BYTES + usual.count * held)
 
     def read_data(self) -> int:
         config = self.config

@@ -131,7 +131,7 @@ class DiffusionTrainer:
         self.resume()
         if result.before and self.steps.global_step == 0:
             self.tracking.log(result.before, step=0)
-        for step in self.steps:
+        for _ in self.steps:
             self.metrics, self.timing = {}, {}
             with self.timed("step"):
                 self.train_step()
@@ -140,7 +140,6 @@ class DiffusionTrainer:
                 with self.timed("testing"):
                     result.after, result.last = self.validate()
                 validation = result.after
-                self.saver.note_validation(step, validation)
             self.log_step(validation)
             if self.saver.is_due(self.steps):
                 self.save()  # last, so that a resumed run finds the whole history of the steps before it

@@ -165,7 +165,7 @@ class Evaluation(AnsweringTrainer):
     """Validates once; continues where an earlier try in this folder was ended."""
 
     @classmethod
-    def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
+    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """Raises UserError if the folder has answers under other settings."""
         claim_folder(run_dir / CHUNKS, answer_settings(config))
 
@@ -191,7 +191,7 @@ class Generation(AnsweringTrainer):
     scores = False
 
     @classmethod
-    def claim(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
+    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """Raises UserError if the folder has answers under other settings."""
         claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=False))
 

@@ -230,7 +230,6 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
         result.val, step = self._dispatch(self.group.measure, self.task.val), self.steps.global_step
         metrics = {f"val/{name}": value for name, value in result.val.items()}
         self.tracking.log(metrics, step=step)
-        self.saver.note_validation(step, metrics)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in result.val.items())
         self.tracking.show(f"validation after step {step}: {shown}")
 

@@ -139,11 +139,6 @@ class PPOConfig(Options):
         if not self.validates and (trainer.val_only or trainer.test_freq > 0):
             asked = "val_only=true" if trainer.val_only else f"test_freq={trainer.test_freq}"
             yield f"trainer.{asked} needs {files}, which is empty"
-        if trainer.max_best_ckpt_to_keep > 0 and not (self.validates and trainer.test_freq > 0):
-            yield (
-                f"trainer.max_best_ckpt_to_keep={trainer.max_best_ckpt_to_keep} compares validations on the way, and "
-                f"there are none: give {files}, and trainer.test_freq, such as 10"
-            )
 
     def _check_batch(self) -> Problems:
         """Of a run on prompts: a mini-batch is a part of the batch."""

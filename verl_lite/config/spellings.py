@@ -276,6 +276,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "*.model.external_lib": ("import your code from a recipe instead",),
     "reward_model.model.tokenizer_path": ("its tokenizer lies in the folder reward_model.model.path",),
     "reward_model.max_length": ("no text is cut; one that is longer than the model's context has no score",),
+    "trainer.max_best_ckpt_to_keep": ("keep all, and choose by `trainer.main_eval RUN --all-checkpoints`", 0),
     "data.datagen": ("data generation during training is not here",),
     "data.tool_config_path": _TOOLS,
     "data.function_tool_path": _TOOLS,

@@ -33,7 +33,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
 )
 
 from verl_lite.config import ModelConfig, NetworkConfig
@@ -42,12 +41,16 @@ from verl_lite.errors import UserError
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.safe_state import read_metadata, read_state, write_state
 from workers.engine.optimizer import ShardedAdamW
-from workers.policy.adapter import describe, load_adapter_config, merged, save_adapter, scale_of
+from workers.policy.adapter import load_adapter_config, merged, save_adapter, scale_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 ASSETS = "huggingface"
+CLASSIFIERS = {
+    "TokenClassification": AutoModelForTokenClassification,  # a critic
+    "SequenceClassification": AutoModelForSequenceClassification,  # a reward model
+}
 
 
 def save(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> None:
@@ -70,10 +73,8 @@ def save_in_background(
 def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None) -> int:
     """Reads parameters and optimizer state in place, whatever number of ranks wrote them. Returns the scheduler step.
 
-    Raises UserError if `path` holds no checkpoint. Collective.
+    Raises UserError if `path` holds no whole checkpoint of them. Collective.
     """
-    if not (Path(path) / ".metadata").is_file():
-        raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (with a .metadata file)")
     state = _state(parameters, optimizer, 0)
     _read(state, path)
     if optimizer is not None:
@@ -82,12 +83,12 @@ def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW |
 
 
 def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> None:
-    """Fills the tensors of `state`, and replaces its other values. UserError for shards that are missing or damaged."""
+    """Fills the tensors of `state`, and replaces its other values."""
     try:
         dcp.load(state, storage_reader=_Reader(path), planner=_Planner(), no_dist=no_dist)
+    except UserError:
+        raise
     except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        if isinstance(error, UserError):
-            raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(
             f"checkpoint {path}: its files are damaged or incomplete ({lines[-1] if lines else error!r}); take an "
@@ -114,6 +115,13 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
+def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> dict[str, Any]:
+    """Everything by flat names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME, steps_taken, scheduler_step."""
+    state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    state["scheduler_step"] = scheduler_step
+    return state if optimizer is None else state | optimizer.moments() | {"steps_taken": optimizer.steps_taken}
+
+
 def save_random_state(path: str, rank: int) -> None:
     """This rank's random states, beside its shards."""
     write_state(Path(path) / f"random_{rank}.pt", get_random_state())
@@ -126,39 +134,16 @@ def load_random_state(path: str, rank: int) -> None:
         set_random_state(read_state(file))
 
 
-def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> dict[str, Any]:
-    """Everything by flat names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME, steps_taken, scheduler_step."""
-    state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-    state["scheduler_step"] = scheduler_step
-    if optimizer is not None:
-        state |= optimizer.moments()
-        state["steps_taken"] = optimizer.steps_taken
-    return state
-
-
-def require_same_adapter(path: str, adapter: LoraConfig | None) -> None:
-    """Raises UserError unless the checkpoint was trained with such an adapter, or without one."""
-    saved, wanted = describe(load_adapter_config(Path(path))), describe(adapter)
-    if saved != wanted:
-        raise UserError(
-            f"checkpoint {path!r} holds {saved}, and this run trains {wanted}: set model.lora_rank, model.lora_alpha "
-            "and model.target_modules as they were, or start a new run"
-        )
-
-
 def save_model_assets(
     path: str, model: NetworkConfig, config: PretrainedConfig, adapter: LoraConfig | None = None
 ) -> None:
-    """Config, tokenizer and generation config into `path`/huggingface, an adapter's config beside it. Call on one rank.
-
-    A model without tokenizer files gets none; a model without a generation config likewise.
-    """
+    """Config, tokenizer and generation config, as far as the model has them, into `path`/huggingface; an adapter's
+    config beside it. Call on one rank."""
     folder = Path(path) / ASSETS
     config.save_pretrained(folder)
     if adapter is not None:
         adapter.save_pretrained(path)
-    elsewhere = model.tokenizer_path if isinstance(model, ModelConfig) else None
-    source = elsewhere or model.path
+    source = (model.tokenizer_path if isinstance(model, ModelConfig) else None) or model.path
     with suppress(OSError):
         AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
     with suppress(OSError):
@@ -176,11 +161,25 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
     shutil.copytree(source / ASSETS, folder, dirs_exist_ok=True)
     config = AutoConfig.from_pretrained(folder)
     target_dtype = DTYPES[dtype] if dtype else config.dtype or torch.float32
-    adapter = load_adapter_config(source)
+    names = " ".join(config.architectures or ())
+    auto_class = next((known for kind, known in CLASSIFIERS.items() if kind in names), AutoModelForCausalLM)
+    adapter, weights = load_adapter_config(source), _read_weights(source)
     if adapter is None:
-        network = _network_of(config, _read_weights(source), target_dtype, path)
+        with torch.device("meta"):
+            network: Any = auto_class.from_config(config, dtype=target_dtype)
+        converted = {name: weights.pop(name).to(target_dtype) for name in list(weights)}
+        network.load_state_dict(converted, strict=False, assign=True)  # tied weights are there once
+        network.tie_weights()
     else:
-        network = _merged_network(config, adapter, _read_weights(source), target_dtype, path)
+        base = str(adapter.base_model_name_or_path)
+        try:
+            network = auto_class.from_pretrained(base, config=config, dtype=config.dtype or torch.float32)
+        except OSError as error:
+            raise UserError(f"checkpoint {path!r}: its adapter's model {base} is not there; try --adapter") from error
+        with torch.no_grad():
+            for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
+                network.get_parameter(name).copy_(weight)
+        network = network.to(target_dtype)
     if (folder / "generation_config.json").is_file():  # else save_pretrained writes one made from the config
         network.generation_config = GenerationConfig.from_pretrained(folder)
     network.save_pretrained(folder)
@@ -202,10 +201,9 @@ def export_adapter(path: str, target: str) -> None:
 
 
 def _checkpoint(path: str) -> Path:
-    source = Path(path)
-    if not (source / ".metadata").is_file() or not (source / ASSETS).is_dir():
+    if not (Path(path) / ".metadata").is_file() or not (Path(path) / ASSETS).is_dir():
         raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (.metadata and {ASSETS}/)")
-    return source
+    return Path(path)
 
 
 def _read_weights(source: Path) -> dict[str, torch.Tensor]:
@@ -220,47 +218,3 @@ def _read_weights(source: Path) -> dict[str, torch.Tensor]:
         warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted here
         _read(state, source, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def _network_of(
-    config: PretrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype, path: str
-) -> PreTrainedModel:
-    """A model of these weights, which are taken out of the mapping one by one."""
-    with torch.device("meta"):
-        network = _auto_class(config).from_config(config, dtype=dtype)
-    converted = {name: weights.pop(name).to(dtype) for name in list(weights)}
-    missing = network.load_state_dict(converted, strict=False, assign=True)
-    if missing.unexpected_keys:
-        raise UserError(f"checkpoint {path!r}: tensors that its config has no place for: {missing.unexpected_keys[:5]}")
-    network.tie_weights()
-    return cast("PreTrainedModel", network)
-
-
-def _merged_network(
-    config: PretrainedConfig, adapter: LoraConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, path: str
-) -> PreTrainedModel:
-    """The adapter's base model with the adapter in its weights."""
-    base = adapter.base_model_name_or_path
-    try:
-        network = _auto_class(config).from_pretrained(base, config=config, dtype=config.dtype or torch.float32)
-    except OSError as error:
-        raise UserError(
-            f"checkpoint {path!r} holds an adapter of the model {base}, which is not there: put it back, or write the "
-            "adapter alone (--adapter)"
-        ) from error
-    with torch.no_grad():
-        for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
-            network.get_parameter(name).copy_(weight)
-    return cast("PreTrainedModel", network.to(dtype))
-
-
-def _auto_class(config: PretrainedConfig) -> Any:
-    """A critic's folder says that it holds a token classifier, a reward model's a sequence classifier; all others hold
-    a language model."""
-    for kind, auto_class in (
-        ("TokenClassification", AutoModelForTokenClassification),
-        ("SequenceClassification", AutoModelForSequenceClassification),
-    ):
-        if any(kind in name for name in config.architectures or ()):
-            return auto_class
-    return AutoModelForCausalLM

@@ -247,8 +247,7 @@ class FSDPEngine:
             saving.result()
 
     def load(self, path: str) -> None:
-        """Reads what `save` wrote, on any number of ranks. UserError if it was trained with another adapter."""
-        checkpoint.require_same_adapter(path, self.policy.adapter)
+        """Reads what `save` wrote, on any number of ranks."""
         self.scheduler_step = checkpoint.load(path, self.trained, self.optimizer)
         checkpoint.load_random_state(path, dist.get_rank())
 

@@ -8,11 +8,10 @@ where it is used: it takes two seconds, and most runs have no adapter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -148,14 +147,3 @@ def load_adapter_config(folder: Path) -> LoraConfig | None:
     from peft import LoraConfig
 
     return LoraConfig.from_pretrained(str(folder))
-
-
-def describe(config: LoraConfig | None) -> str:
-    """An adapter's shape in the words of the options; for messages, and to compare two."""
-    if config is None:
-        return "no adapter (model.lora_rank=0)"
-    targets: Any = config.target_modules
-    return (
-        f"an adapter of model.lora_rank={config.r}, model.lora_alpha={config.lora_alpha} on "
-        f"{json.dumps(sorted(targets) if not isinstance(targets, str) else targets)}"
-    )

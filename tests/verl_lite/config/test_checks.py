@@ -160,7 +160,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout.val_kwargs.n": 4}, "rollout.val_kwargs.n=4 with .*do_sample=false"),
     ({"data.val_files": [], "trainer.val_only": True}, "trainer.val_only=true needs data.val_files"),
     ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq=5 needs data.val_files"),
-    ({"trainer.max_best_ckpt_to_keep": 2}, "trainer.max_best_ckpt_to_keep=2 compares validations"),
     ({"trainer.resume_mode": "resume_path"}, "needs trainer.resume_from_path"),
     ({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "no"}, "_path=no: there is no folder"),
     ({"trainer.resume_from_path": "/"}, "resume_from_path=/ with trainer.resume_mode=disable"),
