@@ -71,7 +71,7 @@ def reward_postprocess(
     """
     stage = "reward_postprocess"
     scores, valid = response_scores(data, stage)
-    types = [getattr(pipeline_config, name, None) for name in ("norm_mean_type", "norm_std_type")]
+    types = getattr(pipeline_config, "norm_mean_type", None), getattr(pipeline_config, "norm_std_type", None)
     groups: Any = None
     domains: list[Any] | None = None
     running: MutableMapping[Any, RunningMoments] | None = None
