@@ -160,10 +160,11 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
     if loaded.action == "print":
         print(print_config(loaded))
         return 0
-    trainer, command = config.trainer, ["python", "-m", job_class.module, *argv]
+    trainer: RunConfig = config.trainer
+    command = ["python", "-m", job_class.module, *argv]
     check_trackers(trainer.logger)
     lost: Exception | None = None
-    for retries_left in range(config.trainer.max_retries, -1, -1):
+    for retries_left in range(trainer.max_retries, -1, -1):
         job = job_class(config, slots, Console(verbosity=loaded.verbosity), **parts)
         try:
             with ExitStack() as stack:
