@@ -31,7 +31,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     unknown = [name for name in undocumented(names) if not name.startswith(OF_USERS)]
     assert not unknown, (
         f"logged and not explained: {', '.join(unknown)}. Add a line to the table in "
-        "trainer/metric_docs.py, and run: python -m trainer.metrics_reference --write"
+        "trainer/metric_docs.py, and run: python -m trainer.metric_docs"
     )
     return result
 

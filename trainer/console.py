@@ -27,26 +27,26 @@ _WIDTH_OF_FILES = 120
 _LOOK_EVERY_S = 0.5
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
-# label, names of which the first that is logged counts, format
+# names of which the first that is logged counts, how it is shown
 _COLUMNS = (
-    ("reward", ("critic/score/mean",), "{:6.3f}"),
-    ("loss", ("train/loss",), "{:6.3f}"),
-    ("score", ("actor/face_score",), "{:6.3f}"),
-    ("acc", ("reward/acc/mean", "critic/acc/mean"), "{:5.3f}"),
-    ("success", ("env/success",), "{:5.3f}"),
-    ("length", ("response_length/mean",), "{:6.1f}"),
-    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:8.1e}"),
-    ("entropy", ("actor/entropy", "actor/entropy_loss"), "{:5.3f}"),
-    ("grad", ("actor/grad_norm",), "{:6.3f}"),
-    ("tok/s", ("perf/throughput",), "{:7,.0f}"),
-    ("s", ("timing_s/step", "perf/time_per_step"), "{:6.2f}"),
+    (("critic/score/mean",), "reward {:6.3f}"),
+    (("train/loss",), "loss {:6.3f}"),
+    (("actor/face_score",), "score {:6.3f}"),
+    (("reward/acc/mean", "critic/acc/mean"), "acc {:5.3f}"),
+    (("env/success",), "success {:5.3f}"),
+    (("response_length/mean",), "length {:6.1f}"),
+    (("actor/kl_loss", "actor/reward_kl_penalty"), "kl {:8.1e}"),
+    (("actor/entropy", "actor/entropy_loss"), "entropy {:5.3f}"),
+    (("actor/grad_norm",), "grad {:6.3f}"),
+    (("perf/throughput",), "{:7,.0f} tok/s"),
+    (("timing_s/step", "perf/time_per_step"), "{:6.2f} s"),
 )
 # shown only where they are not 0
-_SHARES = {
-    "reward/error_rate": "of rewards failed",
-    "env/error_rate": "of episodes failed",
-    "actor/no_face_frac": "of samples without a face",
-}
+_SHARES = (
+    (("reward/error_rate",), "{:.1%} of rewards failed"),
+    (("env/error_rate",), "{:.1%} of episodes failed"),
+    (("actor/no_face_frac",), "{:.1%} of samples without a face"),
+)
 
 
 class Console:
@@ -62,16 +62,12 @@ class Console:
         self._total = 0
         self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # steps that the time left is estimated from
 
-    @property
-    def is_terminal(self) -> bool:
-        return self._rich.is_terminal
-
     def print(self, content: rich.console.RenderableType) -> None:
         """Prints text as it is (no markup, no wrapping), or something that rich can lay out."""
-        if isinstance(content, str | Text):
-            self._rich.print(Text(content) if isinstance(content, str) else content, soft_wrap=True)
-        else:
-            self._rich.print(content, crop=False)  # a command that is too long wraps; cut off it would be another one
+        is_text = isinstance(content, str | Text)
+        shown = Text(content) if isinstance(content, str) else content
+        # nothing is cut off: a command that is too long wraps
+        self._rich.print(shown, soft_wrap=is_text, crop=False)
 
     def progress(self, text: str) -> None:
         """Text on what the run is doing; left out where it is to be quiet."""
@@ -80,16 +76,15 @@ class Console:
 
     def note(self, text: str) -> None:
         """One sentence worth knowing that is no error."""
-        self._rich.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+        self.print(Text(f"note: {text}", style="yellow"))
 
     def start(self, total_steps: int) -> None:
         """Begins to count steps; on a terminal the bar appears."""
         self._total = total_steps
-        if self.is_terminal and total_steps > 0 and self.verbosity != "quiet":
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None))
-            left = TextColumn("{task.fields[left]}")
+        if self._rich.is_terminal and total_steps > 0 and self.verbosity != "quiet":
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[left]}"))
             # each refresh takes processor time from the training
-            self._progress = Progress(*columns, left, console=self._rich, refresh_per_second=2)
+            self._progress = Progress(*columns, console=self._rich, refresh_per_second=2)
             self._progress.add_task("step", total=total_steps, left="starting")
             self._progress.start()
 
@@ -99,37 +94,30 @@ class Console:
             self._finished.clear()  # the pace counts from here: what came before was a start or a validation
         self._finished.append((time.monotonic(), step))
         if self._progress is not None:
-            left = self.seconds_left()
-            shown = "" if left is None else f"{format_seconds(left)} left"
-            self._progress.update(self._progress.task_ids[0], completed=step, left=shown)
+            self._progress.update(self._progress.task_ids[0], completed=step, left=self._left())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """The line of a training step: what is there of reward, length, KL, entropy, speed, seconds; and one with the
         means of a validation."""
         if "training/global_step" in metrics:
-            self.progress("  ".join(self._parts(metrics, step)))
+            parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
+            for names, form in (*_COLUMNS, *_SHARES):
+                value = next((metrics[name] for name in names if name in metrics), None)
+                if value is not None and (value or (names, form) not in _SHARES):
+                    parts.append(form.format(value))
+            left = "" if self._rich.is_terminal else self._left()
+            self.progress("  ".join(filter(None, (*parts, left))))
         failed = {name: rate for name, rate in metrics.items() if name.endswith("/reward/error_rate") and rate}
         parts = [validation_line(metrics), *(f"{name} {rate:.1%}" for name, rate in failed.items())]
         if any(parts):
             self.progress(f"validation after step {step}: {', '.join(filter(None, parts))}")
 
-    def _parts(self, metrics: Mapping[str, float], step: int) -> Iterator[str]:
-        yield f"step {step:>{len(str(self._total))}}/{self._total}"
-        for label, names, form in _COLUMNS:
-            value = next((metrics[name] for name in names if name in metrics), None)
-            if value is not None:
-                yield f"{form.format(value)} {label}" if label in ("tok/s", "s") else f"{label} {form.format(value)}"
-        yield from (f"{metrics[name]:.1%} {what}" for name, what in _SHARES.items() if metrics.get(name))
-        left = self.seconds_left()
-        if not self.is_terminal and left is not None:
-            yield f"{format_seconds(left)} left"
-
-    def seconds_left(self) -> float | None:
-        """Until the last step, at the pace of the last steps; None before the first one is done."""
+    def _left(self) -> str:
+        """Until the last step, at the pace of the last steps; empty before the first one is done."""
         if len(self._finished) < 2 or not self._total:
-            return None
+            return ""
         (first, from_step), (last, to_step) = self._finished[0], self._finished[-1]
-        return (last - first) / max(1, to_step - from_step) * (self._total - to_step)
+        return f"{format_seconds((last - first) / (to_step - from_step) * (self._total - to_step))} left"
 
     def stop(self) -> None:
         """Takes the bar away."""
@@ -155,20 +143,17 @@ def following(folder: Path, console: Console) -> Iterator[None]:
     read = {file: file.stat().st_size for file in folder.rglob("*.log")}  # an earlier process of the run wrote that
     ended = threading.Event()
 
-    def look(is_last: bool) -> None:
-        for file in sorted(folder.rglob("*.log")):
-            with file.open("rb") as opened:
-                opened.seek(read.get(file, 0))
-                added = opened.read()
-            whole = added if is_last else added[: added.rfind(b"\n") + 1]  # a line is shown when it has ended
-            read[file] = read.get(file, 0) + len(whole)
-            for line in _ESCAPES.sub("", whole.decode(errors="replace")).splitlines():
-                shown = "".join(letter for letter in line if letter.isprintable())
-                console.print(Text(f"{file.relative_to(folder).with_suffix('')} | {shown}", style="dim"))
-
     def follow() -> None:
-        while not ended.wait(_LOOK_EVERY_S):
-            look(is_last=False)
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(_LOOK_EVERY_S)
+            for file in sorted(folder.rglob("*.log")):
+                added = file.read_bytes()[read.get(file, 0) :]
+                whole = added if is_last else added[: added.rfind(b"\n") + 1]  # a line is shown when it has ended
+                read[file] = read.get(file, 0) + len(whole)
+                for line in _ESCAPES.sub("", whole.decode(errors="replace")).splitlines():
+                    shown = "".join(letter for letter in line if letter.isprintable())
+                    console.print(Text(f"{file.relative_to(folder).with_suffix('')} | {shown}", style="dim"))
 
     thread = threading.Thread(target=follow, name="log-follower", daemon=True)
     thread.start()
@@ -177,4 +162,3 @@ def following(folder: Path, console: Console) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        look(is_last=True)

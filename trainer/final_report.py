@@ -18,7 +18,7 @@ from trainer.evaluate.metrics import INTERVAL, MEAN_OF_SOURCES
 from trainer.evaluate.sample import Sample
 
 _TEXT_SHOWN = 300
-_MEAN = re.compile(r"val-(?P<rank>core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
+_MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
 
 
 class Outcome(Protocol):
@@ -37,35 +37,45 @@ def final_report(
 
     pictures: by name. commands: what to do next with a checkpoint, by the word for it.
     """
-    parts: list[RenderableType] = [Text()]
+    parts: list[RenderableType] = []
     if result.after or result.before:
-        parts += [validation_table(result.before, result.after), Text()]
+        is_one = dict(result.before) == dict(result.after)
+        moments = {"mean": result.after} if is_one else {"before": result.before, "after": result.after}
+        parts += [Text(), validation_table(moments)]
     if result.samples:
-        parts += [samples_table(result.samples), Text()]
-    return Group(*parts, *_places(result, run_dir, pictures, commands))
+        table = titled_table("Samples of the last validation")
+        for name in ("data source", "prompt", "answer", "expected", "score"):
+            table.add_column(name, overflow="fold", justify="right" if name == "score" else "left")
+        for sample in result.samples:
+            score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
+            texts = (sample.data_source, sample.input, sample.output, sample.gts)
+            table.add_row(*(printable(re.sub(r"\s*\n\s*", " ↵ ", text.strip())) for text in texts), score)
+        parts += [Text(), table]
+    places = {"run folder": run_dir, "metrics": run_dir / "metrics.jsonl", **pictures}
+    places |= {"results": run_dir / "results.json", "tensorboard": run_dir / "tensorboard"}
+    places["checkpoint"] = result.checkpoint
+    named = {name: str(path) for name, path in places.items() if path and path.exists()}
+    for title, lines in (("Where things are", named), ("What to do next", commands if result.checkpoint else {})):
+        if lines:
+            parts += [Text(), Text(title, style="bold")]
+        # not cut off where the terminal is narrower: it may be copied
+        parts += [Text(f"  {name:<12} {text}", no_wrap=True, overflow="ignore") for name, text in lines.items()]
+    return Group(*parts)
 
 
 @dataclass(frozen=True)
 class ValidationMean:
-    """One number of a validation. metric: as it is logged; interval: the metric of half of its 95% interval, whose
-    value is half_width, None where there is none."""
+    """One number of a validation. name: the measure and over how many samples, `acc mean@4`. metric: as it is logged;
+    interval: the metric of half of its 95% interval, whose value is half_width, None where there is none."""
 
     source: str
     greedy: bool
     variable: str
-    samples: int
+    name: str
     value: float
     metric: str
+    interval: str
     half_width: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The measure and over how many samples, `acc mean@4`."""
-        return f"{self.variable} mean@{self.samples}"
-
-    @property
-    def interval(self) -> str:
-        return _interval_of(self.metric)
 
 
 def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
@@ -78,71 +88,40 @@ def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """The means of every measure of each data source, sampled and greedy."""
-    matches = [(match, value) for key, value in metrics.items() if (match := _MEAN.fullmatch(key)) is not None]
-    return [
-        ValidationMean(
-            match["source"],
-            bool(match["greedy"]),
-            match["variable"],
-            int(match["n"]),
-            value,
-            match.string,
-            metrics.get(_interval_of(match.string)),
-        )
-        for match, value in matches
-        if match["source"] != MEAN_OF_SOURCES
-    ]
-
-
-def _interval_of(metric: str) -> str:
-    return metric.replace("val-core/", "val-aux/", 1) + INTERVAL
+    found = []
+    for match, value in [(_MEAN.fullmatch(name), value) for name, value in metrics.items()]:
+        if match is not None and match["source"] != MEAN_OF_SOURCES:
+            source, variable, metric = match["source"], match["variable"], match.string
+            interval = metric.replace("val-core/", "val-aux/", 1) + INTERVAL
+            name, half = f"{variable} mean@{match['n']}", metrics.get(interval)
+            found.append(ValidationMean(source, bool(match["greedy"]), variable, name, value, metric, interval, half))
+    return found
 
 
 def validation_line(metrics: Mapping[str, float]) -> str:
     """The same numbers in one line, `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`; empty if there are none."""
     means = validation_means(metrics)
-    shown: dict[str, str] = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
+    shown = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
     for mean in means:
         if mean.greedy:
             shown[mean.source] = f"{shown.get(mean.source, mean.source)} (greedy {mean.value:.3f})"
     return ", ".join(shown.values())
 
 
-def validation_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """Validation by data source, before and after training; one column where there was no training between."""
-    moments = [("before", validation_means(before)), ("after", validation_means(after))]
-    if dict(before) == dict(after):
-        moments = [("", moments[0][1])]
-    means = [mean for _, found in moments for mean in found]
-    ways = [greedy for greedy in (False, True) if any(mean.greedy == greedy for mean in means)]
-    named = [sorted({mean.name for mean in means if mean.greedy == greedy}) for greedy in ways]
-    titles = [", ".join(names) + " (greedy)" * greedy for greedy, names in zip(ways, named, strict=True)]
-    table = titled_table("Validation: " + "; ".join(titles))
-    table.add_column("data source", no_wrap=True)
-    for greedy in ways:
-        for moment, _ in moments:
-            table.add_column(f"{'greedy ' * greedy}{moment}".strip() or "mean", justify="right")
-    sources = sorted({mean.source for mean in means})
-    for source in [*sources, *([None] if len(sources) > 1 else [])]:
-        cells = []
-        for greedy in ways:
-            for _, found in moments:
-                cells.append(_cell([mean for mean in found if mean.greedy == greedy and source in (mean.source, None)]))
-        table.add_row(source or "mean of sources", *cells, style="bold" if source is None else None)
-    return table
-
-
-def steps_table(evaluations: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
-    """Several evaluations, a line each; evaluations: name and numbers, in the order of the lines."""
-    means = [(name, validation_means(metrics)) for name, metrics in evaluations]
-    columns = sorted({(mean.greedy, mean.source) for _, found in means for mean in found})
-    named = sorted({mean.name for _, found in means for mean in found})
-    table = titled_table(f"Evaluations: {', '.join(named)}")
-    table.add_column("checkpoint", no_wrap=True)
-    for greedy, source in columns:
-        table.add_column(f"{'greedy ' * greedy}{source}", justify="right")
-    for name, found in means:
-        table.add_row(name, *(_cell([x for x in found if (x.greedy, x.source) == column]) for column in columns))
+def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
+    """Validation by data source. evaluations: a column each, such as before and after training, with its numbers."""
+    columns = {name: validation_means(metrics) for name, metrics in evaluations.items()}
+    means = [mean for found in columns.values() for mean in found]
+    table = titled_table(f"Validation: {', '.join(sorted({x.name + ' (greedy)' * x.greedy for x in means}))}")
+    for name in ("data source", *columns):
+        table.add_column(name, no_wrap=True, justify="left" if name == "data source" else "right")
+    for greedy in sorted({mean.greedy for mean in means}):
+        sources = sorted({mean.source for mean in means if mean.greedy == greedy})
+        for source in [*sources, *(["mean of sources"] if len(sources) > 1 else [])]:
+            names = sources if source == "mean of sources" else [source]
+            own = [[x for x in found if x.greedy == greedy and x.source in names] for found in columns.values()]
+            style = "bold" if source == "mean of sources" else None
+            table.add_row(source + " (greedy)" * greedy, *map(_cell, own), style=style)
     return table
 
 
@@ -150,24 +129,9 @@ def _cell(means: Sequence[ValidationMean]) -> str:
     """The mean of these numbers, and of independent ones half of its 95% interval: `0.871 ±0.020`."""
     if not means:
         return "-"
-    text = f"{sum(mean.value for mean in means) / len(means):.3f}"
     halves = [mean.half_width for mean in means if mean.half_width is not None]
-    return f"{text} ±{math.hypot(*halves) / len(means):.3f}" if len(halves) == len(means) else text
-
-
-def samples_table(samples: Sequence[Sample]) -> Table:
-    """Prompts, the policy's answers and their scores."""
-    table = titled_table("Samples of the last validation")
-    table.add_column("data source", no_wrap=True)
-    for name in ("prompt", "answer", "expected"):
-        table.add_column(name, overflow="fold")
-    table.add_column("score", justify="right")
-    for sample in samples:
-        score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
-        table.add_row(
-            *(one_line(text) for text in (sample.data_source, sample.input, sample.output, sample.gts)), score
-        )
-    return table
+    interval = f" ±{math.hypot(*halves) / len(means):.3f}" if len(halves) == len(means) else ""
+    return f"{sum(mean.value for mean in means) / len(means):.3f}{interval}"
 
 
 def titled_table(title: str) -> Table:
@@ -177,31 +141,5 @@ def titled_table(title: str) -> Table:
 
 def printable(text: str, limit: int | None = _TEXT_SHOWN) -> Text:
     """Text of a model as it may go to a terminal: no control characters, and not too long. None = however long."""
-    shown = "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
     return Text(shown if limit is None or len(shown) <= limit else f"{shown[:limit]} ... ({len(shown)} characters)")
-
-
-def one_line(text: str, limit: int = _TEXT_SHOWN) -> Text:
-    """The same in a table, whose row it does not make higher than its length does: line ends are shown as a sign."""
-    return printable(re.sub(r"\s*\n\s*", " \N{DOWNWARDS ARROW WITH CORNER LEFTWARDS} ", text.strip()), limit)
-
-
-def _places(
-    result: Outcome, run_dir: Path, pictures: Mapping[str, Path | None], commands: Mapping[str, str]
-) -> list[Text]:
-    places = {"run folder": run_dir, "metrics": run_dir / "metrics.jsonl", **pictures}
-    places |= {"results": run_dir / "results.json", "tensorboard": run_dir / "tensorboard"}
-    places["checkpoint"] = result.checkpoint
-    lines = [Text("Where things are", style="bold")]
-    lines += [_whole(f"  {name:<12} {path}") for name, path in places.items() if path and path.exists()]
-    if result.checkpoint is not None:
-        lines += [Text(), Text("What to do next", style="bold")]
-        lines += [_whole(f"  {word:<12} {command}") for word, command in commands.items()]
-    return lines
-
-
-def _whole(text: str) -> Text:
-    """A line that is not cut off where the terminal is narrower: it may be copied."""
-    return Text(text, no_wrap=True, overflow="ignore")

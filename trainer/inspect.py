@@ -2,9 +2,9 @@
 in the terminal.
 
 RUN is a run folder of any command that trains: running, killed or finished. Without a choice of samples: state and
-time, validation before and after, curves, time by stage, findings on the health of the run, and its best, worst and
-changed answers. With one: those answers as they were written, --count of them. --follow draws the first again as the
-run goes on, until it ends or Ctrl-C. `python -m trainer.report` shows the same and more in a browser.
+time, validation before and after, curves, time by stage, and findings on the health of the run. With one: those answers
+as they were written, --count of them. --follow draws the first again as the run goes on, until it ends or Ctrl-C.
+`python -m trainer.report` shows the same and more in a browser.
 """
 
 from __future__ import annotations
@@ -12,62 +12,38 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from trainer.cli import command
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from trainer.console import format_seconds
+from trainer.final_report import printable, validation_means, validation_table
+from trainer.reports.health import BAD, LOOK, OK, SCORES, Finding, findings_of, number
+from trainer.reports.run_data import METRICS, Run, read_run, stage_seconds
+from trainer.reports.samples import Answer, Choice, changed, chosen
 
 EVERY_S = 2.0
-_SHOWN = 3
+CURVES = (
+    *SCORES, "env/success", "response_length/mean", "actor/entropy", "actor/kl_loss", "actor/pg_clipfrac",
+    "actor/grad_norm", "train/grad_norm", "frac_reward_zero_std", "training/rollout_probs_diff_mean",
+    "perf/throughput", "actor/perf/host_rss_gb",
+)  # fmt: skip
+_BARS = "▁▂▃▄▅▆▇█"
+_STYLES = {BAD: "bold red", LOOK: "yellow", OK: "green"}
+_TEXT = 4000
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    import rich.console
-
-    from trainer.reports.run_data import read_run
-    from trainer.reports.sample_choice import Choice, changed, chosen
-    from trainer.reports.terminal import changed_samples, overview, samples_shown
-
-    given = _given(argv)
-    folder = given.run.expanduser()
-    folder = folder.parent if folder.is_file() else folder
-    console = rich.console.Console(highlight=False)
-    read_run(folder)  # what is no run is said before anything is drawn
-    order = "best" if given.best else "worst" if given.worst else ""
-    choice = Choice(given.step, given.grep, given.uid, order)
-    if given.changed:
-        console.print(changed_samples(changed(folder, choice, given.count)))
-    elif choice != Choice():
-        found, total = chosen(folder, choice, given.count)
-        console.print(samples_shown(found, total))
-    elif given.follow:
-        _follow(folder, console)
-    else:
-        console.print(overview(read_run(folder), console.width, _SHOWN))
-    return 0
-
-
-def _given(argv: list[str]) -> argparse.Namespace:
-    """The command line; what contradicts itself ends the command with a sentence."""
-    parser = _parser()
-    given = parser.parse_args(argv)
-    if given.count < 1:
-        parser.error(f"--count {given.count}: expected 1 or more")
-    if given.changed and given.step is not None:
-        parser.error("--changed compares the steps of a run: leave out --step")
-    chooses = given.best or given.worst or given.changed or (given.step, given.grep, given.uid) != (None, None, None)
-    if given.follow and chooses:
-        parser.error("--follow draws the overview, without samples: leave out what chooses samples")
-    return given
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="A run in the terminal.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=int, metavar="N", help="samples of this step only")
@@ -75,33 +51,110 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--best", action="store_true", help="samples of the highest score, the latest first")
     which.add_argument("--worst", action="store_true", help="samples of the lowest score, and those that failed")
     which.add_argument("--changed", action="store_true", help="prompts whose answers became better or worse")
+    which.add_argument("--follow", action="store_true", help="draw the overview again as the run goes on")
     parser.add_argument("--grep", metavar="TEXT", help="samples with this text in prompt, answer or ground truth")
     parser.add_argument("--uid", help="all answers to this prompt, by step")
     parser.add_argument("--count", type=int, default=10, metavar="N", help="how many samples (10)")
-    parser.add_argument("--follow", action="store_true", help="draw again as the run goes on")
-    return parser
+    given = parser.parse_args(argv)
+    folder = given.run.expanduser()
+    folder = folder.parent if folder.is_file() else folder
+    run, console = read_run(folder), Console(highlight=False)
+    choice = Choice(given.step, given.grep, given.uid, "best" if given.best else "worst" if given.worst else "")
+    if given.changed:
+        pairs = changed(folder, choice, given.count)
+        console.print(*(_panel([first, last], f"{change:+.3g}") for first, last, change in pairs))
+        console.print("" if pairs else "no prompt was answered at several steps with another score")
+    elif choice != Choice():
+        found, total = chosen(folder, choice, given.count)
+        console.print(*(_panel([answer]) for answer in found), f"{len(found)} of {total:,} that fit")
+    elif given.follow:
+        _follow(run, console)
+    else:
+        console.print(overview(run, console.width))
+    return 0
 
 
-def _follow(folder: Path, console: Console) -> None:
-    """Draws the run again whenever it has logged, until it has ended or somebody has seen enough (Ctrl-C)."""
-    from rich.live import Live
+def overview(run: Run, width: int) -> RenderableType:
+    """The whole run; width: of the terminal."""
+    style = {"running": "bold cyan", "finished": "bold green"}.get(run.state, "bold yellow")
+    of = f" of {run.total_steps}" if run.total_steps is not None else ""
+    told = f"step {run.last_step}{of}, {format_seconds(run.seconds())} in steps, last written "
+    told += f"{format_seconds(max(0.0, time.time() - run.modified))} ago\n{run.folder}"
+    parts: list[RenderableType] = [Text.assemble((run.folder.name, "bold"), "  ", (run.state, style), "  ", told)]
+    validated = {step: metrics for step, metrics in run.steps.items() if validation_means(metrics)}
+    if validated:
+        parts.append(validation_table({f"step {at}": validated[at] for at in (min(validated), max(validated))}))
+    table, series = _table("Curves"), run.series()
+    for name in (name for name in CURVES if len(series.get(name, ())) > 1):
+        values = [value for _, value in series[name]]
+        course = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
+        table.add_row(name, number(values[0]), course, Text(number(values[-1]), style="bold"))
+    parts.append(table)
+    table, (_, stages) = _table("Time"), stage_seconds(run.steps, 1)
+    whole = sum(mean for (mean,) in stages.values())
+    for name, (mean,) in sorted(stages.items(), key=lambda item: -item[1][0]):
+        share = Text("█" * round(40 * mean / whole), style="cyan")
+        table.add_row(name, f"{mean:.3g} s", f"{mean / whole:.0%}", share)
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in (*parts, table)), findings_shown(findings_of(run)))
 
-    from trainer.reports.run_data import read_run
-    from trainer.reports.terminal import overview
 
-    with (
-        suppress(KeyboardInterrupt),  # which ends the looking, not the run
-        Live(console=console, auto_refresh=False, vertical_overflow="crop") as live,
-    ):
-        seen = None
-        while True:
-            run = read_run(folder)
-            if run.modified != seen:
-                seen = run.modified
-                live.update(overview(run, console.width, 0), refresh=True)
-            if not run.is_running:
-                return
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of a series as bars, the mean of the steps that fall on each."""
+    count = min(width, len(values))
+    edges = [round(place * len(values) / count) for place in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    return "".join(_BARS[min(7, int((mean - low) / (high - low or 1.0) * 8))] for mean in means)
+
+
+def findings_shown(findings: Sequence[Finding], most: int | None = None) -> RenderableType:
+    """What is not fine, the worst first, and how many checks are. most: how many are shown at most."""
+    found = [finding for finding in findings if finding.grade != OK]
+    table = Table.grid(padding=(0, 1))
+    for finding in found[:most]:
+        cause = f"\nlikely: {finding.cause}" * bool(finding.cause)
+        told = Text.assemble(printable(finding.text, _TEXT), (f"{cause}\nto do:  {finding.advice}", "dim"))
+        table.add_row(Text(finding.grade, _STYLES[finding.grade]), told)
+    more = len(found) - len(found[:most])
+    fine = f"{more} more findings, and " * bool(more) + f"{len(findings) - len(found)} checks are fine"
+    table.add_row(Text(OK, _STYLES[OK]), fine)
+    return Group(Text("Findings", style="bold"), table)
+
+
+def closing_findings(run_dir: Path) -> RenderableType | None:
+    """The worst two findings on a run that has ended; None where there is nothing to say, or no metrics were kept."""
+    findings = findings_of(read_run(run_dir)) if (run_dir / METRICS).is_file() else []
+    return findings_shown(findings, 2) if any(finding.grade != OK for finding in findings) else None
+
+
+def _table(title: str) -> Table:
+    style = {"title_justify": "left", "title_style": "bold"}
+    return Table(box=None, padding=(0, 1), title=title, show_header=False, **style)  # type: ignore[arg-type]
+
+
+def _panel(answers: Sequence[Answer], change: str = "") -> Panel:
+    """A prompt, and one or two answers to it."""
+    first = answers[0]
+    parts = [*first.prompt, *([("ground truth", first.gts)] if first.gts else [])]
+    for answer in answers:
+        score = ("late" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
+        told = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
+        parts += [(told, answer.output)]
+        reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
+        parts += [("reward", reward)] if reward else []
+    shown = [Text.assemble((f"{name}: ", "bold"), printable(text, _TEXT)) for name, text in parts]
+    return Panel(Group(*shown), title=printable(f"{change}  {first.kind}, {first.uid}".strip()), title_align="left")
+
+
+def _follow(run: Run, console: Console) -> None:
+    """Draws the run again as it logs, until it has ended or somebody has seen enough (Ctrl-C), which ends the looking,
+    not the run."""
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        live.update(overview(run, console.width), refresh=True)
+        while run.is_running:
             time.sleep(EVERY_S)
+            run = read_run(run.folder)
+            live.update(overview(run, console.width), refresh=True)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
     if known is not None:
         console = Console()
         console.note(f"{target.name} was evaluated before under the same settings: {folder}")
-        console.print(validation_table(known, known))
+        console.print(validation_table({"mean": known}))
         return 0, known
     # auto: a folder with answers is continued; Evaluation takes no weights from it
     again = ["trainer.resume_mode=auto"] if target.is_model else []
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         return 0
     from trainer.console import Console
     from trainer.evaluate.evaluation import FOLDER, find_targets, split_arguments
-    from trainer.final_report import steps_table
+    from trainer.final_report import validation_table
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
     if not names:
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
             return status
         done.append((target.name, metrics))
     if len(done) > 1:
-        Console().print(steps_table(done))
+        Console().print(validation_table(dict(done)))
     return 0
 
 

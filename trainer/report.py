@@ -4,21 +4,30 @@ RUN is a run folder (or a metrics.jsonl) of any command that trains: running, ki
 sweep, whose page has its trials and compares the best runs. The page has curves, time by stage, findings on the health
 of the run, all metrics with their formulas, the samples of all steps, and the configuration with what is not the
 default; of several runs, the comparison. It is written to RUN/report.html, of several runs to report.html here.
-Nothing of what a model wrote can act on the page: texts are data, and a content policy allows only the page's own
-scripts.
+
+Nothing of what a model wrote can act on the page: everything from outside is JSON in the element `data`, which the
+page's script shows as text, and a content policy with the hashes of that script and of the charting library (plotly,
+packed inside the page) lets no other run, and nothing be loaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import gzip
+import hashlib
+import html
+import json
 import sys
-import time
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from trainer.cli import command
 
 NAME = "report.html"
+FILES = Path(__file__).parent / "reports" / "page_files"
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
@@ -28,18 +37,50 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
         UserError: for a folder that holds no run.
     """
     from trainer.checkpoint import write_atomically
-    from trainer.reports.page import page
-    from trainer.reports.page_data import page_data
+    from trainer.reports.page_data import page_data, read_study
     from trainer.reports.run_data import read_run
-    from trainer.reports.study import is_study, read_study
 
-    study = read_study(folders[0].absolute()) if len(folders) == 1 and is_study(folders[0]) else None
-    runs = [read_run(folder) for folder in (folders if study is None else study.pop("best"))]
+    first = folders[0].absolute()
+    study = read_study(first) if (first / "trials.csv").is_file() else None
+    runs = [read_run(folder) for folder in (folders if study is None else study.pop("runs"))]
     data = page_data(runs, study)
-    title = " · ".join(run["title"] for run in data["runs"]) if study is None else f"Sweep {folders[0].absolute().name}"
+    title = " · ".join(run["title"] for run in data["runs"]) if study is None else f"Sweep {first.name}"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page(title, data))
+    write_atomically(out, document(title, data))
     return out
+
+
+def document(title: str, data: Any) -> str:
+    """The whole document. data: what JSON can hold. Raises ValueError for a number that is not finite."""
+    script = (FILES / "page.js").read_text(encoding="utf-8")
+    library = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
+    hashes = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (script, library)]
+    # JSON that cannot end the element it stands in
+    embedded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    title = html.escape(title)
+    text = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline';
+ script-src {" ".join(f"'sha256-{x}'" for x in hashes)}">
+<title>{title}</title>
+<style>
+{(FILES / "page.css").read_text(encoding="utf-8")}</style>
+</head>
+<body>
+<header><div class="line"><h1>{title}</h1><button id="theme" type="button" class="quiet">light / dark</button></div>
+</header>
+<main><noscript>This page draws itself with JavaScript that is inside the file.</noscript></main>
+<script type="application/json" id="data">{embedded}</script>
+<script type="text/plain" id="plotly">{packed}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+    return text.encode("utf-8", "replace").decode("utf-8")  # half a character of a model's has no bytes
 
 
 @command
@@ -50,11 +91,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help=f"the file to write; RUN/{NAME} if not given")
     given = parser.parse_args(argv)
     folders = [path.parent if path.is_file() else path for path in (path.expanduser() for path in given.runs)]
-    out = given.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
-    began = time.monotonic()
-    write_report(folders, out)
-    size = out.stat().st_size / 2**20
-    print(f"{out}: {size:.1f} MiB, made in {time.monotonic() - began:.1f} s; open it in a browser")
+    out = write_report(folders, given.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME)))
+    print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB; open it in a browser")
     return 0
 
 

@@ -25,8 +25,8 @@ from trainer.checkpoint import saved_steps, whole_checkpoint
 from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, stopping_on_signal
 from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
+from trainer.inspect import closing_findings
 from trainer.recipe import prepare_recipe, recipe_overrides
-from trainer.reports.terminal import closing_findings
 from trainer.resources import reserved_devices, worker_reads
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints

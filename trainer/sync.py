@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
-import time
 from pathlib import Path
+
+import yaml
 
 from trainer.cli import command
 from trainer.console import Console
-from trainer.tracking.follower import Follower, taken_file
+from trainer.tracking.follower import Follower
 from trainer.tracking.trackers import OWN, TRACKERS, TrackedRun, check_trackers
 from verl_lite.errors import UserError
 
@@ -24,66 +24,35 @@ PATIENCE_S = 60.0
 """How long a tracker may take nothing before it is left alone."""
 
 
-def sync(run_dir: Path, to: str | None = None, whole: bool = False) -> int:
-    """Does what was asked for; returns the exit status. Raises UserError for a folder that is no run, or is in use."""
-    from trainer.run import locked_folder
-
-    run = TrackedRun.saved(run_dir, Console())
-    names = [to] if to else [name for name in run.options.get("trainer", {}).get("logger", ()) if name not in OWN]
-    if to in OWN:
-        raise UserError(f"--to {to}: that is no tracker that could lack anything")
-    check_trackers(names, f"--to {to}" if to else None)
-    if not names:
-        run.console.print(f"{run_dir} has no trackers; --to TRACKER names one")
-    with locked_folder(run_dir, run.console.note):
-        return max([_sync_one(run, name, whole) for name in names], default=0)
-
-
-def _sync_one(run: TrackedRun, name: str, whole: bool) -> int:
-    """One tracker; 1 if it did not take all."""
-    if whole:
-        taken_file(run.run_dir, name).unlink(missing_ok=True)
-    follower = Follower(name, TRACKERS.get_fn(name), run)
-    before = follower.lacking()
-    if not before:
-        run.console.print(f"{name}: lacks nothing (--all sends the whole run)")
-        return 0
-    failures: list[str] = []
-
-    def work() -> None:
-        try:
-            follower.catch_up()
-            follower.finish()
-        except Exception as error:  # the door to code of others, which may raise anything; the record stays
-            failures.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    seen, since = dict(follower.taken), time.monotonic()
-    while thread.is_alive() and time.monotonic() - since < PATIENCE_S:
-        thread.join(min(1.0, PATIENCE_S))
-        if follower.taken != seen:
-            seen, since = dict(follower.taken), time.monotonic()
-    if thread.is_alive():
-        failures.append(f"took nothing for {PATIENCE_S:.0f} s, and is left alone")
-    left = follower.lacking()
-    run.console.print(f"{name}: took {before - left} messages" + (f", lacks {left}" if left else ""))
-    for text in failures:
-        print(f"{name}: {text}", file=sys.stderr)
-    return int(left > 0 or bool(failures))
-
-
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
+    from trainer.run import locked_folder
+
     parser = argparse.ArgumentParser(prog="python -m trainer.sync", description="Gives trackers what they lack.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--to", metavar="TRACKER", help="only this one, which the run need not have had")
-    parser.add_argument("--all", action="store_true", help="the whole run anew; with --to")
+    parser.add_argument("--all", action="store_true", help="the whole run anew")
     given = parser.parse_args(argv)
-    if given.all and not given.to:
-        parser.error("--all needs --to TRACKER")
-    return sync(given.run.expanduser().absolute(), given.to, given.all)
+    folder, console, status = given.run.expanduser().absolute(), Console(), 0
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: expected the folder of a run, with config.yaml in it")
+    options = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    run = TrackedRun.of(folder, options, console)
+    names = [given.to] if given.to else [name for name in options["trainer"]["logger"] if name not in OWN]
+    check_trackers(names, f"--to {given.to}" if given.to else None)
+    with locked_folder(folder, console.note):
+        for name in names:
+            if given.all:
+                (folder / f"{name}_taken.json").unlink(missing_ok=True)
+            follower = Follower(name, TRACKERS.get_fn(name), run)
+            before = left = follower.lacking()
+            while not follower.finish(PATIENCE_S) and follower.lacking() < left:
+                left = follower.lacking()
+            left = follower.lacking()
+            console.print(f"{name}: took {before - left} messages" + (f", lacks {left}" if left else ""))
+            status = max(status, int(left > 0 or follower.is_alive()))
+    return status
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer
 from trainer.clips.writing import Strip, as_frames, draw_strips
 from trainer.diffusion.loop import EpochSteps, FitResult, fingerprint, refuse_other_data
-from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
+from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, start_workers
 from trainer.run import Job, Report
@@ -35,7 +35,7 @@ PANELS = (
         "share",
         {"actor/ppo_ratio_clipfrac": "all", "actor/pg_clipfrac": "those without gradient"},
     ),
-    time_panel(("gen", "reward", "adv", "update_actor")),
+    draw_time,
 )
 
 

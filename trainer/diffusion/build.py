@@ -12,7 +12,7 @@ from trainer.clips.writing import Strip, VideoWriter, as_frames, draw_strips
 from trainer.diffusion.loop import EpochSteps, FitResult, refuse_other_data
 from trainer.diffusion.reward_flow import LORA, AdapterExport, FlowActorRole, RewardFlowTrainer
 from trainer.diffusion.trial import try_reward
-from trainer.picture import draw_panels, draw_validation, series_panel, time_panel
+from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, start_workers
@@ -33,7 +33,7 @@ PANELS = (
     series_panel("Score in training, mean over the samples of a step", "score", {"actor/face_score": ""}),
     draw_validation,
     series_panel("Divergence from the base model", "KL", {"actor/kl_loss": ""}),
-    time_panel(("data", "train", "videos")),
+    draw_time,
 )
 
 

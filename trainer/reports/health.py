@@ -1,28 +1,26 @@
-"""What is wrong with a run, in sentences: one table of rules over its numbers, for `trainer.inspect` and
-`trainer.report`.
-
-Takes series, (step, value) by metric name; gives `Finding`s, graded `ok`, `look` (worth a look) or `bad`.
-"""
+"""What is wrong with a run, in sentences: one table of rules over its numbers, for `trainer.inspect`, `trainer.report`
+and the end of a run. Takes series, (step, value) by metric name; gives `Finding`s."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
+import re
+import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.final_report import ValidationMean, validation_means
+from trainer.final_report import validation_means
+from trainer.reports.run_data import Run
 
-OK, LOOK, BAD = "ok", "look", "bad"
-GRADES = (BAD, LOOK, OK)
+BAD, LOOK, OK = GRADES = ("bad", "look", "ok")
 SCORES = ("critic/score/mean", "actor/face_score", "train/loss")
 """What a run is after, the first that it logs; of a loss less is better."""
 
 LASTING = 0.1  # of a run's steps: outside in so many it is no stray step
 _EARLY = 0.75  # of the steps: what was mended before is past
 _ENOUGH = 20  # steps to speak of a trend
-_FEW = 3
 
 Points = Sequence[tuple[int, float]]
 Series = Mapping[str, Points]
@@ -31,22 +29,15 @@ Options = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about a run.
-
-    Args:
-        grade: `ok`, `look` or `bad`.
-        metric: the name it is about.
-        text: what is seen, with numbers.
-        steps: where.
-        cause, advice: why it is likely so, and what to do, with the options and their values; empty where all is well.
-    """
+    """One thing about a run: ok, worth a `look`, or `bad`; what is seen, and where it is not ok, the likely cause, and
+    what to do, with the options and their values. log: what was printed of it."""
 
     grade: str
     metric: str
     text: str
-    steps: tuple[int, ...] = ()
     cause: str = ""
     advice: str = ""
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,25 +45,22 @@ class Range:
     """Values that raise no question, both ends included; beyond an alarm the run is likely wasted. of_start: the bounds
     are multiples of the run's first value, for what has no scale of its own."""
 
-    low: float | None = None
-    high: float | None = None
-    alarm_low: float | None = None
-    alarm_high: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
+    alarm_low: float = -math.inf
+    alarm_high: float = math.inf
     of_start: bool = False
 
     def judge(self, value: float) -> str:
         """The grade of one value, as a multiple of the first where `of_start`."""
-        if _is_outside(value, self.alarm_low, self.alarm_high):
+        if not self.alarm_low <= value <= self.alarm_high:
             return BAD
-        return LOOK if _is_outside(value, self.low, self.high) else OK
+        return OK if self.low <= value <= self.high else LOOK
 
     @property
     def shown(self) -> str:
         """`<= 0.5`, `>= 0.1 x first`, as in METRICS.md."""
-        if self.low is not None and self.high is not None:
-            text = f"{self.low:g} to {self.high:g}"
-        else:
-            text = f">= {self.low:g}" if self.low is not None else f"<= {self.high:g}"
+        text = f">= {self.low:g}" if math.isfinite(self.low) else f"<= {self.high:g}"
         return text + " x first" * self.of_start
 
 
@@ -82,47 +70,53 @@ class Rule:
 
     Args:
         metrics: the names it judges, each by itself; `*` stands for anything.
-        check: a range, or a function of all series that gives grade, metric, text and steps, None where it has nothing
-            to go by.
-        cause, change: why a run is outside, and what to do.
+        check: a range, or a function of all series, which gives None where it has nothing to go by.
         keys: the options to change, shown with their present values; of `a|b` the first that the run sets.
+        cause, change: why a run is outside, and what to do.
     """
 
     metrics: tuple[str, ...]
     check: Range | Callable[[Series], Finding | None]
+    keys: tuple[str, ...]
     cause: str
     change: str
-    keys: tuple[str, ...] = ()
 
-    def apply(self, series: Series) -> list[Finding]:
+    def apply(self, series: Series, options: Options | None = None) -> list[Finding]:
         """Its findings; metrics that fare alike are one."""
+        found: list[Finding] = []
         if not isinstance(self.check, Range):
-            found = self.check(series)
-            return [] if found is None else [found]
-        names = [name for name in series if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.metrics)]
-        findings = [in_range(name, series[name], self.check) for name in names if series[name]]
-        alike = [[finding for finding in findings if finding.grade == grade] for grade in GRADES]
-        return [_joined(own) for own in alike if own]
-
-    def advice(self, options: Options) -> str:
-        """`lower the learning rate (now actor.optim.lr=1e-05)`."""
-        shown = list(dict.fromkeys(filter(None, (_present(key, options) for key in self.keys))))
-        return f"{self.change} (now {', '.join(shown)})" if shown else self.change
+            found = list(filter(None, [self.check(series)]))
+        else:
+            names = [name for name in series if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.metrics)]
+            judged = [in_range(name, series[name], self.check) for name in names]
+            for grade in GRADES:
+                alike = [finding for finding in judged if finding.grade == grade]
+                more = ", ".join(other.metric for other in alike[1:4]) + " and more" * (len(alike) > 4)
+                text = f"; so with {more}" if more else ""
+                found += [replace(first, text=first.text + text) for first in alike[:1]]
+        now = ", ".join(dict.fromkeys(filter(None, (_present(key, options or {}) for key in self.keys))))
+        advice = f"{self.change} (now {now})" if now else self.change
+        return [one if one.grade == OK else replace(one, cause=self.cause, advice=advice) for one in found]
 
 
 def judge(series: Series, options: Options | None = None) -> list[Finding]:
-    """All findings of a run, the worst first.
+    """All findings on these numbers, the worst first. options: the run's configuration by dotted key."""
+    found = [finding for rule in RULES for finding in rule.apply(series, options)]
+    return sorted(found, key=lambda finding: GRADES.index(finding.grade))
 
-    Args:
-        series: (step, value) by metric name.
-        options: the run's configuration by dotted key.
-    """
-    found = [(rule, finding) for rule in RULES for finding in rule.apply(series)]
-    findings = [
-        finding if finding.grade == OK else replace(finding, cause=rule.cause, advice=rule.advice(options or {}))
-        for rule, finding in found
-    ]
-    return sorted(findings, key=lambda finding: GRADES.index(finding.grade))
+
+def findings_of(run: Run) -> list[Finding]:
+    """The error that ended the run, as its crash dump tells it, if it has not gone on since; then `judge`."""
+    found = judge(run.series(), {key: value.value for key, value in run.config.items()})
+    dumps = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
+    if not dumps or run.is_running or dumps[-1].stat().st_mtime < run.modified - 1.0:
+        return found
+    log = dumps[-1].read_text(encoding="utf-8", errors="replace").strip()
+    told = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*", log, re.MULTILINE) or [log[-200:]]
+    folder = dumps[-1].parent
+    text = f"the run ended with an error in step {folder.name.removeprefix('step_')}: {told[-1]}"
+    again = shlex.join(["python", "-m", "trainer.replay", str(folder)])
+    return [Finding(BAD, "", text, advice=f"run that step again under a debugger: {again}", log=log[-3000:]), *found]
 
 
 def number(value: float) -> str:
@@ -133,16 +127,14 @@ def number(value: float) -> str:
 def _present(key: str, options: Options) -> str:
     """The first of the alternatives that the run has, as `key=value`. Rules name keys of `trainer.main_ppo`; other
     commands have some without the role in front."""
-    for one in key.split("|"):
-        for name in (one, one.partition(".")[2]):
-            fitting = fnmatch.filter(options, name) if "*" in name else [name] * (name in options)
-            chosen = [f"{each}={options[each]}" for each in fitting if "*" not in name or options[each] != "null"]
-            if chosen:
-                return ", ".join(chosen)
+    for name in (name for one in key.split("|") for name in (one, one.partition(".")[2])):
+        chosen = [f"{x}={options[x]}" for x in fnmatch.filter(options, name) if "*" not in name or options[x] != "null"]
+        if chosen:
+            return ", ".join(chosen)
     return ""
 
 
-# ------------------------------------------------------------------------------------------------------ ranges
+# ------------------------------------------------------------------------------------------------------ checks
 
 
 def in_range(name: str, points: Points, healthy: Range) -> Finding:
@@ -157,10 +149,9 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
         return Finding(OK, name, f"{name} began at 0 and has no scale")
     grades = [healthy.judge(value / scale) for _, value in points]
     outside = [point for point, grade in zip(points, grades, strict=True) if grade != OK]
-    words = f"{name} stays {healthy.shown.replace('x first', 'times its first value')}"
     if not outside:
-        return Finding(OK, name, words)
-    late = points[-max(_FEW, round(LASTING * len(points))) :]
+        return Finding(OK, name, f"{name} stays {healthy.shown}")
+    late = points[-max(3, round(LASTING * len(points))) :]
     now = healthy.judge(statistics.median(value for _, value in late) / scale)
     is_past = outside[-1][0] <= points[0][0] + _EARLY * (points[-1][0] - points[0][0]) and now == OK
     alarms = grades.count(BAD)
@@ -169,56 +160,20 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
     elif len(outside) >= LASTING * len(points) or now != OK or alarms or 0.0 in (healthy.low, healthy.high):
         grade = LOOK
     else:
-        return Finding(OK, name, f"{words}, {len(outside)} stray of {len(points)} steps outside ({_where(outside)})")
-    text = _outside_words(name, points, outside, healthy, scale)
-    text += f"; not since step {outside[-1][0]}" if is_past else ""
-    return Finding(grade, name, text, tuple(step for step, _ in outside))
-
-
-def _outside_words(name: str, points: Points, outside: Points, healthy: Range, scale: float) -> str:
-    bounds = [bound for bound in (healthy.low, healthy.high) if bound is not None]
-    worst_step, extreme = max(outside, key=lambda point: min(abs(point[1] / scale - bound) for bound in bounds))
-    is_low = healthy.low is not None and extreme / scale < healthy.low
-    bound = bounds[0] if is_low else bounds[-1]
-    limit = f"{number(bound)} times its first value {number(scale)}" if healthy.of_start else number(bound)
-    text = f"{name} is {'below' if is_low else 'above'} {limit} in {len(outside)} of {len(points)} steps"
-    text += f" ({_where(outside)}): {number(extreme)} at step {worst_step}"
-    last_step, last = points[-1]
-    return text if last_step == worst_step else f"{text}, {number(last)} at the end"
-
-
-def _is_outside(value: float, low: float | None, high: float | None) -> bool:
-    return (low is not None and value < low) or (high is not None and value > high)
-
-
-def _where(points: Points) -> str:
-    steps = [step for step, _ in points]
-    if len(steps) <= _FEW:
-        return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-    return f"steps {steps[0]} to {steps[-1]}"
-
-
-def _joined(findings: list[Finding]) -> Finding:
-    """Several of one rule and grade as one: the first by the number of steps, with the names of the others."""
-    first, *others = sorted(findings, key=lambda finding: -len(finding.steps))
-    if not others:
-        return first
-    names = ", ".join(finding.metric for finding in others[:_FEW])
-    more = f" and {len(others) - _FEW} more" if len(others) > _FEW else ""
-    return replace(first, text=f"{first.text}; so {'does' if len(others) == 1 else 'do'} {names}{more}")
-
-
-# ------------------------------------------------------------------------------------------------------ trends
+        grade = OK
+    worst = (min if math.isfinite(healthy.low) else max)(outside, key=lambda point: point[1] / scale)
+    first = f" ({number(scale)})" if healthy.of_start else ""
+    text = f"{name} is not {healthy.shown}{first} in {len(outside)} of {len(points)} steps ({outside[0][0]} to "
+    text += f"{outside[-1][0]}): {number(worst[1])} at step {worst[0]}, {number(points[-1][1])} at the end"
+    return Finding(grade, name, text + f"; not since step {outside[-1][0]}" * is_past)
 
 
 def same_score(series: Series) -> Finding | None:
     """Every answer of the run has one and the same score."""
-    highest, lowest = series.get("critic/score/max", []), series.get("critic/score/min", [])
-    values = {value for _, value in [*highest, *lowest]}
-    if len(highest) < _FEW or not lowest or len(values) > 1:
+    ends = [{value for _, value in series.get(f"critic/score/{name}", ())} for name in ("max", "min")]
+    if len(series.get("critic/score/max", ())) < 3 or ends[0] != ends[1] or len(ends[0]) > 1:
         return None
-    text = f"every answer of all {len(highest)} steps has the score {number(values.pop())}"
-    return Finding(BAD, "critic/score/mean", text, tuple(step for step, _ in highest))
+    return Finding(BAD, SCORES[0], f"every answer of the run has the score {number(ends[0].pop())}")
 
 
 def score_falls(series: Series) -> Finding | None:
@@ -236,10 +191,8 @@ def score_falls(series: Series) -> Finding | None:
     fall, rise = smooth[best] - smooth[-1], max(smooth[best] - smooth[0], 0.0)
     if fall <= 4 * error or fall <= 0.3 * rise:
         return Finding(OK, name, f"{name} does not fall back from its best")
-    peak = points[best + width - 1][0]
-    text = f"{name} was best around step {peak} ({number(sign * smooth[best])}) and is {number(sign * smooth[-1])} at"
-    text += f" the end, as means over {width} steps"
-    return Finding(BAD, name, text, tuple(step for step, _ in points if step > peak))
+    text = f"{name} was best around step {points[best + width - 1][0]} ({number(sign * smooth[best])}) and is "
+    return Finding(BAD, name, f"{text}{number(sign * smooth[-1])} at the end, as means over {width} steps")
 
 
 def score_stays(series: Series) -> Finding | None:
@@ -251,81 +204,57 @@ def score_stays(series: Series) -> Finding | None:
     first, last = [v for _, v in points[:quarter]], [v for _, v in points[-quarter:]]
     begin, end = statistics.fmean(first), statistics.fmean(last)
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
-    best = max((value for _, value in series.get("critic/score/max", [])), default=None)
-    is_solved = best is not None and end >= 0.95 * best > 0
-    gain = sign * (end - begin)
-    if gain > 2 * error:
-        told = f"{name} improves from {number(begin)} to {number(end)}, first against last quarter of the steps"
-        return Finding(OK, name, told)
-    if gain < -2 * error or is_solved:
+    best = max((value for _, value in series.get("critic/score/max", [])), default=math.inf)
+    text = f"{name} goes from {number(begin)} in the first quarter of the steps to {number(end)} in the last"
+    if sign * (end - begin) > 2 * error:
+        return Finding(OK, name, text)
+    if sign * (end - begin) < -2 * error or end >= 0.95 * best > 0:
         return None  # it falls, which another rule says, or there is nothing left
-    text = f"{name} is {number(begin)} in the first quarter of the steps and {number(end)} in the last: a difference of"
-    text += f" {number(abs(gain))}, less than chance explains ({number(2 * error)})"
-    return Finding(LOOK, name, text, tuple(step for step, _ in points))
+    return Finding(LOOK, name, f"{text}, less than chance explains ({number(2 * error)})")
 
 
 def gradient_spikes(series: Series) -> Finding | None:
     """Steps whose gradient norm is 8 times the median of the up to 20 steps before, of which there are 5 or more."""
-    name = next((x for x in ("actor/grad_norm", "train/grad_norm", "critic/grad_norm") if series.get(x)), None)
-    if name is None or len(series[name]) <= 5:
+    name = next((x for x in ("actor/grad_norm", "train/grad_norm", "critic/grad_norm") if x in series), "")
+    points = series.get(name, [])
+    if len(points) <= 5:
         return None
-    points = series[name]
-    spikes = []
-    for place in range(5, len(points)):
-        usual = statistics.median(value for _, value in points[max(0, place - 20) : place])
-        if usual > 0 and points[place][1] > 8 * usual:
-            spikes.append((points[place], usual))
+    usual = [statistics.median(value for _, value in points[max(0, x - 20) : x]) for x in range(5, len(points))]
+    spikes = [(v / mean, step, v) for mean, (step, v) in zip(usual, points[5:], strict=True) if v > 8 * mean > 0]
     if not spikes:
         return Finding(OK, name, f"{name} has no spikes")
-    (step, value), usual = max(spikes, key=lambda spike: spike[0][1] / spike[1])
-    text = f"{name} has {len(spikes)} spike{'s' * (len(spikes) > 1)} in {len(points)} steps: {number(value)} at step"
-    text += f" {step}, where the steps before have {number(usual)}"
-    grade = BAD if len(spikes) > 0.05 * len(points) else LOOK
-    return Finding(grade, name, text, tuple(point[0] for point, _ in spikes))
+    times, step, value = max(spikes)
+    text = f"{name} has spikes in {len(spikes)} of {len(points)} steps: {number(value)} at step {step}, {times:.0f} "
+    return Finding(BAD if len(spikes) > 0.05 * len(points) else LOOK, name, text + "times what the steps before have")
 
 
 def validation_gain(series: Series) -> Finding | None:
     """The first validation against the last, with the 95% interval of the difference (as of independent prompts, which
     is wide where both asked the same)."""
+    by_step: dict[int, dict[str, float]] = {}
+    for name in (name for name in series if name.startswith("val-")):
+        for step, value in series[name]:
+            by_step.setdefault(step, {})[name] = value
+    means = [[mean for mean in validation_means(x) if not mean.greedy] for _, x in sorted(by_step.items())]
+    validated = [found for found in means if found]
     words: list[str] = []
-    better: list[str] = []
-    worse: list[str] = []
-    for before, after in _validated_twice(series):
-        assert before.half_width is not None and after.half_width is not None
-        gain, width = after.value - before.value, math.hypot(before.half_width, after.half_width)
-        source = before.source
-        words.append(f"{source} {number(before.value)} to {number(after.value)} ({gain:+.3f}, interval +-{width:.3f})")
-        if abs(gain) > width:
-            (better if gain > 0 else worse).append(source)
+    signs: set[float] = set()
+    for before, after in [(a, b) for a in validated[0] for b in validated[-1]] if len(validated) > 1 else ():
+        if (before.source, before.name) == (after.source, after.name) and before.half_width and after.half_width:
+            gain, width = after.value - before.value, math.hypot(before.half_width, after.half_width)
+            signs.add(math.copysign(1.0, gain) if abs(gain) > width else 0.0)
+            numbers = f"{number(before.value)} to {number(after.value)} ({gain:+.3f}, interval +-{width:.3f})"
+            words.append(f"{before.source} {numbers}" + f", {'better' if gain > 0 else 'worse'}" * (abs(gain) > width))
     if not words:
         return None
-    text = f"validation before and after: {'; '.join(words)}"
-    if worse:
-        grade = LOOK if better else BAD
-        return Finding(grade, "val-core", f"{text}. Worse, beyond the interval: {', '.join(worse)}")
-    if better:
-        return Finding(OK, "val-core", f"{text}. Better, beyond the interval: {', '.join(better)}")
-    return Finding(LOOK, "val-core", f"{text}. This validation cannot tell whether anything was learnt")
-
-
-def _validated_twice(series: Series) -> Iterator[tuple[ValidationMean, ValidationMean]]:
-    """The sampled means of the first and of the last validated step that have an interval, source by source."""
-    by_step: dict[int, dict[str, float]] = {}
-    for name, points in series.items():
-        for step, value in points if name.startswith("val-") else ():
-            by_step.setdefault(step, {})[name] = value
-    found = [[x for x in validation_means(own) if not x.greedy] for _, own in sorted(by_step.items())]
-    found = [means for means in found if means]
-    for before in found[0] if len(found) > 1 else ():
-        for after in found[-1]:
-            alike = (before.source, before.name) == (after.source, after.name)
-            if alike and before.half_width is not None and after.half_width is not None:
-                yield before, after
+    grade = (LOOK if 1.0 in signs else BAD) if -1.0 in signs else OK if 1.0 in signs else LOOK
+    doubt = "; it cannot tell whether anything was learnt" * (signs == {0.0})
+    return Finding(grade, "val-core", f"validation before and after: {'; '.join(words)}{doubt}")
 
 
 def _score(series: Series) -> tuple[str, Points, int]:
     """The metric that the run is after, its points, and 1 if more is better, else -1."""
-    name = next((name for name in SCORES if series.get(name)), SCORES[0])
+    name = next((name for name in SCORES if name in series), SCORES[0])
     return name, series.get(name, []), -1 if name == "train/loss" else 1
 
 
@@ -333,116 +262,90 @@ def _score(series: Series) -> tuple[str, Points, int]:
 
 _REWARD = "reward.custom_reward_function.path"
 
+# metrics, range or function, keys; cause; what to change
 RULES = (
     Rule(
-        SCORES[:1],
-        same_score,
+        SCORES[:1], same_score, (_REWARD, "data.data_source"),
         "the reward does not tell answers apart: it may look for another format, or for another ground truth",
         "try it on saved answers: python -m trainer.score RUN",
-        (_REWARD, "data.data_source"),
     ),
     Rule(
-        SCORES,
-        score_falls,
+        SCORES, score_falls, ("actor.optim.lr", "actor.kl_loss_coef", "actor.ppo_epochs"),
         "the policy learns too fast: updates went further than the samples could vouch for",
         "lower the learning rate, hold the policy to the reference, and go on from the checkpoint before the fall",
-        ("actor.optim.lr", "actor.kl_loss_coef", "actor.ppo_epochs"),
     ),
     Rule(
-        SCORES,
-        score_stays,
+        SCORES, score_stays, ("actor.optim.lr", "rollout.n", "data.train_files", _REWARD),
         "the updates are too small, or most prompts teach nothing, or what is rewarded hardly ever happens",
-        "look at the samples: is any of them right? If so, raise the learning rate, threefold at a time; if not, take "
-        "easier prompts, or a finer reward",
-        ("actor.optim.lr", "rollout.n", "data.train_files", _REWARD),
+        "look at the samples: if any is right, raise the learning rate threefold; if not, take easier prompts",
     ),
     Rule(
-        ("val-core",),
-        validation_gain,
+        ("val-core",), validation_gain, ("data.val_max_samples", "rollout.val_kwargs.n", "data.train_files"),
         "what the training rewards is not what this validation asks, or too few prompts are validated to see the gain",
         "look at the changed samples of the validation; validate on more prompts, or take an earlier checkpoint",
-        ("data.val_max_samples", "rollout.val_kwargs.n", "data.train_files"),
     ),
     Rule(
         ("reward/error_rate", "reward/timeout_rate", "env/error_rate", "val-aux/*/reward/error_rate"),
-        Range(high=0.0, alarm_high=0.05),
+        Range(high=0.0, alarm_high=0.05), (_REWARD, "reward.timeout_s", "agentic.env_pool.timeout_s"),
         "the reward function or the environment fails, or is too slow, for some answers; they are left out",
-        "see reward_failures.jsonl or env_failures.jsonl in the run folder; python -m trainer.score RUN runs the "
-        "reward again on saved answers",
-        (_REWARD, "reward.timeout_s", "agentic.env_pool.timeout_s"),
+        "see reward_failures.jsonl or env_failures.jsonl in the run folder; python -m trainer.score RUN tries it again",
     ),
-    Rule(
-        ("training/rollout_probs_diff_mean",),
-        Range(high=0.005, alarm_high=0.01),  # verl's FAQ: below 0.005 is numerics, above 0.01 an error; fp32: 1e-6
-        "the engine that samples gives other probabilities than the trainer: missed weights, a stale cache, another "
-        "precision, or a top_p or top_k that only one of them applies",
-        "sample in the trainer's precision without top_p and top_k, or correct for it",
+    Rule(  # verl's FAQ: below 0.005 is numerics, above 0.01 an error; fp32: 1e-6
+        ("training/rollout_probs_diff_mean",), Range(high=0.005, alarm_high=0.01),
         ("rollout.dtype", "rollout.top_p", "rollout.enable_prefix_caching", "algorithm.rollout_correction.rollout_is"),
+        "the engine samples by other probabilities than the trainer's: missed weights, a stale cache, precision, top_p",
+        "sample in the trainer's precision without top_p and top_k, or correct for it",
     ),
-    Rule(
-        ("frac_reward_zero_std",),
-        Range(high=0.5, alarm_high=0.9),  # at 0.5 half of the generation is for nothing
+    Rule(  # at 0.5 half of the generation is for nothing
+        ("frac_reward_zero_std",), Range(high=0.5, alarm_high=0.9),
+        ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
         "most prompts teach nothing, because all their answers are equally good: too easy, too hard, or n too small",
         "choose prompts that the policy can just do, sample more answers, or draw until groups differ",
-        ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
     ),
-    Rule(
-        ("response_length/clip_ratio",),
-        Range(high=0.1, alarm_high=0.5),  # a few stragglers are normal; above that the limit shapes what is learnt
+    Rule(  # a few stragglers are normal; above that the limit shapes what is learnt
+        ("response_length/clip_ratio",), Range(high=0.1, alarm_high=0.5),
+        ("agentic.custom_envs.*.max_tokens_per_step|data.max_response_length", "reward.overlong_buffer.enable"),
         "answers are cut off before they end, so they are judged by half a thought",
         "allow longer ones, or take off points for length",
-        ("agentic.custom_envs.*.max_tokens_per_step|data.max_response_length", "reward.overlong_buffer.enable"),
     ),
-    Rule(
-        ("actor/entropy",),
-        # DAPO (arXiv:2503.14476) sees exploration end where the entropy falls by an order of magnitude
-        Range(low=0.1, alarm_low=0.02, of_start=True),
+    Rule(  # DAPO (arXiv:2503.14476) sees exploration end where the entropy falls by an order of magnitude
+        ("actor/entropy",), Range(low=0.1, alarm_low=0.02, of_start=True),
+        ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature", "actor.optim.lr"),
         "the policy hardly varies its answers any more (entropy collapse): there is nothing left to compare",
         "raise the upper clip range, give the entropy a bonus, sample hotter, or lower the learning rate",
-        ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature", "actor.optim.lr"),
     ),
-    Rule(
-        ("actor/kl_loss", "critic/kl"),
-        Range(high=0.5, alarm_high=5.0),  # nats: the reference finds each token 1.6 times less likely
+    Rule(  # nats: the reference finds each token 1.6 times less likely
+        ("actor/kl_loss", "critic/kl"), Range(high=0.5, alarm_high=5.0),
+        ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
         "the policy is far from the reference model",
         "raise the coefficient or lower the learning rate, if staying near the reference is wanted",
-        ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
     ),
-    Rule(
-        ("actor/pg_clipfrac",),
-        Range(high=0.3, alarm_high=0.6),  # runs that learn are mostly below 0.2; gspo clips whole answers, and more
+    Rule(  # runs that learn are mostly below 0.2; gspo clips whole answers, and more
+        ("actor/pg_clipfrac",), Range(high=0.3, alarm_high=0.6),
+        ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
         "many tokens are outside the clip range and give no gradient: the update goes too far in one step",
         "lower the learning rate, train fewer epochs or in fewer mini-batches on a batch, or widen the range",
-        ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
     ),
-    Rule(
-        ("critic/vf_explained_var",),
-        Range(low=0.0, alarm_low=-1.0),  # 0 is a constant, 1 is perfect
+    Rule(  # 0 is a constant, 1 is perfect
+        ("critic/vf_explained_var",), Range(low=0.0, alarm_low=-1.0), ("trainer.critic_warmup", "critic.optim.lr"),
         "the critic predicts worse than a constant would, and its advantages are noise",
         "train it alone first, or raise its learning rate",
-        ("trainer.critic_warmup", "critic.optim.lr"),
     ),
     Rule(
-        ("*/grad_norm",),
-        gradient_spikes,
-        "single batches pull far harder than others: a few very long or oddly rewarded answers, or an update that "
-        "begins to diverge",
+        ("*/grad_norm",), gradient_spikes, ("actor.optim.clip_grad", "actor.optim.lr"),
+        "single batches pull far harder than others (long or oddly rewarded answers), or an update begins to diverge",
         "look at the samples of these steps; clip gradients lower, or lower the learning rate",
-        ("actor.optim.clip_grad", "actor.optim.lr"),
     ),
     Rule(
-        ("*/grad_norm_nonfinite", "*/empty_mini_batch_frac"),
-        Range(high=0.0, alarm_high=0.1),
-        "optimizer steps are left out: the gradient overflows, or the rewards of whole mini-batches failed or the "
-        "correction rejected them",
-        "lower the learning rate, or train in fp32; look at reward/error_rate and at the correction's rejection",
+        ("*/grad_norm_nonfinite", "*/empty_mini_batch_frac"), Range(high=0.0, alarm_high=0.1),
         ("actor.optim.lr", "actor.fsdp_config.mixed_precision.param_dtype", "actor.ppo_mini_batch_size"),
+        "steps are left out: the gradient overflows, or rewards of whole mini-batches failed or were rejected",
+        "lower the learning rate, or train in fp32; look at reward/error_rate and at the correction's rejection",
     ),
-    Rule(
+    Rule(  # after the first steps everything has its size
         ("actor/perf/host_rss_gb", "actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb"),
-        Range(high=1.5, alarm_high=3.0, of_start=True),  # after the first steps everything has its size
+        Range(high=1.5, alarm_high=3.0, of_start=True), ("data.max_response_length",),
         "a worker's memory grows from step to step: a leak, or ever longer answers",
         "look at response_length/max first",
-        ("data.max_response_length",),
     ),
-)
+)  # fmt: skip

@@ -1,51 +1,72 @@
-"""What the page of `trainer.report` shows, as plain data of a bounded size: curves, findings, configurations, samples.
+"""What the page of `trainer.report` shows, as plain data of a bounded size: charts, findings, configurations, samples.
 
-Takes `Run`s; gives what json can hold. Curves of long runs are thinned out, samples are taken evenly over the steps and
-long texts are cut; `notes` say so, and the page shows them.
+Takes `Run`s, and the study whose best runs they are; gives what json can hold. Charts are plotly's traces and layouts,
+where a line names its run and metric in place of numbers. Curves of long runs are thinned out, samples are taken evenly
+over the steps and long texts are cut; `notes` say so, and the page shows them.
 """
 
 from __future__ import annotations
 
 import base64
+import csv
+import json
 import math
+import re
+import shlex
 import time
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from trainer.console import format_seconds
 from trainer.final_report import ValidationMean, all_validation_means
 from trainer.metric_docs import find
-from trainer.reports.health import BAD, Finding, Points, judge
-from trainer.reports.run_data import Failure, Run, read_failure, run_titles
-from trainer.reports.run_samples import Answer, Group, groups
+from trainer.reports.health import findings_of
+from trainer.reports.run_data import METRICS, Run, run_titles, stage_seconds
+from trainer.reports.samples import Answer, Group, groups
+from trainer.tracking.record import read_metrics
 
-MAX_POINTS = 1500
+COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
+MAX_POINTS, MAX_BARS = 1500, 120
 MAX_PICTURE_BYTES = 1_500_000
 MAX_TEXT = 6000
 SAMPLE_BYTES = 5_000_000
 MAX_SAMPLES = 8000
-_ANSWERS_OF_A_PROMPT = 2
-_ROW_BYTES = 120  # of an answer beside its texts
-_PICTURES = ("before_after.png", "before_after.gif")
+
+PANELS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    ("Reward in training, mean over the samples of a step", "score", {"critic/score/mean": "", "actor/face_score": ""}),
+    ("Loss", "", {"train/loss": ""}),
+    ("Success of episodes", "share", {"env/success": ""}),
+    ("Response length", "tokens", {f"response_length/{x}": x for x in ("mean", "max", "min")}),
+    ("Answers cut off", "share", {"response_length/clip_ratio": ""}),
+    (
+        "Prompts that teach nothing: all answers equally good",
+        "share",
+        {"frac_reward_zero_std": "all equal", "groups/all_right": "all right", "groups/all_wrong": "all wrong"},
+    ),
+    ("Entropy", "nats", {"actor/entropy": ""}),
+    ("Distance to the reference (KL)", "nats", {"actor/kl_loss": "in the loss", "critic/kl": "in the reward"}),
+    ("Step of the policy (KL to the sampler)", "nats", {"actor/ppo_kl": ""}),
+    ("Tokens clipped", "share", {"actor/pg_clipfrac": "policy", "critic/vf_clipfrac": "values"}),
+    ("Gradient norm", "", {"actor/grad_norm": "actor", "critic/grad_norm": "critic", "train/grad_norm": ""}),
+    ("Learning rate", "", {"actor/lr": "actor", "critic/lr": "critic", "train/lr": ""}),
+    ("Sampler against trainer, difference of probabilities", "", {"training/rollout_probs_diff_mean": "mean"}),
+    ("Rewards that failed", "share", {"reward/error_rate": "all", "reward/timeout_rate": "late"}),
+    ("Episodes that failed", "share", {"env/error_rate": ""}),
+    ("Throughput", "tokens per second", {"perf/throughput": "per device", "system/tps": "all"}),
+    (
+        "Memory of the fullest worker",
+        "GiB",
+        {f"actor/perf/{x}_gb": x for x in ("host_rss", "max_memory_allocated", "max_memory_reserved")},
+    ),
+    ("Devices that wait in generation", "share", {"rollout/idle_frac": ""}),
+)
+"""Charts of a run: title, unit, and what each metric's line is called. Only what was logged is drawn."""
 
 Json = dict[str, Any]
-
-
-@dataclass
-class _Samples:
-    """The answers on the page. prompts: each once; rows: see `_row`."""
-
-    prompts: list[list[list[str]]] = field(default_factory=list)
-    rows: list[list[Any]] = field(default_factory=list)
-    _places: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
-
-    def add(self, run: int, answer: Answer) -> None:
-        place = self._places.setdefault(answer.prompt, len(self.prompts))
-        if place == len(self.prompts):
-            self.prompts.append([[role, _cut(text)] for role, text in answer.prompt])
-        self.rows.append(_row(run, place, answer))
 
 
 def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int = SAMPLE_BYTES) -> Json:
@@ -53,203 +74,237 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
 
     Args:
         runs: to show, or to compare.
-        study: `trainer.reports.study.read_study`, whose best runs these are; None for runs alone.
+        study: `read_study`, whose best runs these are; None for runs alone.
         sample_bytes: about how much all texts of samples may take.
     """
-    samples, titles = _Samples(), run_titles(list(runs))
+    prompts: dict[tuple[tuple[str, str], ...], int] = {}
+    samples: list[list[Any]] = []
     shown = []
-    for number, (run, title) in enumerate(zip(runs, titles, strict=True)):
-        notes = _add_samples(samples, number, run, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
-        shown.append(_run(run, title, notes))
-    names = dict.fromkeys(name for run in runs for name in run.names)
+    for number_, (run, title) in enumerate(zip(runs, run_titles(runs), strict=True)):
+        before, (total, kept) = len(samples), _samples(run.folder, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
+        for answer in kept:
+            row = asdict(answer) | {"prompt": prompts.setdefault(answer.prompt, len(prompts))}
+            samples.append([number_, *map(_short, row.values())])
+        note = f"{len(kept):,} of {total:,} samples are on this page (of each step the best, the worst, and the same "
+        note += f"prompts where they come again); all are in {run.folder / 'samples'}"
+        shown.append(_run(run, title, [note] if len(samples) - before < total else []))
+    names = list(dict.fromkeys(name for run in shown for name in run["series"]))
+    docs = {name: doc for name in names if (doc := find(name)) is not None}
+    panels = [(title, unit, {x: of[x] for x in of if x in names}) for title, unit, of in PANELS]
+    parts = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
+    panels.append(("What the reward returned, means", "", parts))
+    charts = [_panel(runs, shown, *panel) for panel in panels if panel[2]]
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
+        "colors": COLORS,
         "runs": shown,
         "study": study,
-        "docs": {name: doc for name in names if (doc := _doc(name)) is not None},
-        "validation": _validation_lines(runs),
-        "prompts": samples.prompts,
-        "samples": samples.rows,
+        "metrics": names,
+        "docs": {name: {"formula": x.formula, "unit": x.unit, "healthy": x.healthy} for name, x in docs.items()},
+        "charts": [*charts[:1], *_validation_charts(runs), *charts[1:], *map(_time_chart, runs, shown)],
+        "compared": [x for x in names if x.startswith("val-core/") or any(x in of for _, _, of in panels)],
+        "prompts": [[[role, _short(text)] for role, text in prompt] for prompt in prompts],
+        "fields": ["run", *(x.name for x in fields(Answer))],
+        "samples": samples,
     }
 
 
-def _run(run: Run, title: str, sample_notes: list[str]) -> Json:
-    series = run.all_series()
-    every = math.ceil(len(run.steps) / MAX_POINTS)
-    thinned = [f"the curves show one step in {every}, and the last"] if every > 1 else []
-    steps = _thinned(list(run.steps), every)
-    options = {key: value.value for key, value in run.config.items()}
+def read_study(folder: Path) -> Json:
+    """What the page shows of the folder of a sweep, with trials.csv and study.json, which may still run; `runs` has the
+    run folders of its best trials, each trial's first."""
+    asked = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+    metric, sign = asked["metric"], -1 if asked["mode"] == "max" else 1
+    with (folder / "trials.csv").open(encoding="utf-8", newline="") as lines:
+        rows: list[Json] = [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(lines)]
+    own = ("trial", "state", "value", "half_width", "steps", "seconds", "error", "runs", "command")
+    parameters = [name for name in rows[0] if name not in own] if rows else []
+    best = [row for row in rows if row["state"] == "complete" and row["value"] is not None]
+    best.sort(key=lambda row: sign * row["value"])
+    columns = ("trial", "state", "value", "half_width", *parameters, "steps", "seconds", "error", "runs")
+    curves = []
+    for row in rows:
+        for run in filter(None, str(row["runs"] or "").split(";")):
+            steps = {step: x[metric] for step, x in read_metrics(folder / run / METRICS).items() if metric in x}
+            line = {"color": COLORS[row["trial"] % len(COLORS)]}
+            curves.append({"x": list(steps), "y": list(steps.values()), "line": line, "name": _told(row, parameters)})
+    varied = [name for name in parameters if len({row[name] for row in rows}) > 1]
+    command = asked.get("command", "")
+    firsts = [folder / str(row["runs"]).split(";")[0] for row in best[:4]]
     return {
-        "title": title,
-        "folder": str(run.folder),
-        "state": run.state,
-        "last_step": run.last_step,
-        "total_steps": run.total_steps,
-        "seconds": round(run.seconds(), 1),
-        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.modified)),
-        "notes": [*run.notes, *thinned, *sample_notes],
-        "steps": steps,
-        "series": {name: _values(points, steps) for name, points in series.items()},
-        "findings": [
-            *([] if (failure := read_failure(run)) is None else [failure_finding(failure)]),
-            *(_finding(finding) for finding in judge(series, options)),
+        "command": command if isinstance(command, str) else shlex.join(command),
+        "facts": {"trials": len(rows), **Counter(row["state"] for row in rows), asked["mode"]: metric},
+        "best": [[_told(row, parameters), str(row["command"] or "").splitlines()] for row in best[:5]],
+        "columns": columns,
+        "trials": [[row[name] for name in columns] for row in rows],
+        "charts": [
+            _chart(metric, "a line for each run", curves, True, {"hovermode": "closest"}),
+            *(_effect(rows, name, metric, parameters) for name in varied),
         ],
-        "config": {key: [value.value, value.source] for key, value in run.config.items()},
-        "pictures": list(_pictures(run.folder)),
+        "runs": [run for run in firsts if (run / METRICS).is_file()],
     }
 
 
-def _finding(finding: Finding) -> Json:
-    steps = _thinned(list(finding.steps), math.ceil(len(finding.steps) / 50))
-    return {**asdict(finding), "steps": steps}
+def _run(run: Run, title: str, notes: list[str]) -> Json:
+    every = math.ceil(len(run.steps) / MAX_POINTS)
+    steps = [*list(run.steps)[:-1:every], run.last_step] if every > 1 else list(run.steps)
+    thinned = [f"the curves show one step in {every}, and the last"] if every > 1 else []
+    findings = [asdict(finding) for finding in findings_of(run)]
+    of = "" if run.total_steps is None else f" of {run.total_steps}"
+    counts = [f"{n} {grade}" for grade in ("bad", "look") if (n := sum(x["grade"] == grade for x in findings))]
+    return {
+        "title": title.replace("<", "‹"),  # plotly reads some tags in names of lines
+        "folder": str(run.folder),
+        "facts": {
+            "State": run.state,
+            "Steps": f"{run.last_step}{of}",
+            "Time in steps": format_seconds(run.seconds()),
+            "Last written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.modified)),
+            "Findings": ", ".join(counts) or "all ok",
+        },
+        "notes": [*run.notes, *thinned, *notes],
+        "steps": steps,
+        "series": {name: _values(dict(points), steps) for name, points in run.series().items()},
+        "findings": findings,
+        "config": {key: [value.value, value.source] for key, value in run.config.items()},
+        "pictures": [
+            {"name": file.name, "src": f"data:image;base64,{base64.b64encode(file.read_bytes()).decode()}"}
+            for file in sorted(run.folder.glob("before_after.*"))
+            if file.suffix in (".png", ".gif") and file.stat().st_size <= MAX_PICTURE_BYTES
+        ],
+    }
 
 
-def failure_finding(failure: Failure) -> Json:
-    """The error that ended the run, as the page shows it."""
-    text = f"the run ended with an error in step {failure.step}: {failure.message}"
-    advice = f"run that step again under a debugger: {failure.replay}"
-    return {"grade": BAD, "metric": "", "text": text, "steps": [], "cause": "", "advice": advice, "log": failure.log}
+# --------------------------------------------------------------------------------------------------------- charts
 
 
-# -------------------------------------------------------------------------------------------------------- numbers
+def _chart(title: str, unit: str, traces: list[Json], wide: bool = False, layout: Json | None = None) -> Json:
+    return {"title": title, "unit": unit, "traces": traces, "wide": wide, "layout": layout or {}}
 
 
-def _values(points: Points, steps: list[int]) -> list[Any]:
-    """[values], one for each of `steps`, null where there is none; [steps, values] for what is logged at few of them,
-    which is never thinned out."""
-    if len(points) <= len(steps) // 2:
-        return [[step for step, _ in points], [_short(value) for _, value in points]]
-    known = dict(points)
-    return [[None if step not in known else _short(known[step]) for step in steps]]
+def _panel(runs: Sequence[Run], shown: list[Json], title: str, unit: str, names: Mapping[str, str]) -> Json:
+    """In color differ the lines of one run; of several, the runs."""
+    traces: list[Json] = []
+    for place, run in enumerate(shown):
+        for nth, (name, label) in enumerate((name, label) for name, label in names.items() if name in run["series"]):
+            own = {"color": COLORS[(place if len(runs) > 1 else nth) % len(COLORS)], "width": 1.8}
+            own["dash"] = ("solid", "dash", "dot")[nth % 3] if len(runs) > 1 else "solid"
+            told = f"{run['title']} {label}".strip() if len(runs) > 1 else label or name
+            traces.append({"run": place, "metric": name, "line": own, "name": told})
+    values = [x[name] for run in runs for x in run.steps.values() for name in names if name in x]
+    is_from_zero = 0 <= min(values) < 0.3 * max(values) or max(values) == 0
+    return _chart(title, unit, traces, layout={"yaxis": {"rangemode": "tozero" if is_from_zero else "normal"}})
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
+def _time_chart(run: Run, shown: Json) -> Json:
+    places, stages = stage_seconds(run.steps, MAX_BARS)
+    bars = [
+        {"type": "bar", "x": places, "y": _short(list(y)), "name": name, "hovertemplate": "%{y:.3~g} s"}
+        for name, y in stages.items()
+    ]
+    title = f"Time of a step by stage, {shown['title']}"
+    return _chart(title, "seconds", bars, True, {"barmode": "stack", "bargap": 0.1})
 
 
-def _thinned(steps: list[int], every: int) -> list[int]:
-    """Every so many, and the last."""
-    return steps if every <= 1 else [*steps[:-1:every], steps[-1]]
-
-
-def _validation_lines(runs: Sequence[Run]) -> list[Json]:
-    """A line for each validated source, sampled and greedy: for each run (by its place) the metric, its measure and the
-    metric of its interval. Runs that have a measure in common are compared by it; else each has its core measure."""
-    found: dict[tuple[str, bool], list[dict[str, ValidationMean]]] = {}
+def _validation_charts(runs: Sequence[Run]) -> list[Json]:
+    """A chart for each source, sampled and greedy, with a line for each run and its 95% intervals. Runs that have a
+    measure in common are compared by it; else each has its core measure."""
+    found: dict[tuple[str, bool], dict[int, dict[str, ValidationMean]]] = {}
     for place, run in enumerate(runs):
         last = {name: value for metrics in run.steps.values() for name, value in metrics.items()}
         for mean in all_validation_means(last):
-            own = found.setdefault((mean.source, mean.greedy), [{} for _ in runs])[place]
-            own.setdefault(mean.variable, mean)
-    lines = []
+            found.setdefault((mean.source, mean.greedy), {}).setdefault(place, {}).setdefault(mean.variable, mean)
+    charts = []
     for (source, greedy), of_runs in found.items():
-        shown = {place: own for place, own in enumerate(of_runs) if own}
-        common = [name for name in next(iter(shown.values())) if all(name in own for own in shown.values())]
-        common.sort(key=lambda name: name != "acc")
-        core = {place: own.get("acc") or next(iter(own.values())) for place, own in shown.items()}
-        chosen = {place: own[common[0]] for place, own in shown.items()} if common else core
-        lines.append(
-            {
-                "source": source,
-                "greedy": greedy,
-                "names": {place: mean.metric for place, mean in chosen.items()},
-                "measures": {place: mean.name for place, mean in chosen.items()},
-                "intervals": {place: mean.interval for place, mean in chosen.items()},
-            }
-        )
-    return lines
+        common = set.intersection(*(set(own) for own in of_runs.values()))
+        traces: list[Json] = []
+        for place, own in of_runs.items():
+            mean = own[("acc" if "acc" in common else min(common)) if common else "acc" if "acc" in own else min(own)]
+            x = [step for step, metrics in runs[place].steps.items() if mean.metric in metrics]
+            widths = [runs[place].steps[step].get(mean.interval) for step in x]
+            error = {"array": [width or 0 for width in widths], "thickness": 1, "width": 2}
+            name = f"{run_titles(runs)[place]} {mean.name}".replace("<", "‹")
+            line = {"color": COLORS[place % len(COLORS)], "dash": "dash" if greedy else "solid"}
+            y = [runs[place].steps[step][mean.metric] for step in x]
+            trace = {"x": x, "y": _short(y), "name": name, "mode": "lines+markers", "line": line}
+            traces.append(trace | ({"error_y": error} if any(widths) else {}))
+        charts.append(_chart(f"Validation, {source}{' (greedy)' * greedy}", "with 95% interval", traces))
+    return charts
 
 
-def _doc(name: str) -> Json | None:
-    metric = find(name)
-    if metric is None:
-        return None
-    when = f" ({metric.when})" if metric.when else ""
-    return {"formula": metric.formula + when, "unit": metric.unit, "healthy": metric.healthy}
+def _effect(rows: list[Json], name: str, metric: str, parameters: list[str]) -> Json:
+    """The value of each trial against a parameter."""
+    own = [row for row in rows if row["value"] is not None and row[name] is not None]
+    x, y = [row[name] for row in own], [row["value"] for row in own]
+    is_log = all(isinstance(value, float | int) and value > 0 for value in x) and max(x) >= 20 * min(x)
+    trace: Json = {"x": x, "y": y, "mode": "markers", "text": [_told(row, parameters) for row in own]}
+    trace["marker"] = {"size": 8, "color": [COLORS[row["trial"] % len(COLORS)] for row in own]}
+    trace["error_y"] = {"array": [row["half_width"] or 0 for row in own], "thickness": 1}
+    axis = {"xaxis": {"type": "log"}} if is_log else {}
+    return _chart(name, metric, [trace], layout={"hovermode": "closest", **axis})
 
 
-def _pictures(folder: Path) -> Iterable[Json]:
-    """What a run of images or clips shows instead of answers."""
-    for name in _PICTURES:
-        file = folder / name
-        if file.is_file() and file.stat().st_size <= MAX_PICTURE_BYTES:
-            kind = file.suffix.removeprefix(".")
-            yield {"name": name, "data": f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"}
-            return
+# ----------------------------------------------------------------------------------------------- numbers and texts
 
 
-# -------------------------------------------------------------------------------------------------------- samples
+def _values(known: Mapping[int, float], steps: list[int]) -> list[Any]:
+    """[values], one for each of `steps`, null where there is none; [steps, values] for what is logged at few of them,
+    which is never thinned out."""
+    if len(known) <= len(steps) // 2:
+        return [list(known), _short(list(known.values()))]
+    return [[None if step not in known else _short(known[step]) for step in steps]]
 
 
-def _add_samples(samples: _Samples, run: int, source: Run, most_bytes: int, most_rows: int) -> list[str]:
-    """Adds what fits, evenly over the steps; returns what to say about it."""
-    found = list(groups(source.folder))
-    if not found:
-        return []
-    every = math.ceil(len(found) / max(1, most_rows // 2))
-    kept = [found[place] for place in range(0, len(found), every)]
-    total, before = sum(len(group.uids) for group in found), len(samples.rows)
-    for group in kept:
-        _add_group(samples, run, group, most_bytes // len(kept), max(2, most_rows // len(kept)))
-    added = len(samples.rows) - before
-    if added == total:
-        return []
-    of_files = f" from {len(kept)} of {len(found)} steps" if every > 1 else " from every step"
-    return [
-        f"{added:,} of {total:,} samples are on this page, taken{of_files} (of each the best, the worst, and the same "
-        f"prompts where they come again); all are in {source.folder / 'samples'}"
-    ]
+def _short(value: Any) -> Any:
+    """Numbers with five digits, long texts cut."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"{value[:MAX_TEXT]} ... (cut here; {len(value):,} characters)"
+    return value
 
 
-def _add_group(samples: _Samples, run: int, group: Group, most_bytes: int, most_rows: int) -> None:
-    """The best and the worst answer of a step, then others until the room is full."""
-    used = 0
-    for place, answer in enumerate(group.read(_chosen(group, most_rows))):
-        used += _ROW_BYTES + len(answer.output[:MAX_TEXT].encode()) + len(answer.last_message[:MAX_TEXT].encode())
-        if used > most_bytes and place >= 2:
-            return
-        samples.add(run, answer)
+def _value(text: str | None) -> float | int | str | None:
+    try:
+        value = float(text or "")
+        return (int(value) if value.is_integer() else value) if math.isfinite(value) else None
+    except ValueError:
+        return text or None
 
 
-def _chosen(group: Group, count: int) -> list[int]:
+def _told(row: Json, parameters: list[str]) -> str:
+    interval = f" ±{row['half_width']:.3g}" if row["half_width"] else ""
+    given = ", ".join(f"{name}={row[name]}" for name in parameters)
+    return f"trial {row['trial']} ({row['state']}): {row['value']}{interval}, {given}".replace("<", "‹")
+
+
+def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[Answer]]:
+    """How many there are, and what fits, evenly over the steps: of each the best and the worst, then others."""
+    found = list(groups(folder))
+    every = max(1, math.ceil(len(found) / max(1, most_rows // 2)))
+    kept: list[Answer] = []
+    for group in found[::every]:
+        room = every * most_bytes // len(found)
+        for place, answer in enumerate(group.read(_chosen(group)[: max(2, every * most_rows // len(found))])):
+            room -= 120 + sum(len(text[:MAX_TEXT].encode()) for text in (answer.output, answer.prompt[-1][1]))
+            if room < 0 and place >= 2:
+                break
+            kept.append(answer)
+    return sum(len(group.uids) for group in found), kept
+
+
+def _chosen(group: Group) -> list[int]:
     """Rows of a step: best, worst, one whose reward failed, then prompts in an order that is the same in all steps, up
     to 2 answers of each first."""
-    scored = [row for row, score in enumerate(group.scores) if score is not None]
-    failed = [row for row, score in enumerate(group.scores) if score is None]
-    ends = []
-    if scored:
-        ends = [
-            max(scored, key=lambda row: group.scores[row] or 0.0),
-            min(scored, key=lambda row: group.scores[row] or 0),
-        ]
+    scores = [math.nan if score is None else score for score in group.scores]
+    ranked = sorted((row for row, score in enumerate(scores) if score == score), key=scores.__getitem__)
+    failed = [row for row, score in enumerate(scores) if score != score]
     seen: dict[str, int] = {}
     order = []
     for row, uid in enumerate(group.uids):
         nth = seen[uid] = seen.get(uid, -1) + 1
-        order.append((nth >= _ANSWERS_OF_A_PROMPT, zlib.crc32(uid.encode()), nth, row))
-    return list(dict.fromkeys([*ends, *failed[:1], *(row for *_, row in sorted(order))]))[:count]
-
-
-def _row(run: int, prompt: int, answer: Answer) -> list[Any]:
-    """In the order in which the page names the entries (samples.js)."""
-    return [
-        run,
-        answer.kind,
-        answer.step,
-        answer.uid,
-        answer.sample,
-        answer.data_source,
-        prompt,
-        _cut(answer.output),
-        _cut(answer.gts),
-        None if answer.score is None or not math.isfinite(answer.score) else _short(answer.score),
-        answer.response_length,
-        answer.finish_reason,
-        answer.policy_version,
-        int(answer.timed_out),
-        {name: _short(x) if isinstance(x, float) else _cut(str(x)) for name, x in answer.parts.items()},
-    ]
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... (cut here; {len(text):,} characters)"
+        order.append((nth >= 2, zlib.crc32(uid.encode()), nth, row))
+    return list(dict.fromkeys([*ranked[-1:], *ranked[:1], *failed[:1], *(row for *_, row in sorted(order))]))

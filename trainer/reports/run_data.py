@@ -1,31 +1,31 @@
 """A run folder read for people: its numbers by step, its configuration with the source of each value, and its state.
 
 Takes the folder of a run that is alive, was killed or has ended (any command that leaves metrics.jsonl); gives a `Run`.
-Reads files only: nothing is locked, no model is loaded, and the run does not notice. Samples: `run_samples`.
+Reads files only: nothing is locked, no model is loaded, and the run does not notice. Samples: `reports.samples`.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
 
-from trainer.tracking import read_metrics
+from trainer.tracking.record import METRICS, read_metrics
 from verl_lite.errors import UserError
-
-METRICS, CONFIG, IN_USE, PICTURE = "metrics.jsonl", "config.yaml", "in_use", "curve.png"
 
 Points = list[tuple[int, float]]
 Steps = Mapping[int, Mapping[str, float]]
 
-_LINE = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<rest>.*))?")
-_SOURCE = " # "
-_RUNS_NAMED = 5
-_LOG_SHOWN = 3000
+STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+"""Of a training step, in their order."""
+OUTSIDE = ("testing", "save_checkpoint")
+"""Stages that timing_s/step leaves out."""
+
+_OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?: +# (?P<source>[^#]*))?)?")
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class ConfigValue:
     value: str
     source: str
 
-    @property
-    def is_default(self) -> bool:
-        return self.source.startswith("default")
-
 
 @dataclass(frozen=True)
 class Run:
@@ -46,7 +42,6 @@ class Run:
     how many there are to be, None where the configuration does not say; notes: those of the configuration."""
 
     folder: Path
-    name: str
     steps: Steps
     config: Mapping[str, ConfigValue] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -64,24 +59,12 @@ class Run:
         where its last step is not known."""
         if self.is_running:
             return "running"
-        if self.total_steps is not None and self.last_step >= self.total_steps:
-            return "finished"
-        drawn = self.folder / PICTURE  # the last thing that a run leaves
-        if self.total_steps is not None:
-            return "stopped"
-        return "finished" if drawn.exists() and drawn.stat().st_mtime >= self.modified else "not running"
+        if self.total_steps is None:
+            return "not running"
+        return "finished" if self.last_step >= self.total_steps else "stopped"
 
-    @property
-    def names(self) -> list[str]:
-        """Of all metrics, in the order in which they first appear."""
-        return list(dict.fromkeys(name for metrics in self.steps.values() for name in metrics))
-
-    def series(self, name: str) -> Points:
-        """(step, value) where the metric was logged, in the order of steps."""
-        return [(step, metrics[name]) for step, metrics in self.steps.items() if name in metrics]
-
-    def all_series(self) -> dict[str, Points]:
-        """The series of all metrics."""
+    def series(self) -> dict[str, Points]:
+        """(step, value) of all metrics, in the order in which they first appear."""
         found: dict[str, Points] = {}
         for step, metrics in self.steps.items():
             for name, value in metrics.items():
@@ -90,8 +73,8 @@ class Run:
 
     def seconds(self) -> float:
         """Time of all steps, validation and saving included, as the steps logged it."""
-        parts = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
-        return sum(metrics.get(name, 0.0) for metrics in self.steps.values() for name in parts)
+        names = [f"timing_s/{name}" for name in ("step", *OUTSIDE)]
+        return sum(metrics.get(name, 0.0) for metrics in self.steps.values() for name in names)
 
 
 def read_run(folder: Path) -> Run:
@@ -99,88 +82,58 @@ def read_run(folder: Path) -> Run:
     folder = Path(folder).expanduser().absolute()
     source = folder / METRICS
     if not source.is_file():
-        raise UserError(_not_a_run(folder))
+        below = "".join(f"\n  {path.parent}" for path in sorted(folder.glob(f"*/**/{METRICS}"))[:5])
+        raise UserError(f"{folder}: no {METRICS} in it" + (f"; these folders below hold one:{below}" if below else ""))
     metrics = read_metrics(source)
-    steps = {step: {name: float(x) for name, x in metrics[step].items() if _is_number(x)} for step in sorted(metrics)}
-    config, notes = read_config(folder / CONFIG)
+    config, notes = read_config(folder / "config.yaml")
+    total = config.get("trainer.total_training_steps", ConfigValue("", "")).value
     return Run(
         folder,
-        folder.name,
-        steps,
+        {step: {name: float(x) for name, x in metrics[step].items()} for step in sorted(metrics)},
         config,
         notes,
-        total_steps=_whole(config.get("trainer.total_training_steps")),
-        is_running=_is_held(folder / IN_USE),
-        modified=source.stat().st_mtime,
+        int(total) if total.isdigit() else None,
+        _is_held(folder / "in_use"),
+        source.stat().st_mtime,
     )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The error that ended a run. message: its last line. log: as it was printed. replay: the command that runs the
-    failed step again."""
-
-    step: int
-    message: str
-    log: str
-    replay: str
-
-
-def read_failure(run: Run) -> Failure | None:
-    """What the crash dump says; None where there is none, or the run has gone on since."""
-    files = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
-    if not files or run.is_running or files[-1].stat().st_mtime < run.modified - 1.0:
-        return None
-    text = files[-1].read_text(encoding="utf-8", errors="replace").strip()
-    lines = [line for line in text.splitlines() if line.strip() and not line[0].isspace()]
-    message = next(
-        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt|:)", line)), text[-200:]
-    )
-    folder = files[-1].parent
-    replay = shlex.join(["python", "-m", "trainer.replay", str(folder)])
-    return Failure(int(folder.name.removeprefix("step_")), message, text[-_LOG_SHOWN:], replay)
 
 
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
-    """The options of a saved configuration (`config.save_config`) by dotted key, and its notes; nothing
-    of both where the file is missing."""
-    if not path.is_file():
-        return {}, ()
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return dict(_options(lines)), tuple(line.removeprefix("# ") for line in lines if line.startswith("# "))
+    """The options of a saved configuration (`config.save_config`) by dotted key, and its notes; nothing of both where
+    the file is missing."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found: dict[str, ConfigValue] = {}
+    above: list[str] = []
+    for match in filter(None, map(_OPTION.fullmatch, lines)):
+        above[len(match["indent"]) // 2 :] = [match["key"]]
+        if match["value"] is not None:
+            found[".".join(above)] = ConfigValue(match["value"].strip(), (match["source"] or "").strip())
+    return found, tuple(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
 
-def run_titles(runs: list[Run]) -> list[str]:
+def run_titles(runs: Sequence[Run]) -> list[str]:
     """What to call the runs: the name of the folder, with as many folders above as tell them apart."""
-    depth = 1
-    while True:
+    for depth in range(1, 99):
         titles = ["/".join(run.folder.parts[-depth:]) for run in runs]
-        if len(set(titles)) == len(titles) or depth > max(len(run.folder.parts) for run in runs):
-            return titles
-        depth += 1
+        if len(set(titles)) == len({run.folder for run in runs}):
+            break
+    return titles
 
 
-def _options(lines: list[str]) -> Iterator[tuple[str, ConfigValue]]:
-    path: list[str] = []
-    for line in lines:
-        match = _LINE.fullmatch(line)
-        if match is None:
-            continue
-        del path[len(match["indent"]) // 2 :]
-        path.append(match["key"])
-        if match["rest"] is not None:
-            value, _, source = (
-                match["rest"].rpartition(_SOURCE) if _SOURCE in match["rest"] else (match["rest"], "", "")
-            )
-            yield ".".join(path), ConfigValue(value.strip(), source.strip())
-
-
-def _whole(value: ConfigValue | None) -> int | None:
-    return int(value.value) if value is not None and value.value.isdigit() else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Where the time of the steps went: places of at most `most` bars, each the mean over near steps, and for each
+    stage (and `other`) seconds at each place. Stages that took hardly any time are left out."""
+    timed = {step: metrics for step, metrics in steps.items() if "timing_s/step" in metrics}
+    if not timed:
+        return [], {}
+    names = {name.removeprefix("timing_s/") for metrics in timed.values() for name in metrics if "timing_s/" in name}
+    own = sorted(names - {"step"}, key=lambda name: (STAGES.index(name) if name in STAGES else 99, name))
+    of = {name: np.array([metrics.get(f"timing_s/{name}", 0.0) for metrics in timed.values()]) for name in own}
+    whole = np.array([metrics["timing_s/step"] for metrics in timed.values()])
+    of["other"] = np.clip(whole - sum(seconds for name, seconds in of.items() if name not in OUTSIDE), 0.0, None)
+    places = np.array_split(np.array(list(timed), dtype=float), min(most, len(timed)))
+    bars = {name: [float(x.mean()) for x in np.array_split(seconds, len(places))] for name, seconds in of.items()}
+    return [float(x.mean()) for x in places], {x: y for x, y in bars.items() if of[x].sum() > 0.005 * whole.sum()}
 
 
 def _is_held(path: Path) -> bool:
@@ -191,14 +144,3 @@ def _is_held(path: Path) -> bool:
         return process.create_time() <= path.stat().st_mtime + 1.0
     except (OSError, ValueError, IndexError, psutil.Error):
         return False
-
-
-def _not_a_run(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder}: there is no such folder; give the folder of a run"
-    found = sorted(path.parent for path in folder.glob(f"*/**/{METRICS}"))
-    if found:
-        named = "\n".join(f"  {path}" for path in found[:_RUNS_NAMED])
-        more = f"\n  and {len(found) - _RUNS_NAMED} more" if len(found) > _RUNS_NAMED else ""
-        return f"{folder}: no {METRICS} in it; these folders below it hold one:\n{named}{more}"
-    return f"{folder}: no {METRICS} in it. It is no run folder, or the run has not finished a step"

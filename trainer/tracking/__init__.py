@@ -6,17 +6,19 @@ record says by a thread of its own (`trainer.tracking.follower`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.console import Console, following
 from trainer.evaluate.sample import Sample
-from trainer.tracking.follower import BackgroundTracker
+from trainer.tracking.follower import Follower
 from trainer.tracking.record import Record, read_metrics
 from trainer.tracking.trackers import OWN, TRACKERS, TrackedRun, check_trackers, register_tracker
-from verl_lite.config import RunOptions
+from verl_lite.config import RunOptions, uncounted
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracking", "check_trackers", "read_metrics", "register_tracker"]
+FINISH_TIMEOUT_S = 15.0
 
 
 class Tracking:
@@ -31,11 +33,13 @@ class Tracking:
     def __init__(self, run_dir: Path, config: RunOptions, console: Console) -> None:
         names = list(config.trainer.logger)
         check_trackers(names)
-        run = TrackedRun.of(run_dir, config, console)
+        with uncounted():
+            run = TrackedRun.of(Path(run_dir), dataclasses.asdict(config), console)
+        self.note = console.note
         self._console, self._shows = console, "console" in names
         self._following = following(run.run_dir / "logs", console)
         self._record = Record(run.run_dir, console.note)
-        self._trackers = [BackgroundTracker(name, TRACKERS.get_fn(name), run) for name in names if name not in OWN]
+        self._trackers = [Follower(name, TRACKERS.get_fn(name), run) for name in names if name not in OWN]
 
     def __enter__(self) -> Tracking:
         self._following.__enter__()
@@ -56,25 +60,22 @@ class Tracking:
             self.after_first_step = None
             callback()
 
-    def note(self, text: str) -> None:
-        """Shows a sentence to the user."""
-        self._console.note(text)
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Sends what the policy wrote, with its scores."""
+        self._record.log_samples(samples, step)
+        self._wake()
 
     def show(self, text: str) -> None:
         """Prints text of several lines, where `trainer.logger` names the console."""
         if self._shows:
             self._console.progress(text)
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Sends what the policy wrote, with its scores."""
-        self._record.log_samples(samples, step)
-        self._wake()
-
     def finish(self) -> None:
         """Ends all trackers; waits a little for those that are behind."""
         self._console.stop()
         for tracker in self._trackers:
-            tracker.finish()
+            if not tracker.finish(FINISH_TIMEOUT_S):
+                tracker.warn("does not finish")
 
     def _wake(self) -> None:
         for tracker in self._trackers:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,28 @@ class Message:
 
 
 def messages(path: Path, offset: int = 0) -> list[Message]:
-    """What the file says from there on, in its order; of steps that were done again, only the last time."""
+    """What the file says from there on, in its order; of steps that were done again, only the last time. A line that
+    was cut off by a crash is left out."""
+    written: list[Message] = []
+    for line in path.read_bytes()[offset:].splitlines(keepends=True) if path.is_file() else ():
+        offset += len(line)
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else {}
+        except ValueError:
+            row = {}
+        if "data" in row:
+            data = {name: value for name, value in row["data"].items() if value is not None}
+            written.append(Message(int(row["step"]), offset, data))
+        elif row:
+            same = written.pop().samples if written and written[-1].step == row["step"] else ()
+            written.append(Message(int(row["step"]), offset, samples=(*same, Sample(**row))))
     kept: list[Message] = []
     least = repeated = math.inf  # of the steps that come later
-    for message in reversed(list(_messages(path, offset))):
-        if message.step > least or (message.is_repeatable and message.step >= repeated):
-            continue
-        least = min(least, message.step)
-        repeated = min(repeated, message.step) if message.is_repeatable else repeated
-        kept.append(message)
+    for message in reversed(written):
+        if message.step <= least and not (message.is_repeatable and message.step >= repeated):
+            least = message.step
+            repeated = message.step if message.is_repeatable else repeated
+            kept.append(message)
     return kept[::-1]
 
 
@@ -79,36 +92,6 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     for message in messages(path):
         steps.setdefault(message.step, {}).update(message.metrics or {})
     return steps
-
-
-def _messages(path: Path, offset: int) -> Iterator[Message]:
-    before = Message(-1, offset)
-    for row, end in _rows(path, offset):
-        step = int(row["step"])
-        if "data" in row:
-            yield Message(step, end, {name: value for name, value in row["data"].items() if value is not None})
-            continue
-        if before.samples and before.step != step:
-            yield before
-            before = Message(-1, end)
-        before = Message(step, end, samples=(*before.samples, Sample(**row)))
-    if before.samples:
-        yield before
-
-
-def _rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """(row, where its line ends) of each whole line; nothing without the file."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            offset += len(line)
-            try:
-                if line.endswith(b"\n"):
-                    yield json.loads(line), offset
-            except ValueError:
-                continue  # cut off when the machine went down
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

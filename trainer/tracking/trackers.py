@@ -5,22 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
-import netrc
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import yaml
-
 from trainer.console import Console
 from trainer.evaluate.sample import Sample
-from verl_lite.config import RunOptions, uncounted
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
@@ -29,6 +24,7 @@ OWN = ("console", "jsonl")
 PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")}
 """Adapters, and the package that each needs; its name is the same for pip."""
 
+_COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
 Numbers = Mapping[str, float]
 
 
@@ -43,32 +39,19 @@ class TrackedRun:
     console: Console
 
     @classmethod
-    def of(cls, run_dir: Path, config: RunOptions, console: Console) -> TrackedRun:
+    def of(cls, run_dir: Path, options: Mapping[str, Any], console: Console) -> TrackedRun:
         """The run of a configuration."""
-        with uncounted():
-            trainer, options = config.trainer, dataclasses.asdict(config)
-        return cls(Path(run_dir), trainer.project_name, trainer.experiment_name or Path(run_dir).name, options, console)
-
-    @classmethod
-    def saved(cls, run_dir: Path, console: Console) -> TrackedRun:
-        """The run of a folder. Raises UserError if there is no config.yaml in it."""
-        file = run_dir / "config.yaml"
-        if not file.is_file():
-            raise UserError(f"{run_dir}: expected the folder of a run, with config.yaml in it")
-        options = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        trainer = options.get("trainer", {})
-        project, name = trainer.get("project_name") or "verl_lite", trainer.get("experiment_name") or run_dir.name
-        return cls(run_dir, project, name, options, console)
+        given = options.get("trainer", {})
+        name = given.get("experiment_name") or run_dir.name
+        return cls(run_dir, given.get("project_name") or "verl_lite", name, options, console)
 
     def kept_id(self, tracker: str, new: Callable[[], str] = lambda: uuid.uuid4().hex[:8]) -> str:
         """The id under which the tracker knows the run, kept in RUN/{tracker}_id.txt, so that a resumed run continues
         there. new: makes it."""
         file = self.run_dir / f"{tracker}_id.txt"
-        known = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-        if not known:
-            known = new()
-            file.write_text(known, encoding="utf-8")
-        return known
+        if not file.is_file() or not file.read_text(encoding="utf-8").strip():
+            file.write_text(new(), encoding="utf-8")
+        return file.read_text(encoding="utf-8").strip()
 
 
 class Tracker(Protocol):
@@ -78,11 +61,11 @@ class Tracker(Protocol):
     step that it repeats, and the tracker replaces what it had of that and later ones.
     """
 
-    def log(self, metrics: Numbers, step: int) -> None: ...
+    def log(self, metrics: Numbers, step: int, /) -> object: ...
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None: ...
+    def log_samples(self, samples: Sequence[Sample], step: int, /) -> object: ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> object: ...
 
 
 TrackerFactory = Callable[[TrackedRun], Tracker]
@@ -97,7 +80,7 @@ def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
 @register_tracker("console")
 @register_tracker("jsonl")
 def _own(run: TrackedRun) -> Tracker:
-    raise UserError("trainer.logger's console and jsonl are no trackers of their own")
+    raise UserError("console and jsonl lack nothing: they are no trackers of their own")
 
 
 def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
@@ -112,13 +95,7 @@ def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
             raise UserError(f"{asked}: no tracker {name!r}; known: {', '.join(TRACKERS)}") from None
         package = PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"{asked}: the tracker {name} needs the package {package}, which is not installed in "
-                f"this environment. Install it: pip install {package}; or leave {name} out"
-            )
-
-
-_COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
+            raise UserError(f"{asked}: needs the package {package}: pip install {package}; or leave {name} out")
 
 
 def _rows(samples: Sequence[Sample]) -> list[list[Any]]:
@@ -132,8 +109,7 @@ class TensorBoard:
     forgets = True
 
     def __init__(self, run: TrackedRun) -> None:
-        self._folder = run.run_dir / "tensorboard"
-        self._writer: Any = None
+        self._folder, self._writer = run.run_dir / "tensorboard", cast(Any, None)
 
     def log(self, metrics: Numbers, step: int) -> None:
         # a resumed run may validate first: that adds to its step, whose training was not repeated
@@ -143,178 +119,126 @@ class TensorBoard:
         writer.flush()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        lines = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in _rows(samples)]
-        table = [_COLUMNS, ["---"] * len(_COLUMNS), *lines]
-        self._open(step + 1).add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in table), step)
+        text = "\n\n".join(f"{x.data_source}, score {x.score}: {x.input}\n---\n{x.output}" for x in samples)
+        self._open(step + 1).add_text("samples", text, step)
 
     def finish(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
     def _open(self, first_repeated: int) -> Any:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-            purge = first_repeated if self._folder.exists() else None
-            self._writer = SummaryWriter(str(self._folder), purge_step=purge)
+        purge = first_repeated if self._folder.exists() else None
+        self._writer = self._writer or SummaryWriter(str(self._folder), purge_step=purge)
         return self._writer
-
-
-@register_tracker("wandb")
-class Wandb:
-    """Weights & Biases. Without an account it writes RUN/wandb, which `wandb sync` uploads; WANDB_MODE decides where it
-    is set. Numbers over training/global_step, and samples as the table val/generations."""
-
-    STEP = "training/global_step"
-
-    def __init__(self, run: TrackedRun) -> None:
-        import wandb
-
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_account() else "offline")
-        self._wandb = wandb
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.kept_id("wandb"),
-            resume="allow" if mode == "online" else None,
-            dir=str(run.run_dir),
-            config=dict(run.options),
-            mode=cast(Any, mode),
-            settings=wandb.Settings(console="off", silent=True, init_timeout=30.0),
-        )
-        self._run.define_metric("*", step_metric=self.STEP)  # its own counter goes on in a resumed run
-
-    def log(self, metrics: Numbers, step: int) -> None:
-        self._run.log({**metrics, self.STEP: step})
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        self._run.log({"val/generations": self._wandb.Table(list(_COLUMNS), _rows(samples)), self.STEP: step})
-
-    def finish(self) -> None:
-        self._run.finish()
-        if self._wandb.run is None:  # nobody else's: its service ends here in good order, not killed with the run
-            self._wandb.teardown()
-
-
-def _has_wandb_account() -> bool:
-    """Whether wandb would find an API key, so that it need not ask for one."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 @register_tracker("mlflow")
 class MLflow:
     """MLflow. Without MLFLOW_TRACKING_URI it writes RUN/mlflow.db, for `mlflow ui --backend-store-uri sqlite:///...`.
-
-    Numbers by step, options as parameters, samples as the artifact generations/step_N.json. `@` is written `_at_`,
-    since MLflow refuses it.
-    """
-
-    REFUSED = re.compile(r"[^\w\-. :/]")  # in names; what it takes beside letters, digits and _
-    MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # of one call
+    Numbers by step (`@` is written `_at_`, which MLflow refuses), the options as config.json, samples as
+    generations/step_N.json."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        for name in ("mlflow", "alembic"):  # which tell of every table that they make
-            logging.getLogger(name).setLevel(logging.WARNING)
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        place = None if uri else (run.run_dir.absolute() / "mlflow_artifacts").as_uri()
-        client = MlflowClient(tracking_uri=uri or f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}")
-        self._metric, self._client, self._is_new = Metric, client, False
+        uri, folder = os.environ.get("MLFLOW_TRACKING_URI"), run.run_dir.absolute()
+        client = self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
 
         def create() -> str:
-            self._is_new = True
-            experiment = client.get_experiment_by_name(run.project)
-            experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.project, place)
-            return str(client.create_run(experiment_id, run_name=run.name).info.run_id)
+            known = client.get_experiment_by_name(run.project)
+            place = None if uri else (folder / "mlflow_artifacts").as_uri()
+            experiment = known.experiment_id if known else client.create_experiment(run.project, place)
+            return str(client.create_run(experiment, run_name=run.name).info.run_id)
 
         # a server knows nothing of the run in the local store, so that has an id of its own
-        self._run_id = run.kept_id("mlflow_server" if uri else "mlflow", create)
-        if not self._is_new:
-            client.update_run(self._run_id, status="RUNNING")
-            return
-        params = [Param(name, value[: self.LONGEST_PARAM]) for name, value in self._flat(run.options)]
-        for start in range(0, len(params), self.MOST_PARAMS):
-            client.log_batch(self._run_id, params=params[start : start + self.MOST_PARAMS])
+        self._id = run.kept_id("mlflow_server" if uri else "mlflow", create)
+        client.update_run(self._id, status="RUNNING")
+        client.log_dict(self._id, dict(run.options), "config.json")
 
     def log(self, metrics: Numbers, step: int) -> None:
-        now, names = int(time.time() * 1000), {self.REFUSED.sub("_", x.replace("@", "_at_")): x for x in metrics}
-        rows = [self._metric(name, float(metrics[own]), now, step) for name, own in names.items()]
-        for start in range(0, len(rows), self.MOST_METRICS):
-            self._client.log_batch(self._run_id, metrics=rows[start : start + self.MOST_METRICS])
+        from mlflow.entities import Metric
+
+        now, names = int(time.time() * 1000), {x: re.sub(r"[^\w\-. :/]", "_", x.replace("@", "_at_")) for x in metrics}
+        rows = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
+        for start in range(0, len(rows), 1000):  # the most that it takes at once
+            self._client.log_batch(self._id, metrics=rows[start : start + 1000])
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         rows = {"step": step, "samples": [dataclasses.asdict(sample) for sample in samples]}
-        self._client.log_dict(self._run_id, rows, f"generations/step_{step}.json")
+        self._client.log_dict(self._id, rows, f"generations/step_{step}.json")
 
     def finish(self) -> None:
-        self._client.set_terminated(self._run_id)
+        self._client.set_terminated(self._id)
 
-    def _flat(self, options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-        for name, value in options.items():
-            if isinstance(value, Mapping) and value:
-                yield from self._flat(value, f"{prefix}{name}.")
-            else:
-                yield self.REFUSED.sub("_", f"{prefix}{name}"), str(value)
+
+@dataclass(frozen=True)
+class Dashboard:
+    """A tracker of three functions: log takes a dict and a step; shown makes of samples what the dict may hold."""
+
+    log: Callable[[Mapping[str, Any], int], object]
+    shown: Callable[[Sequence[Sample]], object]
+    finish: Callable[[], object]
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        self.log({"val/generations": self.shown(samples)}, step)
+
+
+@register_tracker("wandb")
+def _wandb(run: TrackedRun) -> Tracker:
+    """Weights & Biases. Without an account it writes RUN/wandb, which `wandb sync` uploads; WANDB_MODE decides where it
+    is set. Numbers over training/global_step, since its own counter goes on in a resumed run."""
+    import wandb
+
+    has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+    mode = os.environ.get("WANDB_MODE", "online" if has_account else "offline")
+    options: dict[str, Any] = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}
+    options |= {"resume": "allow"} if mode == "online" else {}
+    options["settings"] = wandb.Settings(console="off", silent=True, init_timeout=30.0)
+    made = wandb.init(project=run.project, name=run.name, config=dict(run.options), **options)
+    made.define_metric("*", step_metric="training/global_step")
+
+    def finish() -> None:
+        made.finish()
+        if wandb.run is None:  # nobody else's: its service ends here in good order, not killed with the run
+            wandb.teardown()
+
+    def log(data: Mapping[str, Any], step: int) -> None:
+        made.log({**data, "training/global_step": step})
+
+    return Dashboard(log, lambda samples: wandb.Table(list(_COLUMNS), _rows(samples)), finish)
 
 
 @register_tracker("swanlab")
-class SwanLab:
+def _swanlab(run: TrackedRun) -> Tracker:
     """SwanLab. Without SWANLAB_API_KEY it writes RUN/swanlab, which `swanlab sync` uploads; SWANLAB_MODE decides where
-    it is set. Numbers by step, and samples as texts."""
+    it is set."""
+    import swanlab
 
-    def __init__(self, run: TrackedRun) -> None:
-        import swanlab
+    mode, folder = os.environ.get("SWANLAB_MODE"), run.run_dir / "swanlab"
+    mode = mode or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
+    options: dict[str, Any] = {"mode": mode, "config": dict(run.options), "log_dir": str(folder)}
+    options |= {"id": run.kept_id("swanlab"), "resume": "allow"} if mode == "online" else {}
+    folder.mkdir(exist_ok=True)
+    made = swanlab.init(project=run.project, name=run.name, **options)
 
-        mode = os.environ.get("SWANLAB_MODE") or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
-        online: dict[str, Any] = {"id": run.kept_id("swanlab"), "resume": "allow"} if mode == "online" else {}
-        folder = run.run_dir / "swanlab"
-        folder.mkdir(exist_ok=True)
-        self._swanlab, config = swanlab, dict(run.options)
-        self._run = swanlab.init(
-            project=run.project, name=run.name, config=config, mode=cast(Any, mode), log_dir=str(folder), **online
-        )
+    def shown(samples: Sequence[Sample]) -> list[Any]:
+        return [swanlab.Text(f"{x.input}\n---\n{x.output}", caption=f"score {x.score}") for x in samples]
 
-    def log(self, metrics: Numbers, step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        texts = [
-            self._swanlab.Text(f"{x.input}\n---\n{x.output}", caption=f"{x.data_source} {x.score}") for x in samples
-        ]
-        self._run.log({"val/generations": texts}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
+    return Dashboard(lambda data, step: made.log(dict(data), step=step), shown, made.finish)
 
 
 @register_tracker("trackio")
-class Trackio:
+def _trackio(run: TrackedRun) -> Tracker:
     """Trackio: a folder of its own (TRACKIO_DIR; else in the user's cache), for `trackio show`; or the Space or server
-    that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names. Numbers by step, and samples as the table val/generations."""
+    that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names. It knows runs by name, and two may have the same one."""
+    import trackio
 
-    def __init__(self, run: TrackedRun) -> None:
-        import trackio
+    name = run.kept_id("trackio", lambda: f"{run.name}-{uuid.uuid4().hex[:4]}")
+    options: dict[str, Any] = {"config": dict(run.options), "resume": "allow", "embed": False, "auto_log_gpu": False}
+    made = trackio.init(project=run.project, name=name, **options)
 
-        self._trackio = trackio
-        # it knows runs by name, and two runs may have the same one
-        name = run.kept_id("trackio", lambda: f"{run.name}-{uuid.uuid4().hex[:4]}")
-        self._run = trackio.init(
-            project=run.project, name=name, config=dict(run.options), resume="allow", embed=False, auto_log_gpu=False
-        )
+    def shown(samples: Sequence[Sample]) -> Any:
+        return trackio.Table(columns=list(_COLUMNS), data=_rows(samples))
 
-    def log(self, metrics: Numbers, step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        self._run.log({"val/generations": self._trackio.Table(columns=list(_COLUMNS), data=_rows(samples))}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
+    return Dashboard(lambda data, step: made.log(dict(data), step=step), shown, made.finish)

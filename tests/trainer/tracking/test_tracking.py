@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> No
 
 
 def test_unknown_trackers_are_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no tracker 'swandb'.*tensorboard, wandb, mlflow, swanlab, trackio"):
+    with pytest.raises(UserError, match=r"no tracker 'swandb'.*tensorboard.*wandb"):
         Run(tmp_path, loggers=["jsonl", "swandb"])
 
 
