@@ -38,8 +38,10 @@ def main(argv: list[str]) -> int:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: expected the folder of a run, with config.yaml in it")
     options = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    run = TrackedRun.of(folder, options, console)
-    names = [given.to] if given.to else [name for name in options["trainer"]["logger"] if name not in OWN]
+    trainer = options["trainer"]
+    name = trainer.get("experiment_name") or folder.name
+    run = TrackedRun(folder, trainer.get("project_name") or "verl_lite", name, options, console)
+    names = [given.to] if given.to else [name for name in trainer["logger"] if name not in OWN]
     check_trackers(names, f"--to {given.to}" if given.to else None)
     with locked_folder(folder, console.note):
         for name in names:

@@ -34,7 +34,9 @@ class Tracking:
         names = list(config.trainer.logger)
         check_trackers(names)
         with uncounted():
-            run = TrackedRun.of(Path(run_dir), dataclasses.asdict(config), console)
+            trainer, options = config.trainer, dataclasses.asdict(config)
+            name = trainer.experiment_name or Path(run_dir).name
+            run = TrackedRun(Path(run_dir), trainer.project_name, name, options, console)
         self.note = console.note
         self._console, self._shows = console, "console" in names
         self._following = following(run.run_dir / "logs", console)

@@ -38,13 +38,6 @@ class TrackedRun:
     options: Mapping[str, Any]
     console: Console
 
-    @classmethod
-    def of(cls, run_dir: Path, options: Mapping[str, Any], console: Console) -> TrackedRun:
-        """The run of a configuration."""
-        given = options.get("trainer", {})
-        name = given.get("experiment_name") or run_dir.name
-        return cls(run_dir, given.get("project_name") or "verl_lite", name, options, console)
-
     def kept_id(self, tracker: str, new: Callable[[], str] = lambda: uuid.uuid4().hex[:8]) -> str:
         """The id under which the tracker knows the run, kept in RUN/{tracker}_id.txt, so that a resumed run continues
         there. new: makes it."""
