@@ -28,10 +28,8 @@ _PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
 _ROLLOUT = "workers/rollout/single_turn.py"
 _REWARD = "trainer/rewards/scores.py"
-_OVERLONG = "trainer/rewards/overlong.py"
 _ACTOR = "workers/actor_rollout.py"
 _ADVANTAGE = "trainer/advantage.py"
-_BASELINE = "trainer/rewards/baselines.py"
 _EPISODES = "workers/rollout/trajectories.py"
 _LOSS = "trainer/roles.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
@@ -61,7 +59,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("policy_version", ("B",), "int64", "the weight update after which the answer was sampled", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "stop, length or abort", _ROLLOUT),
     Column("token_level_scores", ("B", "R"), "float32", "the reward, on the last token of the answer", _REWARD),
-    Column("outcomes", ("B",), "float32", "the score before the penalty of long answers; absent = the same", _OVERLONG),
+    Column("outcomes", ("B",), "float32", "the score before the penalty of long answers; absent = the same", _REWARD),
     Column("rm_scores", ("B",), "float32", "the reward model's score, before its weight", "workers/reward_model.py"),
     Column("reward_failed", ("B",), "object", "True where the reward function gave no number", _REWARD),
     Column("reward_timed_out", ("B",), "object", "True where that was because it took too long", _REWARD),
@@ -70,7 +68,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("sum_pi_squared", ("B", "R"), "float32", "sum over the vocabulary of squared probabilities", _ACTOR),
     Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", "workers/reference.py"),
     Column("values", ("B", "R"), "float32", "expected return from each answer token on", "workers/critic.py"),
-    Column("reward_baselines", ("B",), "float32", "score of the greedy answer to the row's prompt", _BASELINE),
+    Column("reward_baselines", ("B",), "float32", "score of the greedy answer to the row's prompt", _REWARD),
     Column("traj_id", ("B",), "object", "the episode that a row is a step of", _EPISODES),
     Column("step", ("B",), "int64", "which step of its episode a row is", _EPISODES),
     Column("state_hash", ("B",), "object", "a name for the state that the step starts from", _EPISODES),

@@ -17,13 +17,9 @@ from verl_lite.rewards.registry import (
 )
 from verl_lite.rewards.rubric import Rubric
 from verl_lite.rewards.scoring import (
-    AwaitingScorer,
-    ListScorer,
     RewardItem,
     RewardResult,
-    SampleScorer,
     Scorer,
-    Style,
     asks_by_source,
     load_scorer,
     read_score,
@@ -31,15 +27,11 @@ from verl_lite.rewards.scoring import (
 
 __all__ = [
     "REWARDS",
-    "AwaitingScorer",
-    "ListScorer",
     "RewardFunction",
     "RewardItem",
     "RewardResult",
     "Rubric",
-    "SampleScorer",
     "Scorer",
-    "Style",
     "asks_by_source",
     "default_compute_score",
     "find_named_reward",

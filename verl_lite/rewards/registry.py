@@ -6,14 +6,13 @@ shorter one.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
 from verl_lite.errors import UserError
-from verl_lite.registry import Registry, did_you_mean, foreign_modules
+from verl_lite.registry import Registry, did_you_mean, foreign_modules, takes
 
 RewardFunction = Callable[..., Any]
 """Called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **reward_kwargs), and with prompt= (the chat
@@ -36,13 +35,11 @@ def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction
     def decorate(function: RewardFunction) -> RewardFunction:
         for pattern in patterns:
             REWARDS.register(pattern)(function)
-        find_reward.cache_clear()
         return function
 
     return decorate
 
 
-@functools.cache
 def find_reward(data_source: str) -> RewardFunction:
     """The function that scores `data_source`. Raises UserError if there is none, listing what is known."""
     function = _matching(data_source)
@@ -85,7 +82,7 @@ def default_compute_score(
     Raises: UserError for an unknown source.
     """
     function = find_reward(data_source)
-    if names_prompt(function):
+    if takes(function, "prompt"):
         reward_kwargs = {"prompt": prompt, **reward_kwargs}
     return function(
         data_source=data_source,
@@ -94,15 +91,6 @@ def default_compute_score(
         extra_info=extra_info,
         **reward_kwargs,
     )
-
-
-@functools.cache
-def names_prompt(function: RewardFunction) -> bool:
-    """Whether a reward function has an argument `prompt`; `**kwargs` names none."""
-    try:
-        return "prompt" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return False
 
 
 def awaits(function: RewardFunction) -> bool:

@@ -28,7 +28,6 @@ from verl_lite.errors import UserError
 from verl_lite.rewards.registry import awaits
 from verl_lite.rewards.scoring import read_score
 
-_OF_A_GROUP = ("prompts", "completions", "answers", "states", "infos", "tasks")
 _NAMES = "prompt completion answer info task state parser solution_str ground_truth extra_info data_source".split()
 
 
@@ -43,23 +42,19 @@ class Rubric:
     def __init__(
         self, funcs: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None, parser: Any = None
     ) -> None:
-        if not funcs:
-            raise UserError("Rubric(funcs=[]): at least one function is expected")
-        self.funcs, self.parser = tuple(funcs), parser
+        self.parser = parser
         self.weights = (1.0,) * len(funcs) if weights is None else tuple(float(weight) for weight in weights)
-        if len(self.weights) != len(self.funcs) or not all(math.isfinite(weight) for weight in self.weights):
+        if not funcs or len(self.weights) != len(funcs) or not all(map(math.isfinite, self.weights)):
             raise UserError(
-                f"Rubric(weights={list(weights or [])}): a finite number for each of the {len(funcs)} functions is "
-                "expected"
+                f"Rubric: {len(funcs)} functions with weights {list(self.weights)}; expected a function or more, and a "
+                "finite number for each"
             )
-        self._names = [_name_of(function) for function in self.funcs]
-        twice = {name for name in self._names if self._names.count(name) > 1}
-        if twice:
-            raise UserError(
-                f"Rubric: several functions are called {min(twice)}; metrics have their names, so rename one"
-            )
-        self._wanted = [_wanted(function, name) for function, name in zip(self.funcs, self._names, strict=True)]
-        self.is_async = any(map(awaits, self.funcs))
+        self.funcs = {getattr(function, "__name__", ""): function for function in funcs}
+        if len(self.funcs) < len(funcs) or not all(name.isidentifier() and name != "score" for name in self.funcs):
+            names = ", ".join(getattr(function, "__name__", repr(function)) for function in funcs)
+            raise UserError(f"Rubric: metrics have the names of the functions ({names}): each needs its own, by `def`")
+        self._wanted = {name: _wanted(function, name) for name, function in self.funcs.items()}
+        self.is_async = any(map(awaits, funcs))
 
     def __call__(
         self,
@@ -81,62 +76,36 @@ class Rubric:
         known["state"] = dict(known)
         known |= {"parser": self.parser, "solution_str": solution_str, "ground_truth": ground_truth}
         known |= {"extra_info": extra_info, "data_source": data_source}
-        return self._await_all(known) if self.is_async else self._sum([self._call(i, known) for i in self._places])
+        wanted = ({each: known[each] for each in self._wanted[name]} for name in self.funcs)
+        calls = (function(**given) for function, given in zip(self.funcs.values(), wanted, strict=True))
+        if not self.is_async:
+            return self._sum(list(calls))
 
-    @property
-    def _places(self) -> range:
-        return range(len(self.funcs))
+        async def awaited() -> dict[str, float]:  # in order: they share `state`
+            return self._sum([await value if inspect.isawaitable(value) else value for value in calls])
 
-    async def _await_all(self, known: dict[str, Any]) -> dict[str, float]:
-        values = []
-        for place in self._places:  # in order: they share `state`
-            value = self._call(place, known)
-            values.append(await value if inspect.isawaitable(value) else value)
-        return self._sum(values)
-
-    def _call(self, place: int, known: dict[str, Any]) -> Any:
-        wanted = self._wanted[place]
-        return self.funcs[place](**(known if wanted is None else {name: known[name] for name in wanted}))
+        return awaited()
 
     def _sum(self, returned: Sequence[Any]) -> dict[str, float]:
-        values = {name: _number(name, value) for name, value in zip(self._names, returned, strict=True)}
+        values: dict[str, float] = {}
+        for name, value in zip(self.funcs, returned, strict=True):
+            try:
+                values[name] = read_score(None if isinstance(value, dict) else value)[0]
+            except ValueError as error:
+                raise ValueError(f"Function {name!r} of the rubric: {error}") from error
         score = sum(weight * value for weight, value in zip(self.weights, values.values(), strict=True))
-        return {"acc": values[self._names[0]], **values, "score": score}
+        return {"acc": next(iter(values.values())), **values, "score": score}
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, dict):
-        raise ValueError(f"The function {name!r} of the rubric returned a dict; expected a finite number")
-    try:
-        return read_score(value)[0]
-    except ValueError as error:
-        raise ValueError(f"Function {name!r} of the rubric: {error}") from error
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__name__", None)
-    if not isinstance(name, str) or not name.isidentifier() or name == "score":
-        raise UserError(
-            f"Rubric: {function!r} has no name of its own that a metric could have; write it as a function with `def` "
-            "(not called score)"
-        )
-    return name
-
-
-def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
-    """What to hand to a function; None = everything."""
-    parameters = [
-        each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_POSITIONAL
-    ]
+def _wanted(function: Callable[..., Any], name: str) -> list[str]:
+    """What to hand to a function."""
+    parameters = inspect.signature(function).parameters.values()
+    named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    for each, parameter in named.items():
+        if each not in _NAMES and parameter.default is parameter.empty:
+            raise UserError(
+                f"Rubric: {name} asks for {each}, which there is not (samples are scored one by one, not as groups). "
+                f"Known: {', '.join(_NAMES)}"
+            )
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    named = {each.name: each for each in parameters if each.kind is not each.VAR_KEYWORD}
-    group = [each for each in named if each in _OF_A_GROUP]
-    if group:
-        raise UserError(
-            f"Rubric: {name} asks for {group[0]}, the answers of a whole group; samples are scored one by one, as they "
-            f"finish. It can ask for {', '.join(_NAMES)}"
-        )
-    missing = [each for each, parameter in named.items() if each not in _NAMES and parameter.default is parameter.empty]
-    if missing:
-        raise UserError(f"Rubric: {name} asks for {missing[0]}, which there is not. Known: {', '.join(_NAMES)}")
-    return None if takes_all else tuple(each for each in named if each in _NAMES)
+    return _NAMES if takes_all else [each for each in named if each in _NAMES]

@@ -15,6 +15,9 @@ from typing import Any
 
 from verl_lite.rewards.registry import register_reward
 
+Info = dict[str, Any] | None
+Report = dict[str, float | str]
+
 # ------------------------------------------------------------------------------------------- where the final answer is
 
 _BOX = "\\boxed{"
@@ -51,9 +54,7 @@ def last_tagged(text: str, tag: str) -> str | None:
 
 
 @register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*", "rule/exact_match")
-def exact_match(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     """1.0 if the stripped answer is the stripped ground truth, else 0.0. A ground truth that is a number is compared as
     text."""
     return float(solution_str.strip() == str(ground_truth).strip())
@@ -69,7 +70,7 @@ _GSM8K_LENIENT = re.compile(r"#### *(-?\$?-?[0-9.,]+)")
 
 
 @register_reward("openai/gsm8k", "rule/gsm8k")
-def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     """1.0 if the number after the last `#### ` is the ground truth, both without commas; else 0.0.
 
     Source: verl's strict rule: `####5`, `#### 5.` and `#### $5` are wrong for it. `gsm8k_lenient` takes them.
@@ -79,9 +80,7 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
 
 
 @register_reward("rule/gsm8k_lenient")
-def gsm8k_lenient(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
+def gsm8k_lenient(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     """1.0 if `extract_number` finds the ground truth in the answer, else 0.0."""
     answer = extract_number(solution_str)
     return float(answer is not None and answer == _clean_number(str(ground_truth)))
@@ -115,17 +114,14 @@ _LATEX = (
     "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}",
     "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
-_REWRITTEN = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),  # of text with $mathematics$ in it, the mathematics
-        (r"\\text\{(.*?)\}", r"\1"),
-        (r"\\textbf\{(.*?)\}", r"\1"),
-        (r"\\overline\{(.*?)\}", r"\1"),
-        (r"\\boxed\{(.*)\}", r"\1"),
-        (r"frac([^{])(.)", r"frac{\1}{\2}"),
-        (r"sqrt([^{])", r"sqrt{\1}"),
-    )
+_REWRITTEN = (
+    (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),  # of text with $mathematics$ in it, the mathematics
+    (r"\\text\{(.*?)\}", r"\1"),
+    (r"\\textbf\{(.*?)\}", r"\1"),
+    (r"\\overline\{(.*?)\}", r"\1"),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),
+    (r"sqrt([^{])", r"sqrt{\1}"),
 )
 
 
@@ -134,9 +130,9 @@ def math_dapo(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: Info = None,
     strict_box_verify: bool = False,
-) -> dict[str, float | str]:
+) -> Report:
     r"""score: 1.0 if the answer is the ground truth, else -1.0; acc: the same as 1.0 and 0.0; pred: the answer as it
     was read, "[INVALID]" if there is none.
 
@@ -165,7 +161,7 @@ def normalize_answer(answer: str) -> str:
     for before, after in (*_REPLACED, *((word, "") for word in (*_WORDS, *_LATEX))):
         answer = answer.replace(before, after)
     for pattern, replacement in _REWRITTEN:
-        answer = pattern.sub(replacement, answer)
+        answer = re.sub(pattern, replacement, answer)
     answer = answer.replace("$", "")
     return answer.replace(",", "").strip() if answer.replace(",", "").isdigit() else answer.strip()
 
@@ -173,17 +169,11 @@ def normalize_answer(answer: str) -> str:
 # -------------------------------------------------------------------------------------------------------- math_verify
 
 
-@register_reward(
-    "lighteval/MATH",
-    "DigitalLearningGmbH/MATH-lighteval",
-    "HuggingFaceH4/MATH-500",
-    "math*",
-    "numina_*",
-    "rule/math_verify",
-)
-def math_verify(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> dict[str, float | str]:
+_MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math*", "numina_*")
+
+
+@register_reward(*_MATH, "rule/math_verify")
+def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
     r"""score 1.0 if the answer equals the ground truth mathematically, by math-verify, else 0.0; pred: the answer as it
     was read: the last `\boxed{...}` where there is one, else the final answer that math-verify finds.
 
@@ -228,9 +218,7 @@ _SEARCH_R1 = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".spli
 
 
 @register_reward(*(f"searchR1_{name}" for name in _SEARCH_R1), "rule/exact_answer")
-def exact_answer(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> dict[str, float | str]:
+def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
     """score: 1.0 if the last <answer> is one of the right ones, 0.25 if it is among more than 10 tags, else 0.0; acc:
     whether it is one of them; pred: the answer. Compared without case, punctuation, articles and repeated white space.
 
@@ -269,9 +257,9 @@ def multiple_choice(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: Info = None,
     letters: str = LETTERS,
-) -> dict[str, float | str]:
+) -> Report:
     """score and acc: 1.0 if the answer settles on the right letter, else 0.0; pred: the letter, "" if there is none.
 
     ground_truth: the letter (`B`, `(b)`), or the place of the right choice counted from 0 (1, "1"). letters: those of
@@ -290,7 +278,8 @@ def multiple_choice(
             f"{len(letters) - 1}"
         )
     found = find_letter(solution_str, letters)
-    return {"score": float(found == truth), "acc": float(found == truth), "pred": found or ""}
+    right = float(found == truth)
+    return {"score": right, "acc": right, "pred": found or ""}
 
 
 def find_letter(text: str, letters: str = LETTERS) -> str | None:
@@ -348,7 +337,7 @@ def format(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: Info = None,
     tags: Sequence[str] = ("think", "answer"),
     pattern: str | None = None,
     opened: bool = False,
@@ -382,12 +371,12 @@ def regex(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: Info = None,
     pattern: str | None = None,
     mode: str = "search",
     group: int | str | None = None,
     first: bool = False,
-) -> dict[str, float | str]:
+) -> Report:
     """score: 1.0 or 0.0. pred: what matched, or the group; "" if nothing did.
 
     pattern: the expression, with flags at its beginning, such as (?is); without it the row's ground truth is the
@@ -420,9 +409,7 @@ def regex(
 
 
 @register_reward("reasoning_gym/*")
-def reasoning_gym(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
+def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     """The number of reasoning-gym's own scorer, 0 to 1. Some tasks give part marks; with extra_info["full_marks_only"]
     they count as 0.
 

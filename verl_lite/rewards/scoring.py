@@ -13,27 +13,17 @@ import inspect
 import math
 import re
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.registry import accepts, did_you_mean
-from verl_lite.rewards.registry import (
-    NAMED,
-    REWARDS,
-    RewardFunction,
-    awaits,
-    default_compute_score,
-    find_named_reward,
-    names_prompt,
-)
+from verl_lite.registry import accepts, did_you_mean, takes
+from verl_lite.rewards.judge import Endpoint
+from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, awaits, default_compute_score, find_named_reward
 from verl_lite.user_code import load_module, load_object, object_of
-
-Style = Literal["sample", "async", "batch"]
-"""How a scorer takes samples: one after the other, many at once, or as a list."""
 
 OPTION = "reward.functions"
 _EXTRA_CHARACTERS = 10_000
@@ -129,16 +119,12 @@ class RewardPart:
         return self.reward is None and self.path is None
 
 
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("reward", "path"), (lambda value: isinstance(value, str | None), "text")),
-    "name": (lambda value: isinstance(value, str), "text"),
-    "style": (lambda value: value in ("sample", "batch", "trl"), "one of sample, batch, trl"),
-    "weight": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
-        "a finite number",
-    ),
-    "kwargs": (lambda value: isinstance(value or {}, Mapping), "a mapping"),
-    "outcome": (lambda value: isinstance(value, bool), "true or false"),
+_ENTRIES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(("reward", "path"), ((str, type(None)), "text")),
+    **dict.fromkeys(("name", "style"), (str, "text")),
+    "weight": ((int, float), "a finite number"),
+    "kwargs": ((Mapping, type(None)), "a mapping"),
+    "outcome": (bool, "true or false"),
 }
 """The entries of a part: what each may be."""
 
@@ -157,57 +143,56 @@ def reward_parts(functions: Mapping[str, Any]) -> list[RewardPart]:
 
 def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with `reward.functions`, as far as it can be seen without running the user's files."""
+    outcomes = []
     for label, entry in functions.items():
-        option = f"{OPTION}.{label}"
+        option, entry = f"{OPTION}.{label}", {} if entry is None else entry
         if not re.fullmatch(r"[A-Za-z][\w-]*", label):
             yield f"{option}: the name of a part consists of letters, digits, _ and -, and begins with a letter"
         elif label in _TAKEN:
             yield f"{option}: reward/{label} is the name of something else; call the part otherwise"
-        if isinstance(entry or {}, Mapping):
-            yield from _entry_problems(option, entry or {})
-        else:
-            yield (
-                f"{option}={entry!r}: a mapping is expected, such as {{reward: format, weight: 0.1}} or "
-                "{path: my_reward.py, name: compute_score}"
-            )
-    outcomes = [label for label, entry in functions.items() if isinstance(entry, Mapping) and entry.get("outcome")]
+        if not isinstance(entry, Mapping):
+            yield f"{option}={entry!r}: a mapping is expected, such as {{reward: format, weight: 0.1}}"
+            continue
+        yield from _entry_problems(option, entry)
+        outcomes += [label] if entry.get("outcome") else []
     if len(outcomes) > 1:
-        yield (
-            f"{OPTION}: {' and '.join(outcomes)} have outcome: true; one part says whether an answer is right "
-            "(without any, the first)"
-        )
+        yield f"{OPTION}: {' and '.join(outcomes)} have outcome: true; only one part says whether an answer is right"
 
 
 def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
     for key, value in entry.items():
-        if key not in _CHECKS:
-            hint = did_you_mean(str(key), _CHECKS)
-            yield f"{option}.{key}: there is no such entry{hint}. Known: {', '.join(_CHECKS)}"
-        elif not _CHECKS[key][0](value):
-            yield f"{option}.{key}={value!r}: {_CHECKS[key][1]} is expected"
-    reward, path, kwargs = entry.get("reward"), entry.get("path"), entry.get("kwargs")
+        kind, expected = _ENTRIES.get(key, (object, ""))
+        if key not in _ENTRIES:
+            hint = did_you_mean(str(key), _ENTRIES)
+            yield f"{option}.{key}: there is no such entry{hint}. Known: {', '.join(_ENTRIES)}"
+        elif not isinstance(value, kind) or (key == "weight" and not _is_weight(value)):
+            yield f"{option}.{key}={value!r}: {expected} is expected"
+    reward, path, style = entry.get("reward"), entry.get("path"), entry.get("style", "sample")
+    if style not in ("sample", "batch", "trl"):
+        yield f"{option}.style={style!r}: one of sample, batch, trl is expected"
     if path is None and (own := {"name", "style"} & set(entry)):
         yield f"{option}.{min(own)}={entry[min(own)]} is for a function of your own: give its {option}.path"
     if reward is not None and path is not None:
         yield f"{option}: reward={reward} and path={path}: one of them can be the function; leave the other out"
     elif isinstance(reward, str):
+        kwargs = entry.get("kwargs")
         try:
-            yield from _kwargs_problems(
-                find_named_reward(reward), kwargs if isinstance(kwargs, Mapping) else {}, option
-            )
+            function = find_named_reward(reward)
+            yield from _kwargs_problems(function, kwargs if isinstance(kwargs, Mapping) else {}, option)
         except UserError as error:
             yield f"{option}.reward={reward}: {error}"
 
 
+def _is_weight(value: Any) -> bool:
+    return not isinstance(value, bool) and math.isfinite(value)
+
+
 def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
     """One sentence for each argument that the function does not take."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return
-    taken = [name for name in names if name not in ("data_source", "solution_str", "extra_info", "prompt")]
     for name in kwargs:
         if not accepts(function, name):
+            names = list(inspect.signature(function).parameters)
+            taken = [each for each in names if each not in ("data_source", "solution_str", "extra_info", "prompt")]
             hint = did_you_mean(name, names)
             yield f"{option}.kwargs.{name}: the function has no such argument{hint}. It takes {', '.join(taken)}"
 
@@ -230,16 +215,21 @@ class Caller:
 
     def call(self, item: RewardItem) -> Any:
         """Calls the function with one sample; an async one gives an awaitable."""
-        arguments = {
-            name: getattr(item, name) for name in ("data_source", "solution_str", "ground_truth", "extra_info")
-        }
-        if names_prompt(self.function):
+        names = ("data_source", "solution_str", "ground_truth", "extra_info")
+        arguments = {name: getattr(item, name) for name in names}
+        if takes(self.function, "prompt"):
             arguments["prompt"] = item.prompt
         return self.function(**{**arguments, **self.kwargs})
 
     async def score_async(self, item: RewardItem) -> RewardResult:
         """Scores one sample, awaiting what the function returns if that is to be awaited."""
-        return await _guarded_async(self.call, item) if self.is_async else self.score_all([item])[0]
+        if not self.is_async:
+            return self.score_all([item])[0]
+        try:
+            returned = self.call(item)
+            return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
+        except Exception:  # the one door to untrusted code: what it raises is this sample's outcome, not the run's
+            return RewardResult.failure(traceback.format_exc())
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in one call of a function that takes lists. A bad entry fails its own sample only.
@@ -249,79 +239,58 @@ class Caller:
         """
         assert self.as_lists is not None
         returned = _awaited(self.function(**{**self.as_lists(items), **self.kwargs}))
-        results = list(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
-        if results is None or len(results) != len(items):
-            found = _short(returned) if results is None else f"{len(results)} results"
-            raise ValueError(
-                f"The reward function returned {found} for {len(items)} samples; expected a list of so many"
-            )
-        return [_guarded(lambda result=result: result) for result in results]
+        found = list(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
+        if found is None or len(found) != len(items):
+            what = f"{_short(returned) if found is None else f'{len(found)} results'} for {len(items)} samples"
+            raise ValueError(f"The reward function returned {what}; expected a list of so many")
+        return [_guarded(lambda result=result: result) for result in found]
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples here and now: awaits all at once, or one after the other; those of a list that fails as a
-        whole each alone."""
+        whole each alone. Nothing is raised."""
         if self.is_async:
-            return _awaited(_all_of(self.score_async, items))
+            return list(_awaited(_all_of(map(self.score_async, items))))
         if self.as_lists is None:
             return [_guarded(self.call, item) for item in items]
         try:
             return self.score_list(items)
-        except Exception:  # the door to untrusted code, as in `_guarded`
+        except Exception:  # the door to untrusted code, as above
             if len(items) == 1:
                 return [RewardResult.failure(traceback.format_exc())]
             return [result for item in items for result in self.score_all([item])]
 
 
 @dataclass(frozen=True)
-class _Scorer:
+class Scorer:
     """parts: one without a name, or several whose weighted sum is the score."""
 
     parts: tuple[Caller, ...]
 
+    @property
+    def style(self) -> Literal["sample", "async", "batch"]:
+        """How samples are taken: one after the other, many at once in an event loop because some part awaits, or as
+        lists, with which each part is called that takes them."""
+        if any(part.as_lists for part in self.parts):
+            return "batch"
+        return "async" if any(part.is_async for part in self.parts) else "sample"
+
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples here and now; nothing is raised."""
         columns = [part.score_all(items) for part in self.parts]
-        return [self.combined(results) for results in zip(*columns, strict=True)]
+        return [self._combined(results) for results in zip(*columns, strict=True)]
 
-    def combined(self, results: Sequence[RewardResult]) -> RewardResult:
-        """The result of one sample, of which `results` has one from each part."""
-        return weighted_sum(self.parts, results) if self.parts[0].label else results[0]
-
-
-class SampleScorer(_Scorer):
-    """Takes one sample after the other."""
-
-    style: ClassVar[Literal["sample"]] = "sample"
-
-    def score(self, item: RewardItem) -> RewardResult:
-        """Scores one sample; a coroutine that a function returns is run to its end."""
-        return self.score_all([item])[0]
-
-
-class AwaitingScorer(_Scorer):
-    """Some part awaits: many samples can be under way in one event loop, all parts of a sample at once."""
-
-    style: ClassVar[Literal["async"]] = "async"
-
-    async def score(self, item: RewardItem) -> RewardResult:
-        """Scores one sample."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part.score_async(item)) for part in self.parts]
-        return self.combined([task.result() for task in tasks])
-
-
-class ListScorer(_Scorer):
-    """Some part takes lists: each part is called with all samples of the list, the others with one by one."""
-
-    style: ClassVar[Literal["batch"]] = "batch"
-
-    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores samples. Raises what a single function raises; with several parts a list that fails as a whole is
-        tried again sample by sample."""
+    def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """As `score_all`, but raises what a single function of lists raises."""
         return self.score_all(items) if self.parts[0].label else self.parts[0].score_list(items)
 
+    async def score(self, item: RewardItem) -> RewardResult:
+        """Scores one sample, all parts of it at once."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part.score_async(item)) for part in self.parts]
+        return self._combined([task.result() for task in tasks])
 
-Scorer = SampleScorer | AwaitingScorer | ListScorer
+    def _combined(self, results: Sequence[RewardResult]) -> RewardResult:
+        return weighted_sum(self.parts, results) if self.parts[0].label else results[0]
 
 
 def weighted_sum(parts: Sequence[Caller], results: Sequence[RewardResult]) -> RewardResult:
@@ -348,12 +317,8 @@ def weighted_sum(parts: Sequence[Caller], results: Sequence[RewardResult]) -> Re
 
 def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, Any]:
     """The arguments of a function for verl's batch reward manager."""
-    return {
-        "data_sources": [item.data_source for item in items],
-        "solution_strs": [item.solution_str for item in items],
-        "ground_truths": [item.ground_truth for item in items],
-        "extra_infos": [item.extra_info for item in items],
-    }
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    return {f"{name}s": [getattr(item, name) for item in items] for name in names}
 
 
 def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
@@ -385,18 +350,15 @@ def load_scorer(config: RewardConfig) -> Scorer:
     custom, kwargs = config.custom_reward_function, dict(config.reward_kwargs)
     if config.functions:
         modules: dict[str, ModuleType] = {}  # a file that has several parts is run once
-        parts = tuple(_part_caller(part, modules) for part in reward_parts(config.functions))
-    elif config.remote.url is not None:
-        parts = (Caller(_remote(config), kwargs=kwargs, is_async=True),)
-    elif custom.path is None:
-        parts = (Caller(default_compute_score, kwargs=kwargs, is_async=_is_async(default_compute_score)),)
-    else:
+        return Scorer(tuple(_part_caller(part, modules) for part in reward_parts(config.functions)))
+    function: RewardFunction = default_compute_score
+    if config.remote.url is not None:
+        function = _remote(config)
+    elif custom.path is not None:
         option = "reward.custom_reward_function"
         function = load_object(custom.path, custom.name, f"{option}.path", f"{option}.name")
-        parts = (_caller(function, custom.style, kwargs=kwargs),)
-    if any(part.as_lists for part in parts):
-        return ListScorer(parts)
-    return AwaitingScorer(parts) if any(part.is_async for part in parts) else SampleScorer(parts)
+        return Scorer((_caller(function, custom.style, kwargs=kwargs),))
+    return Scorer((_caller(function, "sample", kwargs=kwargs),))
 
 
 def asks_by_source(config: RewardConfig) -> bool:
@@ -434,15 +396,9 @@ def _is_async(function: RewardFunction) -> bool:
 
 def _remote(config: RewardConfig) -> RewardFunction:
     """A reward that a server computes: each sample, with its prompt, is posted as JSON; the answer is a score."""
-    from verl_lite.rewards.endpoint import Endpoint  # slow to import, and seldom needed
-
-    remote = config.remote
-    endpoint = Endpoint(
-        str(remote.url),
-        max_retries=remote.max_retries,
-        api_key_env=remote.api_key_env,
-        option="reward.remote.api_key_env",
-    )
+    remote, option = config.remote, "reward.remote.api_key_env"
+    key = remote.api_key_env
+    endpoint = Endpoint(str(remote.url), max_retries=remote.max_retries, api_key_env=key, option=option)
 
     async def ask(*, prompt: list[dict[str, str]] | None, **sample: Any) -> Any:
         return await endpoint.post({**sample, "prompt": prompt})
@@ -453,23 +409,17 @@ def _remote(config: RewardConfig) -> RewardFunction:
 def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:
     try:
         return RewardResult(*read_score(_awaited(work(*args))))
-    except Exception:  # the one door to untrusted code: what it raises is this sample's outcome, not the run's
+    except Exception:  # the door to untrusted code, as above
         return RewardResult.failure(traceback.format_exc())
 
 
-async def _all_of(score: Callable[[RewardItem], Any], items: Sequence[RewardItem]) -> list[RewardResult]:
-    return list(await asyncio.gather(*map(score, items)))
-
-
-async def _guarded_async(work: Callable[..., Any], *args: Any) -> RewardResult:
-    try:
-        returned = work(*args)
-        return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
-    except Exception:  # as above
-        return RewardResult.failure(traceback.format_exc())
+async def _all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*awaitables)
 
 
 def _awaited(returned: Any) -> Any:
+    """Of an awaitable what it gives, in an event loop of its own; a function that does not await is called in none."""
+
     async def result() -> Any:
         return await returned
 

@@ -43,15 +43,14 @@ class RewardHandler:
 
     def run(self, session: int, items: list[RewardItem]) -> Any:
         """A list of results, or a coroutine that gives it. A list that fails as a whole raises."""
-        if self.scorer.style == "sample":
-            return [self.scorer.score(items[0])]
-        return self._awaited(items[0]) if self.scorer.style == "async" else self.scorer.score(items)
+        if self.is_async:
+            return self._awaited(items[0])
+        return self.scorer.score_list(items) if self.info == "batch" else self.scorer.score_all(items)
 
     def end(self, session: int) -> None:
         """Nothing is kept."""
 
     async def _awaited(self, item: RewardItem) -> Any:
-        assert self.scorer.style == "async"
         return [await self.scorer.score(item)]
 
 

@@ -15,9 +15,8 @@ from verl_lite.errors import UserError
 from verl_lite.rewards import (
     REWARDS,
     RewardItem,
-    SampleScorer,
+    Scorer,
     default_compute_score,
-    find_reward,
     load_scorer,
     read_score,
     register_reward,
@@ -31,7 +30,6 @@ def clean_registry() -> Any:
     yield
     REWARDS.clear()
     REWARDS.update(before)
-    find_reward.cache_clear()
 
 
 @pytest.mark.parametrize("pattern", sorted(REWARDS))
@@ -100,7 +98,7 @@ def test_custom_load_errors_name_the_key_and_what_was_found(tmp_path: Path) -> N
         load_scorer(custom(path))
     with pytest.raises(UserError, match="custom_reward_function.path"):
         load_scorer(custom(str(tmp_path / "none.py")))
-    with pytest.raises(UserError, match="expected NAME.py"):
+    with pytest.raises(UserError, match="Python file NAME.py"):
         (tmp_path / "text.txt").write_text("")
         load_scorer(custom(str(tmp_path / "text.txt")))
 
@@ -131,7 +129,7 @@ def test_numbers_are_scores(returned: Any) -> None:
 def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
     with pytest.raises(ValueError):
         read_score(returned)
-    result = SampleScorer((Caller(lambda **call: returned),)).score(RewardItem("k", "s", "a", "t"))
+    result = Scorer((Caller(lambda **call: returned),)).score_all([RewardItem("k", "s", "a", "t")])[0]
     assert result.failed and math.isnan(result.score) and "The reward function returned" in (result.error or "")
 
 
@@ -144,5 +142,5 @@ def test_an_exception_is_the_samples_outcome_with_its_traceback() -> None:
     def broken(**call: Any) -> float:
         return 1 / len(call["solution_str"])
 
-    result = SampleScorer((Caller(broken),)).score(RewardItem("k", "s", "", "t"))
+    result = Scorer((Caller(broken),)).score_all([RewardItem("k", "s", "", "t")])[0]
     assert result.failed and "ZeroDivisionError" in (result.error or "") and "in broken" in (result.error or "")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import sqlite3
 import time
-from pathlib import Path
 from typing import Any
 
 import openai._base_client
@@ -55,7 +52,7 @@ def failure(server: RewardServer, **options: Any) -> str:
 def test_the_request_is_a_chat_completion_and_the_number_is_scaled() -> None:
     with scripted(says("Fine.\nScore: 7")) as server:
         result = ask(server, system="Be strict.", request={"top_p": 0.5, "chat_template_kwargs": {"x": 1}})
-    assert result == {"score": 0.7, "judgement": "Fine.\nScore: 7", "rating": 7.0, "cached": False}
+    assert result == {"score": 0.7, "judgement": "Fine.\nScore: 7", "rating": 7.0}
     assert server.paths == ["/v1/chat/completions"]
     [body] = server.asked
     system, user = body.pop("messages")
@@ -169,12 +166,11 @@ def test_failures_that_are_final_are_failures_and_no_zeros(answer: Answer, reaso
         assert len(server.asked) == 1
 
 
-def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with scripted(says("Score: 1")) as server:
-        ask(server, api_key_env="JUDGE_KEY", cache_path=str(tmp_path / "kept.sqlite"))
+        ask(server, api_key_env="JUDGE_KEY")
         assert server.headers[0]["authorization"] == "Bearer secret"
-        assert b"secret" not in (tmp_path / "kept.sqlite").read_bytes()
         with pytest.raises(UserError, match="api_key_env=OTHER_KEY: the environment variable OTHER_KEY is not set"):
             ask(server, api_key_env="OTHER_KEY")
 
@@ -187,47 +183,11 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_p
         ({"model": None}, "model is not given"),
         ({"verdict": "words"}, "verdict='words': one of number, json, yes_no"),
         ({"lowest": 1, "highest": 1}, "lowest=1 has to be less than highest=1"),
-        ({"cache_path": "/proc/nothing/here"}, "cache_path=/proc/nothing/here cannot be used"),
     ],
 )
 def test_wrong_options_are_told(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         asyncio.run(compute_score("s", "a", "t", **{"base_url": "http://127.0.0.1:9/v1", "model": "m", **options}))
-
-
-def test_the_same_request_is_asked_once(tmp_path: Path) -> None:
-    path = str(tmp_path / "deep" / "kept.sqlite")
-    with scripted(says("Nothing to say."), says("Score: 4"), says("Score: 9")) as server:
-        assert "cannot be read" in failure(server, cache_path=path)  # is not kept
-        first, second = (ask(server, cache_path=path) for _ in range(2))
-        assert (first["score"], first["cached"], second["score"], second["cached"]) == (0.4, False, 0.4, True)
-        assert len(server.asked) == 2
-        assert ask(server, "It is 5.", cache_path=path)["score"] == 0.9
-        assert ask(server, model="another", cache_path=path)["cached"] is False
-        judge._cache.cache_clear()  # as another process would
-        assert ask(server, cache_path=path)["score"] == 0.4
-        assert ask(server)["score"] == 0.9  # no path, no cache
-    with sqlite3.connect(path) as file:
-        assert file.execute("SELECT count(*) FROM replies").fetchone() == (3,)
-
-
-def _fill(path: str, first: int) -> None:
-    cache = judge._Cache(path)
-    for number in range(first, first + 20):
-        cache.keep("url", {"number": number}, str(number))
-
-
-def test_several_processes_share_a_cache(tmp_path: Path) -> None:
-    path = str(tmp_path / "kept.sqlite")
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=_fill, args=(path, first)) for first in (0, 10, 20)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    cache = judge._Cache(path)
-    assert [cache.find("url", {"number": number}) for number in range(40)] == [str(number) for number in range(40)]
 
 
 ITEMS = [RewardItem(key, "s", f"{key}", "4", None, PROMPT) for key in range(12)]

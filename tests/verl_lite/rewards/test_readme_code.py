@@ -69,5 +69,5 @@ def test_the_programs_of_the_table_pass() -> None:
 def test_the_limits_are_those_of_the_sandbox() -> None:
     limits, text = Limits(), section("Code")
     assert f"output ({limits.output_kb >> 10} MiB)" in text and f"open files ({limits.open_files})" in text
-    assert f"files ({limits.file_mb} MiB each, {limits.folder_mb} MiB in all;" in text
+    assert f"files ({limits.file_mb} MiB each, {limits.folder_mb} MiB in all)" in text
     assert f"up to {limits.threads}" in text and f"up to {limits.open_files} times {limits.file_mb} MiB" in text

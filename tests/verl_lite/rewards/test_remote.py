@@ -13,8 +13,8 @@ import pytest
 from tests.reward_server import Answer, RewardServer, reward_server
 from verl_lite.config.reward import RemoteRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.rewards import AwaitingScorer, RewardItem, RewardResult, load_scorer
-from verl_lite.rewards.endpoint import Endpoint
+from verl_lite.rewards import RewardItem, RewardResult, load_scorer
+from verl_lite.rewards.judge import Endpoint
 
 ITEM = RewardItem("k", "src", "the answer", "truth", {"index": 3}, [{"role": "user", "content": "why?"}])
 
@@ -27,7 +27,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(url: str, items: int = 1, reward_kwargs: dict[str, Any] | None = None, **options: Any) -> list[RewardResult]:
     """The results of so many samples, asked for at once over one client."""
     scorer = load_scorer(RewardConfig(remote=RemoteRewardConfig(url=url, **options), reward_kwargs=reward_kwargs or {}))
-    assert isinstance(scorer, AwaitingScorer)
+    assert scorer.style == "async"
     return scorer.score_all([ITEM] * items)
 
 

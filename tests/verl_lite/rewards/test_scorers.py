@@ -13,13 +13,9 @@ import pytest
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import (
     REWARDS,
-    AwaitingScorer,
-    ListScorer,
     RewardItem,
     RewardResult,
-    SampleScorer,
     Scorer,
-    find_reward,
     load_scorer,
     register_reward,
 )
@@ -34,7 +30,6 @@ def clean_registry() -> Iterator[None]:
     yield
     REWARDS.clear()
     REWARDS.update(before)
-    find_reward.cache_clear()
 
 
 def scorer(folder: Path, code: str, style: str = "sample", **kwargs: Any) -> Scorer:
@@ -58,8 +53,8 @@ def test_verls_lists_come_in_order_and_results_go_to_their_samples(tmp_path: Pat
         "    return [{'score': len(a) + bonus, 'truth': t, 'index': e['index'], 's': s} for s, a, t, e in rows]\n"
     )
     loaded = scorer(tmp_path, code, "batch", bonus=10)
-    assert isinstance(loaded, ListScorer)
-    results = loaded.score(items("a", "bb", "ccc"))
+    assert loaded.style == "batch"
+    results = loaded.score_list(items("a", "bb", "ccc"))
     assert scores(results) == [11, 12, 13]
     assert [result.extra for result in results] == [{"truth": f"t{i}", "index": float(i), "s": "src"} for i in range(3)]
 
@@ -100,14 +95,14 @@ def test_a_wrong_number_of_results_is_told_with_both_numbers(tmp_path: Path, ret
         f"def compute_score(solution_strs, **rest):\n    values = [1.0 for _ in solution_strs]\n    return {returned}\n"
     )
     loaded = scorer(tmp_path, code, "batch")
-    assert isinstance(loaded, ListScorer)
+    assert loaded.style == "batch"
     with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected a list of so many"):
-        loaded.score(items("a", "b", "c"))
+        loaded.score_list(items("a", "b", "c"))
 
 
 def test_arrays_are_lists(tmp_path: Path) -> None:
-    loaded = ListScorer((Caller(lambda items: np.array([0.5, 1.0]), as_lists=lambda items: {"items": items}),))
-    assert scores(loaded.score(items("a", "b"))) == [0.5, 1.0]
+    loaded = Scorer((Caller(lambda items: np.array([0.5, 1.0]), as_lists=lambda items: {"items": items}),))
+    assert scores(loaded.score_list(items("a", "b"))) == [0.5, 1.0]
 
 
 def test_a_list_that_fails_as_a_whole_is_repeated_one_by_one(tmp_path: Path) -> None:
@@ -131,13 +126,13 @@ def test_an_async_function_of_lists_is_awaited(tmp_path: Path) -> None:
 )
 def test_async_functions_and_objects_are_recognised(tmp_path: Path, code: str) -> None:
     loaded = scorer(tmp_path, code)
-    assert isinstance(loaded, AwaitingScorer)
+    assert loaded.style == "async"
     assert asyncio.run(loaded.score(items("four")[0])).score == 4
 
 
 def test_reward_kwargs_reach_an_async_function(tmp_path: Path) -> None:
     loaded = scorer(tmp_path, "async def compute_score(solution_str, bonus, **rest):\n    return bonus", bonus=3)
-    assert isinstance(loaded, AwaitingScorer) and asyncio.run(loaded.score(items("a")[0])).score == 3
+    assert loaded.style == "async" and asyncio.run(loaded.score(items("a")[0])).score == 3
 
 
 def test_a_registered_async_function_makes_the_run_async_and_its_neighbours_stay_right(clean_registry: None) -> None:
@@ -147,7 +142,7 @@ def test_a_registered_async_function_makes_the_run_async_and_its_neighbours_stay
         return 0.5
 
     loaded = load_scorer(RewardConfig())
-    assert isinstance(loaded, AwaitingScorer)
+    assert loaded.style == "async"
     mixed = [RewardItem(0, "slow/judge", "x", "x"), RewardItem(1, "exact_match", "x", "x")]
     assert scores(loaded.score_all(mixed)) == [0.5, 1.0]
 
@@ -160,19 +155,19 @@ def test_the_prompt_goes_to_functions_that_name_it(tmp_path: Path, clean_registr
     else:
         register_reward("judged/*")(lambda solution_str, prompt, **rest: len(prompt[0]["content"]))
         loaded, source = load_scorer(RewardConfig()), "judged/x"
-    assert isinstance(loaded, SampleScorer)
-    assert loaded.score(RewardItem(0, source, "a", "t", {}, QUESTION)).score == 4
+    assert loaded.style == "sample"
+    assert loaded.score_all([RewardItem(0, source, "a", "t", {}, QUESTION)])[0].score == 4
     with_rest = scorer(tmp_path, "def compute_score(solution_str, **rest):\n    return float('prompt' in rest)")
     assert with_rest.score_all(items("a"))[0].score == 0, "verl's arguments and no others, unless it is named"
 
 
 def test_what_a_result_holds_is_bounded() -> None:
     huge = "x" * 10_000_000
-    result = SampleScorer((Caller(lambda **call: {"score": 1, "pred": huge}),)).score(items("a")[0])
+    result = Scorer((Caller(lambda **call: {"score": 1, "pred": huge}),)).score_all(items("a"))[0]
     assert len(result.extra["pred"]) == 10_000  # type: ignore[arg-type]
 
     def shout(**call: Any) -> float:
         raise ValueError(huge)
 
-    error = SampleScorer((Caller(shout),)).score(items("a")[0]).error or ""
+    error = Scorer((Caller(shout),)).score_all(items("a"))[0].error or ""
     assert len(error) < 21_000 and "Traceback" in error and "characters left out" in error

@@ -16,11 +16,10 @@ from verl_lite.rewards import (
     RewardItem,
     RewardResult,
     asks_by_source,
-    find_reward,
     load_scorer,
     register_reward,
 )
-from verl_lite.rewards.scoring import AwaitingScorer, Caller, ListScorer, SampleScorer, weighted_sum
+from verl_lite.rewards.scoring import Caller, weighted_sum
 from workers.rewards.pool import RewardError, RewardPool
 
 QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
@@ -61,7 +60,6 @@ def clean_registry() -> Iterator[None]:
     yield
     REWARDS.clear()
     REWARDS.update(before)
-    find_reward.cache_clear()
 
 
 def items(*answers: str, source: str = "openai/gsm8k") -> list[RewardItem]:
@@ -83,7 +81,7 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(m
             "short": {"path": mine, "name": "short", "weight": -0.1, "kwargs": {"limit": 100}},
         }
     )
-    assert isinstance(scorer, SampleScorer)
+    assert scorer.style == "sample"
     both, format_only, neither = scorer.score_all(items(RIGHT, RIGHT.replace("72", "71"), "71"))
     assert both.score == pytest.approx(2 * 1 + 0.5 * 1 - 0.1 * 1)
     assert format_only.score == pytest.approx(2 * 0 + 0.5 * 1 - 0.1 * 1)
@@ -139,7 +137,7 @@ def test_a_part_that_fails_fails_the_sample_and_is_named(mine: str) -> None:
 
 def test_parts_that_await_do_so_together_and_many_samples_at_once(mine: str) -> None:
     scorer = load({"judge": {"path": mine, "name": "judge"}, "again": {"path": mine, "name": "judge"}, "format": {}})
-    assert isinstance(scorer, AwaitingScorer)
+    assert scorer.style == "async"
     assert scorer.score_all(items("#### 72"))[0].score == 0.5 + 0.5 + 1.0
 
     async def all_of_them() -> list[RewardResult]:
@@ -158,7 +156,7 @@ def test_parts_in_lists_and_one_by_one_beside_each_other(mine: str) -> None:
             "asks": {"path": mine, "weight": 0.0},
         }
     )
-    assert isinstance(scorer, ListScorer)
+    assert scorer.style == "batch"
     first, second = scorer.score_all(items("#### 72", "72"))
     assert (first.score, second.score) == (1 + 0 + 0.5, 0 + 1 + 0.5)
     assert first.extra["lists"] == 2.0 and first.extra["asks"] == len("What is 70 + 2?")
@@ -210,8 +208,8 @@ def test_an_async_reward_that_is_only_there_to_be_named_makes_no_other_run_async
     async def judge(**call: Any) -> float:
         return 0.5
 
-    assert isinstance(load_scorer(RewardConfig()), SampleScorer)
-    assert isinstance(load({"judge": {"reward": "slow_judge"}}), AwaitingScorer)
+    assert load_scorer(RewardConfig()).style == "sample"
+    assert load({"judge": {"reward": "slow_judge"}}).style == "async"
     [result] = load_scorer(RewardConfig()).score_all(items("x", source="rule/slow_judge"))  # type: ignore[union-attr]
     assert result.score == 0.5, "as a data source it works, one sample at a time"
 
