@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from verl_lite.config import PPOConfig, RunOptions
-from verl_lite.config.recipe_names import RECIPE_FILE, is_recipe_path
+from verl_lite.config.loader import RECIPE_FILE, is_recipe_path
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 from verl_lite.errors import UserError
 from verl_lite.group_filters import GROUP_FILTERS

@@ -12,7 +12,7 @@ AssertionError), which says what does not hold, why, and what to write instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,8 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
     mask, before, result = batch["response_mask"], _copied(batch), function(**batch)
     _require(isinstance(result, tuple) and len(result) == 2, "an estimator gives (advantages, returns)")
     for name, found in zip(("advantages", "returns"), result, strict=True):
-        _require(tuple(found.shape) == (ROWS, WIDTH), f"{name} are (B, T), found {tuple(found.shape)}")
-        _require(found.dtype.is_floating_point, f"{name} are floating-point, found {found.dtype}")
+        is_shaped = tuple(found.shape) == (ROWS, WIDTH) and found.dtype.is_floating_point
+        _require(is_shaped, f"{name} are (B, T) of floating-point, found {tuple(found.shape)} of {found.dtype}")
         _require(_finite(found), f"{name} are finite, also with empty rows: divide by a count clamped to 1 at least")
         _require(bool((found != 0).any()), f"{name} are not all zero")
         _require(not bool(found[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
@@ -57,13 +57,12 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
     for number in (1.5, math.nan):
         found = function(**hide(batch, number))
         _require(all(map(torch.equal, found, result)), f"values under mask 0 never matter: {_WHERE}")
-    kept = mask.any(dim=1).nonzero().squeeze(1)
-    few = zip(function(**take_rows(batch, kept)), result, strict=True)
-    promise = "rows without a valid token have no weight: count valid rows only, with response_mask.any(dim=1)"
-    _require(all(_close(a, b[kept]) for a, b in few), promise)
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
-    moved = zip(function(**take_rows(batch, order)), result, strict=True)
-    _require(all(_close(a, b[order]) for a, b in moved), "the order of the rows does not matter: group by `index`")
+    for rows, promise in (
+        (mask.any(dim=1).nonzero().squeeze(1), "rows without a valid token have no weight: count rows with one"),
+        (_shuffled(1), "the order of the rows does not matter: group by `index`"),
+    ):
+        found = zip(function(**take_rows(batch, rows)), result, strict=True)
+        _require(all(_close(a, b[rows]) for a, b in found), promise)
     for tokens in (0, 1):
         hardly = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
         hardly[0, :tokens] = 1
@@ -82,10 +81,8 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
     """
     options = config or ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.5))
 
-    def loss(
-        given: Columns, mode: str = "token-mean", counts: tuple[int, int] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]:
-        """(loss, its gradient, metrics). counts: tokens and sequences of the mini-batch; None = of given."""
+    def loss(given: Columns, mode: str = "token-mean", counts: tuple[int, int] | None = None) -> list[torch.Tensor]:
+        """Loss and gradient, if the metrics are sound. counts: tokens and sequences of the mini-batch; None = these."""
         named, log_prob = dict(given), given["log_prob"].clone().requires_grad_()
         usual = ("old_log_prob", "log_prob", "advantages", "response_mask", "rollout_is_weights")
         old, _, advantages, mask, weights = (named.pop(name) for name in usual)
@@ -96,68 +93,43 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
         _require(value.dim() == 0 and value.requires_grad, "a loss is a scalar with a gradient by log_prob")
         value.backward()
         gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
-        return value.detach(), gradient, metrics
+        promise = "the loss is finite, also with empty rows and log-ratios out of bounds: take agg_loss, and clamp"
+        _require(_finite(value), f"{promise} ({mode})")
+        is_sound = all(isinstance(m, Metric | int | float) for m in metrics.values())
+        _require(is_sound and _finite(list(reduce_metrics(metrics).values())), f"metrics are finite numbers: {_WHERE}")
+        return [value.detach(), gradient]
 
     batch = loss_batch() | columns
-    before = _copied(batch)
-    value, gradient, metrics = loss(batch)
-    _require(_finite(value), "the loss is finite, also with empty rows: let agg_loss take the mean")
+    mask, before = batch["response_mask"], _copied(batch)
+    value, gradient = loss(batch)
     _require(bool((gradient != 0).any()), "the gradient is not all zero")
-    _require(all(isinstance(m, Metric | int | float) for m in metrics.values()), "metrics are Metric or numbers")
-    _require(_finite(reduce_metrics(metrics).values()), "metrics are finite")
     _require_unchanged(batch, before)
+    order = torch.cat([torch.tensor(EMPTY_ROWS[:1]), (rest := _shuffled(2))[rest != EMPTY_ROWS[0]]])
     for mode in LOSS_AGG_MODES:
-        _check_cut(loss, batch, mode)
-        _check_mask(loss, batch, mode)
+        counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
+        whole, gradient = loss(batch, mode, counts)
+        for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):  # one part is nothing but an empty row
+            parts = [loss(take_rows(batch, rows), mode, counts) for rows in order.split(cut)]
+            total, summed = torch.stack([part[0] for part in parts]).sum(), torch.cat([part[1] for part in parts])
+            promise = (
+                f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): it divides by what it counts "
+                "in its own micro-batch; divide by batch_num_tokens and global_batch_size, as agg_loss does"
+            )
+            _require(_close(total, whole) and _close(summed, gradient[order]), promise)
+        for empty_counts in ((0, 0), (9, 3)):
+            empty = loss(batch | {"response_mask": torch.zeros_like(mask)}, mode, empty_counts)
+            promise = f"a part without a token has loss 0 ({mode}): divide by a count clamped to 1 at least"
+            _require(not any(bool(x.any()) for x in empty), promise)
+        _require(not bool(gradient[mask == 0].any()), f"no gradient under mask 0 ({mode}): {_WHERE}")
+        for number in (1.5, math.nan):
+            promise = f"values under mask 0 never reach the loss or gradient ({mode}, here {number:g}): {_WHERE}"
+            _require(all(map(torch.equal, loss(hide(batch, number), mode), loss(batch, mode))), promise)
     for sign in (1, -1):
         moved = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
         for name in ("log_prob", "old_log_prob"):
-            far = loss(batch | {name: moved})[:2]
-            _require(_finite(far[0]) and _finite(far[1]), f"a log-ratio out of bounds stays finite ({name}): clamp it")
+            found = loss(batch | {name: moved})
+            _require(all(map(_finite, found)), f"a log-ratio out of bounds stays finite ({name}): clamp it")
     _require_own_device(lambda: loss(batch)[:1], (value,))
-
-
-def _check_cut(loss: Callable[..., Any], batch: Columns, mode: str) -> None:
-    """The sum over the parts of a mini-batch, rows in any order, is the loss of the whole; so is the gradient. Empty
-    rows stand in some of the parts only; one part is nothing but an empty row."""
-    mask = batch["response_mask"]
-    counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))
-    order = torch.cat([torch.tensor(EMPTY_ROWS[:1]), order[order != EMPTY_ROWS[0]]])
-    whole, whole_gradient, _ = loss(batch, mode, counts)
-    for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):
-        total, gradient = torch.zeros_like(whole), torch.zeros_like(whole_gradient)
-        for rows in order.split(cut):
-            value, part, _ = loss(take_rows(batch, rows), mode, counts)
-            total += value
-            gradient[rows] += part
-        promise = (
-            f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): it divides by what it counts "
-            "in its own micro-batch; divide by batch_num_tokens and global_batch_size, as agg_loss does"
-        )
-        _require(_close(total, whole) and _close(gradient, whole_gradient), promise)
-    for empty_counts in ((0, 0), (9, 3)):
-        value, gradient, metrics = loss(batch | {"response_mask": torch.zeros_like(mask)}, mode, empty_counts)
-        promise = (
-            f"a part without a token has loss 0 and finite metrics ({mode}): divide by a count clamped to 1 at least"
-        )
-        _require(value.item() == 0 and not bool(gradient.any()), promise)
-        _require(_finite(reduce_metrics(metrics).values()), promise)
-
-
-def _check_mask(loss: Callable[..., Any], batch: Columns, mode: str) -> None:
-    """Values under mask 0, finite or NaN, reach neither loss nor gradient nor metrics."""
-    value, gradient, _ = loss(batch, mode)
-    for hidden in (1.5, math.nan):
-        found, found_gradient, metrics = loss(hide(batch, hidden), mode)
-        where = f"({mode}, here {hidden:g}): {_WHERE}"
-        _require(torch.equal(found, value), f"values under mask 0 never reach the loss {where}")
-        _require(torch.equal(found_gradient, gradient), f"values under mask 0 never reach the gradient {where}")
-        _require(not bool(gradient[batch["response_mask"] == 0].any()), f"no gradient under mask 0 {where}")
-        _require(_finite(reduce_metrics(metrics).values()), f"metrics do not read under mask 0 {where}")
-
-
-# ---------------------------------------------------------------------------------------------------- batches
 
 
 def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
@@ -221,12 +193,12 @@ def take_rows(columns: Columns, rows: torch.Tensor) -> Columns:
 def hide(columns: Columns, value: float) -> Columns:
     """The batch with `value` at each place of a (B, T) column of numbers where the mask is 0."""
     hidden = columns["response_mask"] == 0
-
-    def is_hidden(name: str, column: Any) -> bool:
-        is_numbers = isinstance(column, torch.Tensor) and column.dtype.is_floating_point and column.dim() == 2
-        return is_numbers and name != "response_mask"
-
-    return {name: torch.where(hidden, value, x) if is_hidden(name, x) else x for name, x in columns.items()}
+    numbers = {
+        name: torch.where(hidden, value, x)
+        for name, x in columns.items()
+        if isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x.dim() == 2
+    }
+    return columns | numbers
 
 
 def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
@@ -235,6 +207,10 @@ def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
     mask[list(EMPTY_ROWS)] = False
     mask[-1] = True
     return mask.long()
+
+
+def _shuffled(seed: int) -> torch.Tensor:
+    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
 
 
 def _require(holds: bool, promise: str) -> None:
@@ -247,7 +223,7 @@ def _require_unchanged(columns: Columns, before: Columns) -> None:
     _require(not changed, f"arguments are not written to: {', '.join(changed)}; use clamp for clamp_, and the like")
 
 
-def _require_own_device(call: Callable[[], tuple[torch.Tensor, ...]], expected: tuple[torch.Tensor, ...]) -> None:
+def _require_own_device(call: Callable[[], Sequence[torch.Tensor]], expected: Sequence[torch.Tensor]) -> None:
     """New tensors are made where the arguments are: here the default device is one without data."""
     promise = "new tensors are made on the device of the arguments: torch.zeros(..., device=x.device), torch.zeros_like"
     try:
@@ -258,8 +234,10 @@ def _require_own_device(call: Callable[[], tuple[torch.Tensor, ...]], expected: 
     _require(all(x.device == y.device for x, y in zip(found, expected, strict=True)), promise)
 
 
-def _finite(values: torch.Tensor | Iterable[float]) -> bool:
-    return bool(torch.isfinite(torch.as_tensor(values if isinstance(values, torch.Tensor) else list(values))).all())
+def _finite(values: torch.Tensor | list[float]) -> bool:
+    if isinstance(values, torch.Tensor):
+        return bool(torch.isfinite(values).all())
+    return all(map(math.isfinite, values))
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from trainer.data.sources import RowTable, parse_json
 from verl_lite.config import DataConfig
-from verl_lite.config.sources import is_unicode
+from verl_lite.config.loader import is_unicode
 from verl_lite.errors import UserError
 
 Chat = list[dict[str, str]]

@@ -3,21 +3,7 @@
 from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
 from verl_lite.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PFPPOConfig
 from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig, source_options
-from verl_lite.config.fields import (
-    ALL_OR_SOME,
-    FINITE,
-    MOMENTS,
-    POSITIVE,
-    POSITIVE_SHARE,
-    SEED,
-    SHARE,
-    Problems,
-    Range,
-    at_least,
-    opt,
-    section,
-    unknown_value,
-)
+from verl_lite.config.fields import FINITE, Range, opt, section, unknown_value
 from verl_lite.config.learners import (
     ActorConfig,
     CriticConfig,
@@ -26,7 +12,7 @@ from verl_lite.config.learners import (
     RefConfig,
     RewardModelConfig,
 )
-from verl_lite.config.loader import LoadedConfig, load_config, load_schema
+from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema, parse_value, split_choices
 from verl_lite.config.networks import (
     FSDPConfig,
     MixedPrecisionConfig,
@@ -38,13 +24,17 @@ from verl_lite.config.networks import (
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.printing import help_config, help_text, idle_options, print_config, save_config
 from verl_lite.config.reads import Options, handed_over, option_reads, record_reads, uncounted
-from verl_lite.config.reward import CustomRewardConfig, OverlongBufferConfig, RemoteRewardConfig, RewardConfig
+from verl_lite.config.reward import (
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RemoteRewardConfig,
+    RewardConfig,
+    ScoreConfig,
+)
 from verl_lite.config.rollout import RolloutConfig, ValKwargs
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 from verl_lite.config.run import RayInitConfig, RayKwargs, RunConfig, RunOptions, TrainerConfig
 from verl_lite.config.schema import KEYS, ConfigError, Key, Schema, schema_of, value_of
-from verl_lite.config.score import ScoreConfig
-from verl_lite.config.sources import Verbosity, parse_value, split_choices
 from verl_lite.config.supervised import (
     PreferenceDataConfig,
     RewardLossConfig,

@@ -35,30 +35,22 @@ class EnvManagerConfig(Options):
         """Tags, their partition, and whether a batch of `size` episodes is made of whole groups."""
         for tag in (tag for tag in self.tags if tag not in known):
             yield unknown_value(f"{key}.tags", tag, list(known)) + "; they are the entries of agentic.custom_envs"
+        shares, groups, each = self.num_groups_partition, self.num_env_groups, self.max_traj_per_env
         if len(set(self.tags)) < len(self.tags):
             yield f"{key}.tags={self.tags}: one is named twice; give its share in {key}.num_groups_partition"
-        shares, groups = self.num_groups_partition, self.num_env_groups
-        if shares and (len(shares) != len(self.tags) or sum(shares) != groups or min(shares) < 1):
+        elif groups < len(self.tags) or (
+            shares and (len(shares) != len(self.tags) or sum(shares) != groups or min(shares) < 1)
+        ):
             yield (
-                f"{key}.num_groups_partition={shares}: a number of at least 1 for each of {key}.tags={self.tags}, in "
-                f"sum {key}.num_env_groups={groups}, is expected; or leave it out for equal shares"
+                f"{key}.num_groups_partition={shares}: at least one of {key}.num_env_groups={groups} for each of "
+                f"{key}.tags={self.tags}, in sum all, is expected; or leave it out for equal shares"
             )
-        elif groups < len(self.tags):
-            yield f"{key}.num_env_groups={groups}: at least one group for each of the tags {self.tags} is expected"
         if size < 1 or self.group_size < 1 or groups < 1:
             return
         if size % self.group_size:
-            nearest = max(1, round(size / self.group_size)) * self.group_size
-            yield (
-                f"{key}.group_size={self.group_size} does not divide {size_key}={size}: a batch is made of whole "
-                f"groups; set {size_key}={nearest}, or another group size"
-            )
-        each = math.ceil(size / (groups * self.group_size))
-        if 0 <= self.max_traj_per_env < each:
-            yield (
-                f"{key}.max_traj_per_env={self.max_traj_per_env}: {size_key}={size} takes {each} episodes of each of "
-                f"{groups} x {self.group_size} environments: set at least {each}, or -1, or more num_env_groups"
-            )
+            yield f"{key}.group_size={self.group_size} does not divide {size_key}={size}: whole groups are expected"
+        if 0 <= each < (needed := math.ceil(size / (groups * self.group_size))):
+            yield f"{key}.max_traj_per_env={each}: {size_key}={size} needs {needed}, or -1, or more num_env_groups"
 
 
 @dataclass
@@ -69,9 +61,7 @@ class EnvPoolConfig(Options):
     threads: int = opt(64, "environments of one process that step at the same time at most", at_least(1))
     timeout_s: float = opt(60.0, "a reset or step that takes longer has failed, and its process is replaced", POSITIVE)
     max_memory_mb: int | None = opt(None, "a process that holds more is replaced, MiB; null = never", at_least(1))
-    max_error_rate: float = opt(
-        0.1, "the run stops when more than this share of a step's episodes failed (of 20, in smaller steps)", SHARE
-    )
+    max_error_rate: float = opt(0.1, "the run stops when a larger share of a step's episodes failed", SHARE)
 
 
 @dataclass
@@ -82,10 +72,7 @@ class RewardNormalizationConfig(Options):
         None, "rows normalised together: " + " | ".join(_GROUPINGS) + "; null = batch, gigpo: its task", _GROUPINGS
     )
     method: str | None = opt(
-        None,
-        "older name for the two below: identity | mean | mean_std | asym_clip (also clips to -1 .. 3); "
-        "null = identity, gigpo: mean_std, if the two below are null",
-        _METHODS,
+        None, "for both below: identity | mean | mean_std | asym_clip; null = identity, gigpo: mean_std", _METHODS
     )
     norm_mean_type: str | None = opt(None, "mean subtracted: null | batch | group", ("batch", "group"))
     norm_std_type: str | None = opt(None, "deviation divided by: null | batch | group", ("batch", "group"))
@@ -112,14 +99,10 @@ class AgenticConfig(Options):
     def check_run(self) -> Problems:
         """Of a run of agents: groups of both managers."""
         train, val, known = self.train_env_manager, self.val_env_manager, self.custom_envs
-        at = "agentic.train_env_manager"
-        yield from train.check_groups(at, known, self.rollout_batch_size, "agentic.rollout_batch_size")
-        if not val.tags:
-            return
-        at = "agentic.val_env_manager"
-        yield from val.check_groups(at, known, self.val_batch_size, "agentic.val_batch_size")
-        if val.group_size_redundancy or val.group_filter_cls is not None:
-            yield (
-                f"{at}.group_size_redundancy={val.group_size_redundancy}, {at}.group_filter_cls={val.group_filter_cls}:"
-                " a validation measures all its episodes: leave both out"
-            )
+        size = self.rollout_batch_size
+        yield from train.check_groups("agentic.train_env_manager", known, size, "agentic.rollout_batch_size")
+        if val.tags:
+            at = "agentic.val_env_manager"
+            yield from val.check_groups(at, known, self.val_batch_size, "agentic.val_batch_size")
+            if val.group_size_redundancy or val.group_filter_cls is not None:
+                yield f"{at}: leave group_size_redundancy and group_filter_cls out: a validation measures all episodes"

@@ -31,10 +31,7 @@ class FilterGroupsConfig(Options):
     """Dynamic sampling (DAPO): prompts whose answers are all as good as each other are replaced by other prompts."""
 
     enable: bool = opt(False, "drop groups of equal outcome and sample more prompts in their place")
-    metric: str | None = opt(
-        None,
-        "what has to differ: acc, score, or an entry of the reward's dict; null = acc where there is one, else score",
-    )
+    metric: str | None = opt(None, "what has to differ: acc, score, or an entry of the reward's dict; null = the first")
     max_num_gen_batches: int = opt(10, "generation batches of one step at most; then the run stops", at_least(2))
 
 
@@ -63,20 +60,10 @@ class AlgorithmConfig(Options):
     kl_ctrl: KLControlConfig = section(KLControlConfig, "its coefficient")
 
     def check(self) -> Problems:
-        """What single estimators need of the other options."""
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if self.adv_estimator == "gdpo" and not keys:
-            yield (
-                "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, which is empty: name the values of the "
-                "reward function's dict that it normalises, such as [correct,format]"
-            )
+        keys, weights, chosen = self.gdpo_reward_keys, self.gdpo_reward_weights, self.adv_estimator
+        if chosen == "gdpo" and not keys:
+            yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, such as [correct,format]"
         if weights and len(weights) != len(keys):
-            yield (
-                f"algorithm.gdpo_reward_weights={weights}: one weight for each of algorithm.gdpo_reward_keys={keys} is "
-                "expected, or none for equal weights"
-            )
-        if self.use_pf_ppo and self.adv_estimator != "gae" and ":" not in self.adv_estimator:
-            yield (
-                f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={self.adv_estimator}: PF-PPO draws the batch "
-                "of PPO with a critic anew: set adv_estimator=gae, or use_pf_ppo=false"
-            )
+            yield f"algorithm.gdpo_reward_weights={weights}: one weight for each of gdpo_reward_keys={keys} is expected"
+        if self.use_pf_ppo and chosen != "gae" and ":" not in chosen:
+            yield f"algorithm.use_pf_ppo=true with {chosen}: PF-PPO has a critic: set algorithm.adv_estimator=gae"

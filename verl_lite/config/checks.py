@@ -22,7 +22,7 @@ from verl_lite.config.run import RunOptions
 from verl_lite.config.schema import ConfigError, schema_of, value_of
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl_lite.device import device_type
-from verl_lite.envs import EnvTemplate, env_templates
+from verl_lite.envs import env_templates
 from verl_lite.errors import UserError
 from verl_lite.group_filters import GROUP_FILTERS
 from verl_lite.registry import takes
@@ -67,12 +67,12 @@ def validate(
             *_models(config),
         ]
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(problems)
 
 
-def section_problems(options: Any, at: str = "") -> Problems:
+def section_problems(options: Any) -> Problems:
     """Numbers out of their range, words that are none of the choices, and what each section says of itself."""
-    for key in schema_of(type(options)).keys.values() if not at else ():
+    for key in schema_of(type(options)).keys.values():
         value = value_of(options, key.name)
         if value is None or key.expects is None:
             continue
@@ -81,11 +81,10 @@ def section_problems(options: Any, at: str = "") -> Problems:
                 yield unknown_value(key.name, value, key.expects) + ("; or null" if key.optional else "")
         elif not key.expects.holds(value):
             yield f"{key.name}={value}: {key.expects.words}"
-    if hasattr(options, "check"):
-        yield from options.check()
-    for name, value in vars(options).items():
-        if isinstance(value, Options):
-            yield from section_problems(value, f"{at}{name}.")
+    sections = [options]
+    for section in sections:
+        sections += [inner for inner in vars(section).values() if isinstance(inner, Options)]
+        yield from section.check() if isinstance(section, Options) else ()
 
 
 def machine_problems(
@@ -102,24 +101,15 @@ def machine_problems(
         if ":" not in tracker and tracker not in trackers:
             yield unknown_value("trainer.logger", tracker, trackers)
     if trainer.nnodes > 1 and address is None:
-        yield (
-            f"trainer.nnodes={trainer.nnodes} needs a cluster that spans the machines: start Ray on them and give "
-            "ray_kwargs.ray_init.address=HOST:PORT, or set trainer.nnodes=1"
-        )
+        yield f"trainer.nnodes={trainer.nnodes} needs a cluster of Ray: give ray_kwargs.ray_init.address=HOST:PORT"
     if count is None or trainer.nnodes < 1 or count < 1:
         return
     here = count // trainer.nnodes
     if trainer.backend == "inline" and count > 1:
-        yield (
-            f"trainer.backend=inline runs everything in one process, but trainer.n_gpus_per_node={here} and "
-            f"trainer.nnodes={trainer.nnodes}: set both to 1, or trainer.backend=ray"
-        )
+        yield f"trainer.backend=inline is one process, and {count} devices are asked for: set trainer.backend=ray"
     if available is not None and address is None and here > available:
-        noun = ("core" if _on_cpu(trainer.device) else "GPU") + "s" * (available != 1)
-        yield (
-            f"trainer.n_gpus_per_node={here} is more than the {available} {noun} of this machine: set at most "
-            f"{available}"
-        )
+        noun = "cores" if _on_cpu(trainer.device) else "GPUs"
+        yield f"trainer.n_gpus_per_node={here} is more than this machine has: set at most its {available} {noun}"
     for key in schema_of(type(config)).keys.values():
         size = value_of(config, key.name) if key.path[-1] == "fsdp_size" else -1
         if size > 0 and count % size:
@@ -137,10 +127,7 @@ def loss_problems(actor: ActorConfig) -> Problems:
             yield f"actor.policy_loss.loss_mode={mode} needs actor.policy_loss.{name}, which is null: give a number"
     expected = facts.get("loss_agg_mode") or actor.loss_agg_mode
     if actor.loss_agg_mode != expected:
-        yield (
-            f"actor.loss_agg_mode={actor.loss_agg_mode} with actor.policy_loss.loss_mode={mode}, which is always a "
-            f"mean over sequences: set actor.loss_agg_mode={expected}"
-        )
+        yield f"actor.loss_agg_mode={actor.loss_agg_mode} with actor.policy_loss.loss_mode={mode}: set {expected}"
 
 
 def estimator_problems(config: PPOConfig) -> Problems:
@@ -152,18 +139,11 @@ def estimator_problems(config: PPOConfig) -> Problems:
         yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
         return
     if facts.get("rows") == "step" and not acts:
-        yield (
-            f"{key} needs the step columns of episodes (traj_id, step, state_hash), which answers to prompts do not "
-            "have: it trains agents (agentic.train_env_manager.tags names their environments)"
-        )
+        yield f"{key} needs the steps of episodes: name environments in agentic.train_env_manager.tags"
     if acts and function is not None and (takes(function, "reward_baselines") or chosen == "gdpo"):
-        what = "the values of a reward function's dict" if chosen == "gdpo" else "a greedy answer to each prompt"
-        yield f"{key} needs {what}, which episodes do not have: use grpo or agentic_reinforce"
+        yield f"{key} needs greedy answers or a reward function's dict: use grpo or agentic_reinforce for episodes"
     if function is not None and takes(function, "sum_pi_squared") and algorithm.rollout_correction.bypass_mode:
-        yield (
-            f"{key} needs sum_pi_squared, which the pass computes that algorithm.rollout_correction.bypass_mode=true "
-            "spares: set bypass_mode=false"
-        )
+        yield f"{key} needs the pass that algorithm.rollout_correction.bypass_mode=true spares: set it to false"
     if config.trainer.critic_warmup > 0 and function is not None and not takes(function, "values"):
         yield f"trainer.critic_warmup={config.trainer.critic_warmup}: {chosen} has no critic, so nothing learns: set 0"
     if facts.get("raw_scores"):
@@ -175,7 +155,7 @@ def estimator_problems(config: PPOConfig) -> Problems:
 
 
 def _groups(config: PPOConfig, estimator: str | None) -> Problems:
-    """That there is something to compare, where an estimator or another part compares the answers to one prompt."""
+    """There is something to compare, where the answers to one prompt are compared."""
     algorithm, filters = config.algorithm, config.algorithm.filter_groups.enable
     shaped = [name for name in ("norm_mean_type", "norm_std_type") if getattr(algorithm, name) == "group"]
     who = estimator or (f"algorithm.{shaped[0]}=group" if shaped else "algorithm.filter_groups" if filters else None)
@@ -186,19 +166,15 @@ def _groups(config: PPOConfig, estimator: str | None) -> Problems:
         key, size = "agentic.train_env_manager.group_size", config.agentic.train_env_manager.group_size
     lonely = [name for name, entry in config.data.sources.items() if isinstance(entry, Mapping) and entry.get("n") == 1]
     for name in [key] * (size == 1) + [f"data.sources.{name}.n" for name in lonely]:
-        yield f"{name}=1: {who} compares the members of a group, and one teaches nothing: set at least 2, such as 8"
+        yield f"{name}=1: {who} compares the members of a group: set at least 2, such as 8"
 
 
 def _rewards(config: PPOConfig) -> Problems:
     """Parts of the reward, and the file of the user's function, as far as they can be judged without running them."""
-    reward, metric = config.reward, config.algorithm.filter_groups.metric
-    yield from reward_problems(reward, alone=not config.reward_model.enable)
-    is_models = metric in MODEL_METRICS and not config.reward_model.enable
-    if config.algorithm.filter_groups.enable and is_models:
-        yield (
-            f"algorithm.filter_groups.metric={metric} is a part of the score with a reward model, and "
-            "reward_model.enable=false: leave it out, or name an entry of the reward function's dict"
-        )
+    filters, has_model = config.algorithm.filter_groups, config.reward_model.enable
+    yield from reward_problems(config.reward, alone=not has_model)
+    if filters.enable and filters.metric in MODEL_METRICS and not has_model:
+        yield f"algorithm.filter_groups.metric={filters.metric} needs reward_model.enable=true: name another entry"
 
 
 def reward_problems(reward: Any, alone: bool = True) -> Problems:
@@ -223,44 +199,29 @@ def _engine(config: PPOConfig, engines: Collection[str], count: int | None) -> P
         yield unknown_value("rollout.name", rollout.name, engines) + "; or pkg.module:Class"
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
     if parallel > 1 and (rollout.name == "hf" or here % parallel):
-        fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}"
-        yield (
-            f"rollout.tensor_model_parallel_size={parallel}: an engine takes whole devices of one machine, of which "
-            f"there are trainer.n_gpus_per_node={here}: set {fits}"
-        )
+        fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}, devices of a machine"
+        yield f"rollout.tensor_model_parallel_size={parallel}: set {fits}"
     for name, entries in rollout.engine_kwargs.items():
         if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
-            yield (
-                f"rollout.engine_kwargs.{name}={entries}: arguments stand below an engine's name, such as "
-                "rollout.engine_kwargs.vllm.KEY=VALUE"
-            )
+            yield f"rollout.engine_kwargs.{name}={entries}: below an engine's name is expected: engine_kwargs.vllm.KEY"
 
 
 def _agent(config: PPOConfig) -> Problems:
     """Environments, filters and estimator of a run of agents."""
-    options = config.agentic
-    templates: dict[str, EnvTemplate] = {}
+    options, manager, chosen = config.agentic, config.agentic.train_env_manager, config.algorithm.adv_estimator
+    longest, expected = config.data.max_response_length, ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {}).get("rows")
     for tag, entry in options.custom_envs.items():
         try:
-            templates |= env_templates({tag: entry})
+            template = env_templates({tag: entry})[tag]
         except UserError as error:
             yield str(error)
             continue
-        most, longest = templates[tag].max_tokens_per_step, config.data.max_response_length
+        at, most = f"agentic.custom_envs.{tag}", template.max_tokens_per_step
         if most is not None and most > longest:
-            yield (
-                f"agentic.custom_envs.{tag}.max_tokens_per_step={most} is more than data.max_response_length="
-                f"{longest}, which holds all turns of an episode (by steps: one turn): set at most {longest}"
-            )
-    manager, chosen = options.train_env_manager, config.algorithm.adv_estimator
-    expected = ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {}).get("rows")
-    for tag in manager.tags:
-        if expected and tag in templates and templates[tag].by_step is not (expected == "step"):
-            yield (
-                f"agentic.custom_envs.{tag}.env_manager_cls={templates[tag].env_manager_cls}: "
-                f"algorithm.adv_estimator={chosen} reads rows that are each one {expected}: set "
-                f"agentic.custom_envs.{tag}.env_manager_cls={expected}, or use another estimator"
-            )
+            yield f"{at}.max_tokens_per_step={most} is more than data.max_response_length={longest}: set at most that"
+        if tag in manager.tags and expected and template.by_step is not (expected == "step"):
+            shown = f"{at}.env_manager_cls={template.env_manager_cls}"
+            yield f"{shown}: algorithm.adv_estimator={chosen} reads rows of one {expected} each: set {expected}"
     chosen_filter = manager.group_filter_cls
     if chosen_filter is not None and ":" not in chosen_filter and chosen_filter not in GROUP_FILTERS:
         key = "agentic.train_env_manager.group_filter_cls"
@@ -268,9 +229,8 @@ def _agent(config: PPOConfig) -> Problems:
     ratio = options.async_generation_ratio
     if ratio > 0 and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device):
         yield (
-            f"agentic.async_generation_ratio={ratio} with rollout.free_cache_engine=true: the engine would sleep while "
-            "training, when episodes go on: set rollout.free_cache_engine=false, and rollout.gpu_memory_utilization "
-            "so that both fit; or async_generation_ratio=0"
+            f"agentic.async_generation_ratio={ratio}: the engine would sleep while episodes go on: set "
+            "rollout.free_cache_engine=false, and a rollout.gpu_memory_utilization with which both fit"
         )
 
 
@@ -296,10 +256,7 @@ def _models(config: PPOConfig) -> Problems:
             from huggingface_hub import try_to_load_from_cache
 
             if not isinstance(try_to_load_from_cache(value, marker), str):
-                yield (
-                    f"{name}={value}: there is neither a folder {folder.absolute()} nor a model of that name in the "
-                    f"Hugging Face cache, and HF_HUB_OFFLINE is set: fetch it first with `hf download {value}`"
-                )
+                yield f"{name}={value}: neither a folder nor cached, and HF_HUB_OFFLINE is set: `hf download {value}`"
 
 
 def _on_cpu(device: str) -> bool:

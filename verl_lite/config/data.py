@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, SEED, Problems, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, SEED, Problems, at_least, opt, section, unknown_value
 from verl_lite.config.reads import Options
 from verl_lite.errors import UserError
-from verl_lite.registry import did_you_mean
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")
 """owner/name, owner/name:config, owner/name:config@split"""
@@ -24,25 +23,19 @@ OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "
 
 @dataclass
 class CustomClassConfig(Options):
-    """A dataset class of your own."""
-
     path: str | None = opt(None, "Python file, or pkg://module, with a dataset class of your own; null = ours")
     name: str | None = opt(None, "its name")
 
     def check(self) -> Problems:
-        """File and class go together."""
         yield from named_class("data.custom_cls.path", self.path, "data.custom_cls.name", self.name)
 
 
 @dataclass
 class SamplerConfig(Options):
-    """The order of the training prompts."""
-
     class_path: str | None = opt(None, "Python file, or pkg://module, with a sampler; null = data.shuffle")
     class_name: str | None = opt(None, "its name")
 
     def check(self) -> Problems:
-        """File and class go together."""
         yield from named_class("data.sampler.class_path", self.class_path, "data.sampler.class_name", self.class_name)
 
 
@@ -50,9 +43,7 @@ class SamplerConfig(Options):
 class DataConfig(Options):
     """What is asked."""
 
-    train_files: list[str] = opt(
-        [], "training prompts: parquet, json or jsonl files, folders, hub names (owner/name:config@split)"
-    )
+    train_files: list[str] = opt([], "parquet, json or jsonl files, folders, hub names (owner/name:config@split)")
     val_files: list[str] = opt([], "the same for validation; may be empty, then nothing is validated")
     prompt_key: str = opt("prompt", "column that holds the chat messages")
     columns: dict[str, Any] = opt({}, "ours: theirs, as {prompt: question, ground_truth: answer}; trainer/DATA.md")
@@ -88,41 +79,30 @@ class DataConfig(Options):
         for ours, theirs in self.columns.items():
             names = theirs if isinstance(theirs, list) else [theirs]
             if ours not in OUR_COLUMNS:
-                hint = f"our columns are {', '.join(OUR_COLUMNS)}{did_you_mean(str(ours), OUR_COLUMNS)}"
-                yield f"data.columns.{ours}={theirs}: {hint}; others reach a reward by data.columns.extra_info=[{ours}]"
+                yield unknown_value("data.columns", ours, OUR_COLUMNS) + f"; or extra_info: [{ours}] for a reward"
             elif not (names and all(isinstance(name, str) and name for name in names)) and (
                 theirs is not None or ours in ("prompt", "ground_truth")
             ):
                 yield f"data.columns.{ours}={theirs}: the name of a column of the data, or a list of names, is expected"
-        yield from self._check_texts()
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            yield f"data.prompt_template={self.prompt_template!r}: {{prompt}} is expected in it, for the prompt"
+        try:
+            groups = 1 if self.ground_truth_regex is None else re.compile(self.ground_truth_regex).groups
+        except re.error:
+            groups = 0
+        if not groups:
+            shown = f"data.ground_truth_regex={self.ground_truth_regex!r}"
+            yield f"{shown}: a regular expression with a group is expected, as '#### (.+)'"
+        yield from python_file("data.tools_path", self.tools_path)
         yield from source_problems(self.sources)
         if self.sampler.class_path and any(options.get("weight") for options in self.sources.values() if options):
             yield "data.sources.*.weight and data.sampler.class_path both decide which prompts come: leave one out"
 
-    def _check_texts(self) -> Problems:
-        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
-            yield (
-                f"data.prompt_template={self.prompt_template!r}: the prompt stands for {{prompt}}, which is not in it; "
-                "write for example '{prompt} Put the answer after ####.'"
-            )
-        pattern = self.ground_truth_regex
-        try:
-            groups = 1 if pattern is None else re.compile(pattern).groups
-        except re.error:
-            groups = 0
-        if not groups:
-            yield f"data.ground_truth_regex={pattern!r}: a regular expression with a group is expected, as '#### (.+)'"
-        if self.tools_path is not None and not Path(self.tools_path).expanduser().is_file():
-            yield f"data.tools_path={self.tools_path}: there is no file {Path(self.tools_path).expanduser().absolute()}"
-
 
 def python_file(name: str, place: str | None) -> Problems:
-    """The problem of a missing file of the user's code; a module (pkg://package.module) is not looked for."""
+    """The problem of a missing file of the user's; a module (pkg://package.module) is not looked for."""
     if place is not None and not place.startswith("pkg://") and not Path(place).expanduser().is_file():
-        yield (
-            f"{name}={place}: there is no file {Path(place).expanduser().absolute()} (a module is given as "
-            "pkg://package.module)"
-        )
+        yield f"{name}={place}: there is no file {Path(place).expanduser().absolute()} (a module is pkg://package.module)"
 
 
 def named_class(path_key: str, path: str | None, name_key: str, name: str | None) -> Problems:
@@ -136,13 +116,10 @@ def _place(name: str, place: str) -> Problems:
     file = Path(place).expanduser()
     if file.is_dir() or Path(place.partition("@")[0].partition(":")[0]).expanduser().is_dir():
         return
-    if file.is_file():
-        if file.suffix not in SUFFIXES:
-            yield f"{name}={place}: a .parquet, .json or .jsonl file is expected"
-    elif file.suffix in SUFFIXES or not HUB_NAME.fullmatch(place):
+    if file.suffix not in SUFFIXES if file.is_file() else (file.suffix in SUFFIXES or not HUB_NAME.fullmatch(place)):
         yield (
-            f"{name}={place}: there is no file {file.absolute()}; a dataset of the Hugging Face hub is given as "
-            "owner/name, owner/name:config or owner/name:config@split"
+            f"{name}={place}: {'' if file.is_file() else f'there is no file {file.absolute()}; '}a .parquet, .json or "
+            ".jsonl file is expected, or owner/name:config@split of the Hugging Face hub"
         )
 
 
@@ -171,11 +148,10 @@ def source_problems(sources: Mapping[str, Any]) -> Iterator[str]:
             continue
         weight, n = entry.get("weight"), entry.get("n")
         weights[name] = weight
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if weight is not None and not (is_number and 0 <= weight < math.inf):
-            yield f"{where}.weight={weight!r}: expected a number of at least 0, its share beside the other weights"
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            yield f"{where}.n={n!r}: expected a whole number of at least 1, the answers to each of its prompts"
+        if weight is not None and (type(weight) not in (int, float) or not 0 <= weight < math.inf):
+            yield f"{where}.weight={weight!r}: a number of at least 0 is expected"
+        if n is not None and (type(n) is not int or n < 1):
+            yield f"{where}.n={n!r}: a whole number of at least 1 is expected"
     if any(weight is not None for weight in weights.values()):
         for name in (name for name, weight in weights.items() if weight is None):
             yield f"data.sources.{name} has no weight, and others have one: give every source a weight"

@@ -1,8 +1,8 @@
 """The options of `python -m trainer.main_reward_flow`: LoRA training of an image-to-video diffusion model through a
 differentiable reward.
 
-Fields are written as in `verl_lite.config`. Names are those of diffusers for the model and of ROLL's reward flow for
-the sampler (`num_inference_steps`, `mid_timestep`, `final_timestep`).
+Names are those of diffusers for the model and of ROLL's reward flow for the sampler (`num_inference_steps`,
+`mid_timestep`, `final_timestep`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from verl_lite.config.reads import Options
 from verl_lite.config.run import RayKwargs, RunConfig
 
 EXPERTS = ("transformer", "transformer_2")
+_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 FRAMES_PER_LATENT = 4
 """Frames that a video autoencoder of Wan's kind makes into one in time, after the first, which stands alone."""
 
@@ -38,17 +39,9 @@ class DiffusionModelConfig(Options):
     path: str | None = opt(None, "folder of an image-to-video pipeline in diffusers format (model_index.json)")
     lora_rank: int = opt(32, "rank of the adapter, which is all that learns", at_least(1))
     lora_alpha: int = opt(32, "the adapter counts lora_alpha / lora_rank", at_least(1))
-    target_modules: list[str] = opt(
-        ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"], "linear layers with an adapter"
-    )
-    boundary_ratio: float | None = opt(
-        None,
-        "of two experts the one for high noise works at t >= 1000 times this; null = the pipeline's own",
-        POSITIVE_SHARE,
-    )
-    fused_loras: dict[str, str] = opt(
-        {}, "adapters merged into the frozen experts first, as few-step distillation: {transformer: FILE, ...}"
-    )
+    target_modules: list[str] = opt(_LAYERS, "linear layers with an adapter")
+    boundary_ratio: float | None = opt(None, "high noise is t >= 1000 x this; null = the pipeline's", POSITIVE_SHARE)
+    fused_loras: dict[str, str] = opt({}, "adapters merged into the frozen experts first: {transformer: FILE, ...}")
     enable_gradient_checkpointing: bool = opt(True, "recompute activations inside the blocks in the backward pass")
     checkpoint_steps: bool = opt(True, "recompute each denoising step in the backward pass")
     checkpoint_decode: bool = opt(True, "recompute the decoding into frames in the backward pass")
@@ -57,42 +50,30 @@ class DiffusionModelConfig(Options):
     vae_tiling: bool = opt(False, "decode in tiles: less memory, more time")
 
     def check(self) -> Problems:
-        """The adapter, and whether there is a pipeline."""
         if not self.target_modules:
-            yield "model.target_modules is empty, so that nothing would learn: name linear layers, such as [to_q,to_v]"
+            yield "model.target_modules is empty: name linear layers, such as [to_q,to_v]"
         for expert, file in self.fused_loras.items():
-            if expert not in EXPERTS:
-                yield f"model.fused_loras.{expert}={file}: the experts are called {' and '.join(EXPERTS)}"
-            elif not Path(str(file)).expanduser().exists():
-                yield f"model.fused_loras.{expert}={file}: there is no {Path(str(file)).expanduser().absolute()}"
+            if expert not in EXPERTS or not Path(str(file)).expanduser().exists():
+                yield f"model.fused_loras.{expert}={file}: {' or '.join(EXPERTS)}, and a file that exists, are expected"
         if self.path is None:
-            yield (
-                "model.path is null: give the folder of an image-to-video pipeline in diffusers format, or "
-                "recipe=reward_flow for a tiny one"
-            )
+            yield "model.path is null: give the folder of an image-to-video pipeline, or recipe=reward_flow"
 
 
 @dataclass
 class FlowSamplerConfig(Options):
     """Flow-match Euler steps from noise to a clip; the last ones with gradient."""
 
-    num_inference_steps: int = opt(
-        8, "denoising steps N; sigma_i = shift s / (1 + (shift - 1) s), s = 1 - i / N", at_least(1)
-    )
+    num_inference_steps: int = opt(8, "steps N; sigma_i = shift s / (1 + (shift - 1) s), s = 1 - i / N", at_least(1))
     mid_timestep: int = opt(4, "first step with gradient; those before run without")
     final_timestep: int = opt(7, "last step that is run; N - 1 = to the end")
     shift: float = opt(5.0, "of the sigmas towards noise; 1 = none", POSITIVE)
-    noise_seed: int | None = opt(
-        None, "one noise for every sample and step, as ROLL has it (24); null = its own for each sample and step", SEED
-    )
+    noise_seed: int | None = opt(None, "one noise for all, as ROLL has it (24); null = each sample's own", SEED)
 
     def check(self) -> Problems:
-        """Which steps of the grid run and learn."""
         steps, middle, final = self.num_inference_steps, self.mid_timestep, self.final_timestep
-        if steps >= 1 and not 0 <= final < steps:
-            yield f"sampler.final_timestep={final}: 0 to {steps - 1} are expected with num_inference_steps={steps}"
-        elif not 0 <= middle <= final:
-            yield f"sampler.mid_timestep={middle}: 0 to sampler.final_timestep={final} are expected"
+        if not 0 <= middle <= final < steps:
+            shown = f"sampler.mid_timestep={middle}, sampler.final_timestep={final}"
+            yield f"{shown}: 0 <= mid_timestep <= final_timestep < num_inference_steps={steps} is expected"
 
 
 @dataclass
@@ -110,9 +91,7 @@ class FlowRewardConfig(Options):
 class FlowActorConfig(Options):
     """How the adapter learns."""
 
-    micro_batch_size_per_gpu: int = opt(
-        1, "samples of one forward and backward pass; the result does not depend on it", at_least(1)
-    )
+    micro_batch_size_per_gpu: int = opt(1, "samples of one forward and backward pass", at_least(1))
     kl_loss_coef: float = opt(1.0, "weight of the divergence from the base model in the loss", at_least(0))
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
@@ -139,24 +118,18 @@ class VideoDataConfig(Options):
     cache_gb: float = opt(4.0, "memory for decoded clips, which are then decoded once; 0 = none", at_least(0))
 
     def check(self) -> Problems:
-        """Files, frames and sizes; what the files themselves say is checked when they are read."""
         if not self.train_files:
             yield "data.train_files is empty: give a csv file with the columns video and prompt"
         if self.video_key == self.prompt_key:
             yield f"data.video_key and data.prompt_key are both {self.video_key}: two columns are expected"
         if self.num_frames < 1 or self.num_frames % FRAMES_PER_LATENT != 1:
-            below = max(1, (self.num_frames - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1)
-            near = f"{below} or {below + FRAMES_PER_LATENT}"
-            yield f"data.num_frames={self.num_frames}: 4 k + 1 is expected, such as {near}"
-        multiple, sides = self.side_multiple, {"height": self.height, "width": self.width}
-        if (self.height is None) != (self.width is None):
-            yield f"data.height={self.height} with data.width={self.width}: set both or none"
-        elif multiple >= 1:
-            for name, side in sides.items():
-                if side is not None and (side < multiple or side % multiple):
-                    fit = max(multiple, round(side / multiple) * multiple)
-                    yield f"data.{name}={side}: a multiple of data.side_multiple={multiple} is expected, such as {fit}"
-            if self.height is None and self.max_pixels < multiple**2:
+            yield f"data.num_frames={self.num_frames}: 4 k + 1 is expected, such as 13 or 17"
+        multiple, sides = self.side_multiple, (self.height, self.width)
+        if multiple >= 1 and any(side is None or side < multiple or side % multiple for side in sides):
+            if sides != (None, None):
+                shown = f"data.height={self.height}, data.width={self.width}"
+                yield f"{shown}: both, or none, multiples of data.side_multiple={multiple}, are expected"
+            elif self.max_pixels < multiple**2:
                 yield f"data.max_pixels={self.max_pixels}: at least {multiple**2} (side_multiple squared) is expected"
 
 
@@ -166,12 +139,8 @@ class FlowTrainerConfig(RunConfig):
 
     total_epochs: int = opt(1, "passes over the clips", at_least(1))
     project_name: str = opt("reward_flow", "groups runs in trackers and folders")
-    test_freq: int = opt(
-        -1, "steps between validations on the same clips and noise; -1 = before and after; 0 = never", at_least(-1)
-    )
-    val_clips: int = opt(
-        4, "clips that are sampled for it, always with the same noise: the first of data.val_files", at_least(1)
-    )
+    test_freq: int = opt(-1, "steps between validations; -1 = before and after; 0 = never", at_least(-1))
+    val_clips: int = opt(4, "clips sampled for it, with the same noise: the first of data.val_files", at_least(1))
     video_freq: int = opt(25, "steps between saved clips (mp4, of the step's own samples); 0 = never", at_least(-1))
 
 
@@ -179,9 +148,7 @@ class FlowTrainerConfig(RunConfig):
 class RewardFlowConfig(Options):
     """Reward flow, `python -m trainer.main_reward_flow`."""
 
-    recipe: str | None = opt(
-        None, "name in recipes/, path or module; null = reward_flow if neither model nor data is given"
-    )
+    recipe: str | None = opt(None, "name, path or module; null = reward_flow if neither model nor data is given")
     data: VideoDataConfig = section(VideoDataConfig, "clips and prompts")
     model: DiffusionModelConfig = section(DiffusionModelConfig, "pipeline and adapter")
     sampler: FlowSamplerConfig = section(FlowSamplerConfig, "from noise to a clip")

@@ -53,56 +53,49 @@ def validate_reward_flow(
         except ValueError as error:
             problems.append(f"reward.name={config.reward.name!r}: {error}")
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(problems)
 
 
 def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
-    """Whether it is one that predicts a flow's velocity and takes clips of this size, as far as its files say."""
+    """The folder has a pipeline that predicts a flow's velocity and takes clips of this size, as far as it says."""
     name, index = f"model.path={folder}", _read_json(folder / INDEX)
-    if index is None or not all((folder / part).is_dir() for part in ("transformer", "vae")):
+    if not index or not all((folder / part).is_dir() for part in ("transformer", "vae")):
         yield (
             f"{name}: {folder.absolute()} is no image-to-video pipeline in diffusers format ({INDEX}, transformer/, "
-            "vae/; of Wan2.2 the repository whose name ends with -Diffusers): fetch one with `hf download OWNER/NAME "
-            "--local-dir FOLDER`"
+            "vae/): fetch one, such as a repository of Wan2.2 whose name ends with -Diffusers, with `hf download`"
         )
         return
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
-    if scheduler is not None and not predicts_velocity(scheduler):
-        yield (
-            f"{name}: its scheduler is {scheduler.get('_class_name', 'unnamed')} with prediction_type="
-            f"{scheduler.get('prediction_type')}: a model that predicts the velocity of a flow is expected "
-            "(FlowMatchEulerDiscreteScheduler, or prediction_type=flow_prediction), such as Wan2.1 or Wan2.2"
-        )
+    if scheduler and not predicts_velocity(scheduler):
+        found = f"{scheduler.get('_class_name')} with prediction_type={scheduler.get('prediction_type')}"
+        yield f"{name}: its scheduler is {found}: a model of a flow's velocity is expected, such as Wan2.1 or Wan2.2"
     yield from fits_pipeline(config.data, folder)
     boundary = config.model.boundary_ratio or index.get("boundary_ratio")
     steps, shift, first = config.sampler.num_inference_steps, config.sampler.shift, config.sampler.mid_timestep
     if (index.get(EXPERTS[1]) or [None])[0] and boundary and steps >= 1 and shift > 0:
         high = high_noise_steps(flow_sigmas(steps, shift), boundary)
         if 0 <= first < high:
-            yield (
-                f"sampler.mid_timestep={first}: the first {high} steps are the high-noise expert's, which does not "
-                f"learn; {high} or more is expected, or another model.boundary_ratio"
-            )
+            who = f"the first {high} steps are the high-noise expert's, which does not learn"
+            yield f"sampler.mid_timestep={first}: {who}; {high} or more is expected, or another model.boundary_ratio"
 
 
 def fits_pipeline(data: VideoDataConfig, folder: Path) -> Problems:
-    """Whether frames have sides that the pipeline takes: multiples of its autoencoder's factor times its transformer's
-    patch, as far as its files say."""
-    vae, transformer = (_read_json(folder / part / "config.json") or {} for part in ("vae", "transformer"))
+    """Sides are multiples of the autoencoder's factor times the transformer's patch, as far as its files say."""
+    vae, transformer = (_read_json(folder / part / "config.json") for part in ("vae", "transformer"))
     factor = vae.get("scale_factor_spatial", _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None)
     patch = transformer.get("patch_size")
-    if not isinstance(factor, int) or not isinstance(patch, list) or not patch or not isinstance(patch[-1], int):
+    if not factor or not isinstance(patch, list):
         return
     needed, sides = factor * patch[-1], {"height": data.height, "width": data.width}
     for name, value in (sides if data.height and data.width else {"side_multiple": data.side_multiple}).items():
-        if needed and value is not None and value % needed:
+        if value is not None and value % needed:
             yield f"data.{name}={value}: a multiple of {needed} is expected, as the pipeline model.path={folder} takes"
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
-    """None where there is no such file, or it is no json object."""
+def _read_json(file: Path) -> dict[str, Any]:
+    """Empty where there is no such file, or it is no json."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}

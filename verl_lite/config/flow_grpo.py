@@ -34,9 +34,7 @@ class FlowModelConfig(Options):
 
     path: str | None = opt(None, "folder that the network's from_pretrained reads")
     network: str | None = opt(None, "pkg.module:Class of the network, see workers/diffusion/sde_policy.py: FlowNetwork")
-    lora_rank: int = opt(
-        0, "rank of a LoRA adapter, which is then all that learns; 0 = all parameters learn", at_least(0)
-    )
+    lora_rank: int = opt(0, "rank of a LoRA adapter, which alone learns; 0 = all parameters learn", at_least(0))
     lora_alpha: int = opt(16, "the adapter counts lora_alpha / lora_rank", at_least(1))
     target_modules: list[str] = opt(["all-linear"], "linear layers with an adapter: all-linear, or ends of their names")
     checkpoint_steps: bool = opt(False, "one denoising step at a time, recomputed in the backward pass: memory of one")
@@ -46,16 +44,10 @@ class FlowModelConfig(Options):
 class FlowSDEConfig(Options):
     """From noise to an image, with noise on the way in training and without it in the evaluation."""
 
-    num_train_steps: int = opt(
-        10, "denoising steps of a sample to learn from; fewer than in the evaluation will do", _TWO
-    )
+    num_train_steps: int = opt(10, "denoising steps of a sample to learn from", _TWO)
     num_inference_steps: int = opt(20, "denoising steps in the evaluation, by the ODE", at_least(1))
-    shift: float = opt(
-        1.0, "of the sigmas towards noise: shift s / (1 + (shift - 1) s) with s = 1 - i / steps", POSITIVE
-    )
-    noise_level: float = opt(
-        0.7, "a of the noise a sqrt(sigma / (1 - sigma)) that makes steps random in training", POSITIVE
-    )
+    shift: float = opt(1.0, "of the sigmas towards noise: shift s / (1 + (shift - 1) s), s = 1 - i / steps", POSITIVE)
+    noise_level: float = opt(0.7, "a of the noise a sqrt(sigma / (1 - sigma)) of steps in training", POSITIVE)
     share_first_noise: bool = opt(False, "the samples of a prompt begin with the same noise and differ by the way only")
 
 
@@ -73,9 +65,7 @@ class FlowRolloutConfig(Options):
 
 @dataclass
 class FlowScoreConfig(Options):
-    name: str | None = opt(
-        None, "pkg.module:function(frames (B, F, 3, H, W) in [0, 1], prompts, **kwargs): B scores; or a visual reward"
-    )
+    name: str | None = opt(None, "pkg.module:function(frames (B, F, 3, H, W), prompts, **kwargs), or a visual reward")
     kwargs: dict[str, Any] = opt({}, "its further arguments")
 
 

@@ -45,24 +45,17 @@ class PolicyLossConfig(Options):
     cispo_unified_mask: bool = opt(False, "cispo: no loss where PPO's clip would drop it (ROLL)")
 
     def check(self) -> Problems:
-        """Bounds that leave nothing between them."""
         for low, high in (("clip_cov_lb", "clip_cov_ub"), ("tis_lower_bound", "tis_upper_bound")):
             if not getattr(self, low) < getattr(self, high):
-                yield (
-                    f"actor.policy_loss.{low}={getattr(self, low)} is not below actor.policy_loss.{high}="
-                    f"{getattr(self, high)}: a bound below the other is expected"
-                )
+                shown = f"actor.policy_loss.{low}={getattr(self, low)}"
+                yield f"{shown} is not below {high}={getattr(self, high)}: a bound below the other is expected"
 
 
 @dataclass
 class ActorConfig(Options):
     """How the policy learns."""
 
-    ppo_mini_batch_size: int = opt(
-        256,
-        "prompts per optimizer step (times rollout.n = sequences; agentic: rows); -1 = the whole batch in one",
-        ALL_OR_SOME,
-    )
+    ppo_mini_batch_size: int = opt(256, "prompts per optimizer step (agentic: rows); -1 = the whole batch", ALL_OR_SOME)
     ppo_epochs: int = opt(1, "passes over each batch", at_least(1))
     shuffle: bool = opt(False, "draw mini-batches at random, anew each epoch")
     use_dynamic_bsz: bool = opt(True, "micro-batches by token budget; false = by ppo_micro_batch_size_per_gpu")
@@ -72,24 +65,16 @@ class ActorConfig(Options):
     clip_ratio_low: float | None = opt(None, "lower clip range; null = clip_ratio", POSITIVE)
     clip_ratio_high: float | None = opt(None, "upper clip range; null = clip_ratio", POSITIVE)
     clip_ratio_c: float = opt(3.0, "dual clip: bound of the ratio where the advantage is negative, > 1", _ABOVE_ONE)
-    ratio_type: str = opt(
-        "token",
-        "ratio of vanilla, cispo, tis, topr: token | segment (one per run of the policy's tokens)",
-        ("token", "segment"),
-    )
+    ratio_type: str = opt("token", "of vanilla, cispo, tis, topr: token | segment (of tokens)", ("token", "segment"))
     tau_pos: float = opt(1.0, "sapo: steepness of the gate where the advantage is positive", POSITIVE)
     tau_neg: float = opt(1.05, "sapo: and where it is not", POSITIVE)
     loss_agg_mode: str = opt("token-mean", " | ".join(LOSS_AGG_MODES), LOSS_AGG_MODES)
-    loss_scale_factor: float | None = opt(
-        None, "divisor of seq-mean-token-sum-norm; null = data.max_response_length", POSITIVE
-    )
+    loss_scale_factor: float | None = opt(None, "of seq-mean-token-sum-norm; null = data.max_response_length", POSITIVE)
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = opt(False, "compute the entropy in the update even if its weight is 0")
     use_kl_loss: bool = opt(False, "add a KL term against the reference model to the loss")
     kl_loss_coef: float = opt(0.001, "its weight", at_least(0))
-    kl_loss_type: str = opt(
-        "low_var_kl", "k1 | abs | k2 | k3 (= low_var_kl), with + for the gradient of k2", KL_ESTIMATORS
-    )
+    kl_loss_type: str = opt("low_var_kl", "k1 | abs | k2 | k3 (= low_var_kl); +: gradient of k2", KL_ESTIMATORS)
     log_prob_chunk_tokens: int = opt(1024, "tokens whose logits exist at one time, for log-probs", at_least(1))
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "which policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")
@@ -146,9 +131,5 @@ class RewardModelConfig(Options):
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
 
     def check(self) -> Problems:
-        """A model needs its folder."""
         if self.enable and self.model.path is None:
-            yield (
-                "reward_model.enable=true needs reward_model.model.path, which is null: give a Hugging Face folder of "
-                "a sequence-classification model with one label"
-            )
+            yield "reward_model.enable=true needs reward_model.model.path, a folder of a sequence-classification model"

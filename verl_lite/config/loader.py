@@ -7,49 +7,59 @@ exist or a value of the wrong type is an error wherever it stands, and all error
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from pathlib import Path as FilePath
+from typing import Any, Generic, Literal, TypeVar, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config import spellings
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.recipe_names import absolute_recipe, recipe_title
-from verl_lite.config.schema import ConfigError, Path, Schema, convert, is_interpolation, join, schema_of
-from verl_lite.config.sources import (
-    COMMAND_LINE,
-    PREFIX,
-    Action,
-    Assignment,
-    Verbosity,
-    flatten,
-    parse_command_line,
-    read_file,
-    without_prefix,
-)
+from verl_lite.config.schema import ConfigError, Path, Schema, convert, is_interpolation, join, schema_of, split
 from verl_lite.errors import UserError
 
 C = TypeVar("C")
 RecipeLoader = Callable[[str], Mapping[str, object]]
+Action = Literal["run", "print", "help"]
+Verbosity = Literal["quiet", "normal", "verbose"]
 DEFAULT_RECIPE = "quickstart"
-_SLIPS, _ANOTHER_COMMANDS = 1, 0.25  # a recipe's unknown settings, and share of them: more are no slips of the pen
+RECIPE_FILE = "recipe.py"
+COMMAND_LINE = "command line"
+PREFIX = "actor_rollout_ref"
+"""What stands before the policy's sections in verl."""
+SWITCHES = "--config FILE, --print-config, --help, --help-config [PREFIX], --quiet and --verbose"
 
+_PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+_PARSER.add_argument("--config", action="append", default=[], nargs="?", const="")
+_PARSER.add_argument("--help", "-h", action="store_true")
+_PARSER.add_argument("--help-config", nargs="?", const="")
+_PARSER.add_argument("--print-config", action="store_true")
+_PARSER.add_argument("--quiet", dest="verbosity", action="store_const", const="quiet", default="normal")
+_PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const="verbose")
+_OVERRIDE = re.compile(r"""(\+{0,2}|~)((?:[^="'\s~]|"[^"]*"|'[^']*')+)(=.*)?""", re.DOTALL)
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Keys whose values are paths: a leading ~/ is the home folder, as the shell leaves it in `key=~/data`."""
 
-_MICRO_BATCH = {
-    "actor.ppo_micro_batch_size_per_gpu": "actor.use_dynamic_bsz",
-    "ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_use_dynamic_bsz",
-    "rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_use_dynamic_bsz",
-    "critic.ppo_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
-    "critic.forward_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
-    "reward_model.micro_batch_size_per_gpu": "reward_model.use_dynamic_bsz",
-}
+
+@dataclass(frozen=True)
+class Assignment:
+    """One `key=value` of one source; `raw` is its text on a command line, `reset` the operator ~."""
+
+    path: Path
+    value: Any
+    source: str
+    raw: str | None = None
+    reset: bool = False
+
+    def shown(self) -> str:
+        return f"{join(self.path)}={self.raw if self.raw is not None else self.value} ({self.source})"
 
 
 @dataclass
@@ -98,19 +108,59 @@ def load_schema(
         default_recipe: the one where neither a recipe nor `model.path` nor `data.train_files` is given.
     """
     merge = _Merge(schema_of(root))
-    line = parse_command_line(argv, merge.schema)
-    if line.action != "help":
-        merge.problems += line.problems
-        files = [one for name in line.files for one in read_file(name, merge.schema, merge.problems)]
-        given = [accepted for one in files + line.assignments for accepted in merge.translate(one)]
+    options, words = _PARSER.parse_known_args(argv)
+    wants_help = options.help or options.help_config is not None
+    if not wants_help:
+        read = [one for name in options.config for one in merge.read_file(name)]
+        read += [one for word in words for one in merge.parse_word(word)]
+        given = [accepted for one in read for accepted in merge.translate(one)]
         for assignment in [*merge.recipe(given, recipe_loader, default_recipe), *given]:
             merge.assign(assignment, given)
         merge.derive()
     config, omega = merge.resolve()
-    problems = list(dict.fromkeys([*merge.problems, *merge.refused()]))
-    if problems:
-        raise ConfigError(problems)
-    return LoadedConfig(config, omega, merge.provenance(), merge.notes, line.action, line.verbosity, line.help_prefix)
+    if merge.problems:
+        raise ConfigError(merge.problems)
+    action: Action = "help" if wants_help else "print" if options.print_config else "run"
+    return LoadedConfig(
+        config, omega, merge.provenance(), list(dict.fromkeys(merge.notes)), action, options.verbosity,
+        options.help_config,
+    )  # fmt: skip
+
+
+def parse_value(raw: str) -> Any:
+    """The text of a command line as YAML in OmegaConf's dialect (`1e-6` is a number); what is not YAML stays text."""
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + raw]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return raw
+    return cast(dict[str, Any], parsed)["value"]
+
+
+def split_choices(raw: str) -> list[str]:
+    """`a,b,[c,d]` -> `a`, `b`, `[c,d]`: cut at the commas outside quotes and brackets."""
+    choices, depth, quote = [""], 0, ""
+    for character in raw:
+        if character == "," and not depth and not quote:
+            choices.append("")
+            continue
+        choices[-1] += character
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "[{(") - (character in ")}]")
+    return [choice.strip() for choice in choices]
+
+
+def is_unicode(text: str) -> bool:
+    """True where it has an encoding: half of a surrogate pair, which json can spell, has none."""
+    return text.encode(errors="ignore").decode() == text
+
+
+def is_recipe_path(name: str) -> bool:
+    """True where `recipe` names a folder or a file; anything else is a name or a module."""
+    return os.sep in name or name.startswith((".", "~")) or name.endswith(".py")
 
 
 @dataclass
@@ -121,19 +171,11 @@ class _Merge:
     given: dict[Path, Assignment] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    equal: list[tuple[Assignment, str]] = field(default_factory=list)
-    """Keys of verl, and the key here that has to have the same value."""
-    refusals: dict[str, list[str]] = field(default_factory=dict)
-    """By sentence the assignments that it refuses, so that it is said once."""
 
     @property
     def speaks_verl(self) -> bool:
         """True where keys of verl's PPO trainer may be given."""
         return self.schema.root is PPOConfig
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
     def value(self, name: str) -> Any:
         """The value of a leaf so far."""
@@ -144,6 +186,75 @@ class _Merge:
         assignment = self.given.get(tuple(name.split(".")))
         return "default" if assignment is None else assignment.source
 
+    def set(self, name: str, value: Any, source: str) -> None:
+        path = tuple(name.split("."))
+        self.given[path] = Assignment(path, value, source)
+
+    # ------------------------------------------------------------------------------------------------ sources
+
+    def parse_word(self, word: str) -> Iterator[Assignment]:
+        """`key=value`, `+key=value`, `++key=value` or `~key` as assignments, several if the value is a mapping."""
+        match = _OVERRIDE.fullmatch(word)
+        is_reset = match is not None and match[1] == "~" and match[3] is None
+        if word.startswith("-"):
+            self.problems.append(f"{word} is not known; options are key=value, and the switches {SWITCHES}")
+            return
+        if match is None or not is_unicode(word) or (match[3] is None) is not is_reset:
+            self.problems.append(f"{word!r} is not key=value in UTF-8, without blanks around the equals sign")
+            return
+        try:
+            path = split(match[2])
+        except ValueError as error:
+            self.problems.append(str(error))
+            return
+        if is_reset:
+            yield Assignment(path, None, COMMAND_LINE, reset=True)
+            return
+        raw, key = match[3][1:], self.schema.find(_without_prefix(path))
+        value = parse_value(raw)
+        if isinstance(value, dict) and value and (key is None or key.kind != "str"):
+            yield from self.flatten(value, path, COMMAND_LINE)
+        else:
+            yield Assignment(path, value, COMMAND_LINE, raw)
+
+    def read_file(self, name: str, within: tuple[FilePath, ...] = ()) -> list[Assignment]:
+        """The assignments of a YAML file, after those of the files that its `base` names (relative to it).
+
+        Args:
+            within: the files that include this one.
+        """
+        path = ((within[-1].parent if within else FilePath()) / FilePath(name).expanduser()).absolute()
+        try:
+            if path.resolve() in [file.resolve() for file in within]:
+                raise ValueError("it includes itself through base:")
+            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            if not isinstance(content, dict):
+                raise ValueError("it is a list; a mapping of keys to values is expected")
+            bases = content.pop("base", None) or []
+            bases = bases if isinstance(bases, list) else [bases]
+            below = [one for base in bases for one in self.read_file(str(base), (*within, path))]
+            return below + list(self.flatten(content, (), f"file:{name}"))
+        except FileNotFoundError:
+            self.problems.append(f"--config: there is no file {path}")
+        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+            self.problems.append(f"--config: {path} cannot be read: {error}")
+        return []
+
+    def flatten(self, mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
+        """The leaves of nested mappings; a key with dots is a path, except below a free dictionary. An empty mapping
+        at a section or a free dictionary says nothing."""
+        is_free = self.schema.find(_without_prefix(prefix)) is not None
+        for name, value in mapping.items():
+            path = (*prefix, *((str(name),) if is_free else split(str(name))))
+            dotted = ".".join(_without_prefix(path))
+            if isinstance(value, Mapping) and value:
+                yield from self.flatten(value, path, source)
+            elif not isinstance(value, Mapping) or is_free or (dotted and not self._exists(dotted)):
+                yield Assignment(path, value, source)
+
+    def _exists(self, dotted: str) -> bool:
+        return dotted in self.schema.keys or dotted in self.schema.sections
+
     def recipe(
         self, given: list[Assignment], loader: RecipeLoader | None, default: str | None
     ) -> list[Assignment]:
@@ -153,146 +264,106 @@ class _Merge:
         named = [one for one in given if one.path == ("recipe",)]
         names = {join(one.path) for one in given if one.value not in (None, [])}
         if default is not None and not named and not names & {"model.path", "data.train_files"}:
-            source = "default, because neither model.path nor data.train_files is given"
-            named = [Assignment(("recipe",), default, source)]
-            self.given["recipe",] = named[0]
+            self.set("recipe", default, "default, because neither model.path nor data.train_files is given")
+            named = [self.given["recipe",]]
         if not named or named[-1].value is None:
             return []
         recipe = str(named[-1].value)
         try:
-            overrides = loader(recipe)
+            found = self.flatten(loader(recipe), (), f"recipe:{recipe}")
+            return [one for assignment in found for one in self.translate(assignment)]
         except UserError as error:
             self.problems.append(str(error))
             return []
-        flat = flatten(overrides, (), f"recipe:{recipe}", self.schema)
-        accepted = [one for assignment in flat for one in self.translate(assignment)]
-        unknown = [join(one.path) for one in accepted if self.schema.find(one.path) is None]
-        if len(unknown) > max(_SLIPS, len(accepted) * _ANOTHER_COMMANDS):
-            self.problems.append(
-                f"recipe={recipe}: {len(unknown)} of its {len(accepted)} settings are no options of this command, such "
-                f"as {', '.join(unknown[:3])}: it is a recipe of another command"
-            )
-            return []
-        return accepted
 
-    def translate(self, assignment: Assignment) -> list[Assignment]:
+    # ------------------------------------------------------------------------------------------------ merging
+
+    def translate(self, one: Assignment) -> list[Assignment]:
         """The assignment under this project's name: none if verl's key has no effect here or is refused."""
-        path, value = without_prefix(assignment.path), _strip_prefix(assignment.value)
-        assignment = replace(assignment, path=path, value=value)
-        name = ".".join(path)
-        if value == "???":  # verl's mark for "to be given"
+        one = replace(one, path=_without_prefix(one.path), value=_strip_prefix(one.value))
+        name = ".".join(one.path)
+        if one.value == "???":  # verl's mark for "to be given"
             return []
-        if not self.speaks_verl or assignment.reset or name in self.schema.keys or not path:
-            return [assignment]
-        verdict = spellings.translate(name, value)
+        if one.reset:
+            return [one]
+        verdict = spellings.translate(name, one.value) if self.speaks_verl and not self._exists(name) else None
         if verdict is None:
-            return [assignment]
+            return [one]
         if verdict.refusal:
-            self.refusals.setdefault(verdict.refusal, []).append(assignment.shown())
-        if verdict.note:
-            self.note(verdict.note)
-        self.equal += [(assignment, verdict.equals)] if verdict.equals else []
-        source = f"{assignment.source}, as {name}"
+            self.problems.append(f"{one.shown()}: {verdict.refusal}")
+        self.notes += [verdict.note] if verdict.note else []
+        source = f"{one.source}, as {name}"
         return [
-            Assignment(tuple(to.split(".")), new, source, assignment.raw if new == value else None)
+            Assignment(tuple(to.split(".")), new, source, one.raw if new == one.value else None)
             for to, new in verdict.settings.items()
         ]
 
-    def assign(self, assignment: Assignment, given: list[Assignment]) -> None:
-        """Sets, resets or deletes one leaf, or notes what is wrong with it. given: all that files and command line say,
-        of which a key under its own name wins over one under verl's."""
-        key, name = self.schema.find(assignment.path), ".".join(assignment.path)
-        start, _, renamed = assignment.source.partition(", as ")
-        if renamed and any(one.path == assignment.path and one.source == start for one in given):
+    def assign(self, one: Assignment, given: list[Assignment]) -> None:
+        """Sets one leaf, or notes what is wrong with it. given: all that files and command line say, of which a key
+        under its own name wins over one under verl's."""
+        key, name, path = self.schema.find(one.path), ".".join(one.path), one.path
+        start, _, renamed = one.source.partition(", as ")
+        own = [other.value for other in given if other.path == path and other.source == start] if renamed else []
+        if own and renamed in spellings.EQUAL and own[-1] != one.value:
+            self.problems.append(f"{renamed}={one.value}: here it is {name}, which is {own[-1]}: give both one value")
+        if own:
             return
-        if assignment.reset and (key is not None or name in self.schema.sections):
-            below = [path for path in self.given if path[: len(assignment.path)] == assignment.path]
-            for path in below:
-                del self.given[path]
-            if not below and key is not None and assignment.path != key.path:
-                self.problems.append(f"~{join(assignment.path)}: there is no such entry to delete")
-        elif key is None:
-            self.problems.append(self._unknown(assignment))
-        elif assignment.path != key.path or key.kind == "dict":
-            self._assign_entry(assignment)
-        else:
-            try:
-                value = convert(key, assignment.value, assignment.raw)
-            except ValueError:
-                self.problems.append(f"{assignment.shown()}: {name} is {key.describe()}, for example {key.example()}")
+        if one.reset and (key is not None or name in self.schema.sections):
+            self.given = {known: value for known, value in self.given.items() if known[: len(path)] != path}
+            return
+        if key is None:
+            members = [known for known in self.schema.keys if known.startswith(f"{name}.")]
+            near = ", such as ".join(["", ", ".join(members[:3])]) if members else ""
+            hint = " or ".join(self.schema.nearest(name))
+            hint = f"did you mean {hint}?" if hint else "--help-config lists all keys."
+            what = f"{name} is a group of options{near}" if members else f"there is no such key; {hint}"
+            self.problems.append(f"{one.shown()}: {what}")
+            return
+        try:
+            value = one.value if path != key.path else convert(key, one.value, one.raw)
+        except ValueError:
+            self.problems.append(f"{one.shown()}: {key.describe()}")
+            return
+        if key.kind == "dict":  # an entry replaces what an earlier layer has above or below it
+            for other in list(self.given):
+                if other != path and (other[: len(path)] == path or path[: len(other)] == other):
+                    del self.given[other]
+            if path == key.path:
                 return
-            value, note = spellings.same_meaning(name, value) if self.speaks_verl else (value, None)
-            if note:
-                self.note(note)
-            self.given[key.path] = replace(assignment, value=_expand(name, value))
-
-    def _assign_entry(self, assignment: Assignment) -> None:
-        """Sets an entry of a free dictionary, or the whole."""
-        path, key = assignment.path, self.schema.find(assignment.path)
-        if key is not None and path == key.path:
-            if not isinstance(assignment.value, dict | None):
-                self.problems.append(f"{assignment.shown()}: {key.name} is a mapping, for example {key.example()}")
-            return
-        for other in list(self.given):
-            if other != path and (other[: len(path)] == path or path[: len(other)] == other):
-                del self.given[other]
-        self.given[path] = assignment
-
-    def _unknown(self, assignment: Assignment) -> str:
-        name, shown = ".".join(assignment.path), assignment.shown()
-        if not name or name in self.schema.sections:
-            members = [key for key in self.schema.keys if key.startswith(f"{name}.")]
-            return f"{shown}: {name or PREFIX} is a group of options, such as {', '.join(members[:3])}"
-        suggestions = self.schema.nearest(name)
-        hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "--help-config lists all keys."
-        if assignment.reset:
-            return f"~{name}: there is no such key; {hint}"
-        created = f" (+ creates keys only below {', '.join(self.schema.free_dicts)})" if assignment.created else ""
-        return f"{shown}: there is no such key; {hint}{created}"
-
-    def set(self, name: str, value: Any, source: str) -> None:
-        path = tuple(name.split("."))
-        self.given[path] = Assignment(path, value, source)
+        elif self.speaks_verl:
+            value, note = spellings.same_meaning(name, value)
+            self.notes += [note] if note else []
+        self.given[path] = replace(one, value=_expand(name, value))
 
     def derive(self) -> None:
         """What follows from what was given."""
-        if self.speaks_verl:
-            self._imply_fixed_micro_batches()
-            critic = [join(path) for path, one in self.given.items() if path[0] == "critic" and _rank(one.source) > 1]
-            if critic and self.source("algorithm.adv_estimator") == "default":
-                self.problems.append(
-                    f"{', '.join(critic)}: a critic is trained where algorithm.adv_estimator needs values, and the "
-                    "default here is grpo (verl's is gae), which has none: say algorithm.adv_estimator=gae, or leave "
-                    "all critic.* out"
-                )
-            for said, name in self.equal:
-                if said.value != self.value(name) and not is_interpolation(said.value):
-                    self.problems.append(
-                        f"{said.shown()}: here it is {name}, which is {self.value(name)}: give both the same value"
-                    )
+        for name in self.schema.keys:  # as in verl, a micro-batch size asks for batches of that size
+            section, _, leaf = name.rpartition(".")
+            dynamic = f"{section}.{'log_prob_' * leaf.startswith('log_prob')}use_dynamic_bsz"
+            is_size = leaf.endswith("micro_batch_size_per_gpu") and dynamic in self.schema.keys
+            if is_size and self.value(name) is not None and _rank(self.source(name)) > _rank(self.source(dynamic)):
+                self.set(dynamic, False, f"implied by {name}")
+                self.notes.append(f"{dynamic}=false, because {name}={self.value(name)} is given")
+        critic = [join(path) for path, one in self.given.items() if path[0] == "critic" and _rank(one.source) > 1]
+        if critic and self.speaks_verl and self.source("algorithm.adv_estimator") == "default":
+            self.problems.append(
+                f"{', '.join(critic)}: the default estimator here is grpo, which has no critic (verl's is gae): say "
+                "algorithm.adv_estimator=gae, or leave all critic.* out"
+            )
         if "trainer.experiment_name" in self.schema.keys and self.value("trainer.experiment_name") is None:
             if self.value("trainer.resume_mode") == "auto" and self.source("trainer.default_local_dir") == "default":
                 self.problems.append(
-                    "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, but "
-                    "without trainer.experiment_name that is a new folder in every run: give trainer.experiment_name"
+                    "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, which is "
+                    "new in every run without a name: give trainer.experiment_name"
                 )
-            title = recipe_title((self.value("recipe") if "recipe" in self.schema.keys else None) or "run")
+            recipe = (self.value("recipe") if "recipe" in self.schema.keys else None) or "run"
+            title = re.split(r"[/.]", recipe.removesuffix(".py").removesuffix("/recipe"))[-1]
             # two runs may start within one second in the same folder; their folders must differ
             name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
             self.set("trainer.experiment_name", name, "made from recipe, date and time")
 
-    def _imply_fixed_micro_batches(self) -> None:
-        """As in verl, a micro-batch size asks for batches of that size, unless use_dynamic_bsz is said as well."""
-        for size, dynamic in _MICRO_BATCH.items():
-            if self.value(size) is not None and _rank(self.source(size)) > _rank(self.source(dynamic)):
-                self.set(dynamic, False, f"implied by {size}")
-                self.note(f"{dynamic}=false, because {size}={self.value(size)} is given")
-
-    def refused(self) -> list[str]:
-        return [f"{', '.join(shown)}: {sentence}" for sentence, shown in self.refusals.items()]
-
     def resolve(self) -> tuple[Any, DictConfig]:
-        """The dataclasses of what was gathered; references that lead nowhere become problems."""
+        """The dataclasses of what was gathered; a reference that leads nowhere becomes a problem."""
         nested: dict[str, Any] = {}
         for path, one in self.given.items():
             inner = nested
@@ -304,16 +375,9 @@ class _Merge:
             omega = cast(DictConfig, OmegaConf.merge(omega, nested))
             return OmegaConf.to_object(omega), omega
         except OmegaConfBaseException as error:
-            before = len(self.problems)
-            for name in self.schema.keys:
-                try:
-                    value = OmegaConf.select(omega, name, throw_on_resolution_failure=True)
-                    OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else None
-                except OmegaConfBaseException as cause:
-                    shown = f"{name}={self.value(name)} ({self.source(name)})"
-                    self.problems.append(f"{shown} cannot be resolved: {str(cause).splitlines()[0]}")
-            if len(self.problems) == before:
-                self.problems.append(str(error).splitlines()[0])
+            name = str(error.full_key)
+            shown = f"{name}={self.value(name)} " if name in self.schema.keys else ""
+            self.problems.append(f"{shown}cannot be resolved: {' '.join(str(error).split())}")
             return self.schema.root(), omega
 
     def provenance(self) -> dict[str, str]:
@@ -321,6 +385,10 @@ class _Merge:
         above = {path[:depth] for path in self.given for depth in range(1, len(path))}
         defaults = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
         return defaults | {join(path): one.source for path, one in self.given.items()}
+
+
+def _without_prefix(path: Path) -> Path:
+    return path[1:] if path[:1] == (PREFIX,) else path
 
 
 def _strip_prefix(value: Any) -> Any:
@@ -331,11 +399,11 @@ def _strip_prefix(value: Any) -> Any:
 
 
 def _expand(name: str, value: Any) -> Any:
-    """The value of an option, as a path where it is one."""
-    if name == "recipe" and value is not None:
-        return absolute_recipe(value)
+    """A path with the home folder in place of `~/`; a recipe's path from the root, to be found from any folder."""
     if isinstance(value, list):
         return [_expand(name, item) for item in value]
+    if name == "recipe" and value is not None and is_recipe_path(value):
+        return str(FilePath(value).expanduser().absolute())
     is_home = isinstance(value, str) and value.startswith("~/") and _PATHS.search(name)
     return os.path.expanduser(value) if is_home else value
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config.fields import (
-    ALL_OR_SOME,
-    MOMENTS,
-    POSITIVE,
-    SHARE,
-    Problems,
-    at_least,
-    opt,
-    section,
-)
+from verl_lite.config.fields import ALL_OR_SOME, MOMENTS, POSITIVE, SHARE, Problems, at_least, opt, section
 from verl_lite.config.reads import Options
 
 DTYPES = ("auto", "fp32", "bf16")
@@ -42,10 +33,8 @@ class ModelConfig(NetworkConfig):
     exclude_modules: list[str] = opt([], "of these, layers without one")
 
     def check(self) -> Problems:
-        """What an adapter needs; whether the network has these layers is seen where it is built."""
-        if self.lora_rank > 0 and (
-            not self.target_modules or ("all-linear" in self.target_modules and len(self.target_modules) > 1)
-        ):
+        targets = self.target_modules
+        if self.lora_rank > 0 and (not targets or ("all-linear" in targets and len(targets) > 1)):
             yield f"model.target_modules={self.target_modules}: all-linear alone, or names of layers, are expected"
 
 
@@ -83,9 +72,7 @@ class FSDPConfig(Options):
     param_offload: bool = opt(False, "keep parameters in host memory outside their phase")
     optimizer_offload: bool = opt(False, "keep optimizer state in host memory outside the update")
     reshard_after_forward: bool = opt(True, "free gathered parameters after the forward (ZeRO-3); false = ZeRO-2")
-    reduce_every_micro_batch: bool = opt(
-        False, "sum gradients over the ranks after each micro-batch, not once per mini-batch: less memory, more traffic"
-    )
+    reduce_every_micro_batch: bool = opt(False, "sum gradients over ranks in each micro-batch: less memory, slower")
     fsdp_size: int = opt(-1, "ranks that share one copy of the weights; -1 = all, 1 = replicate", ALL_OR_SOME)
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes of computation")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what becomes an FSDP group of its own")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite.config.loader import LoadedConfig
+from verl_lite.config.loader import SWITCHES, LoadedConfig
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.reads import option_reads, uncounted
-from verl_lite.config.schema import Key, Schema, join, schema_of, split, value_of
-from verl_lite.config.sources import SWITCHES
+from verl_lite.config.schema import Schema, join, schema_of, split, value_of
 from verl_lite.errors import UserError
 
 _COMMENT_COLUMN = 64
@@ -31,12 +28,14 @@ _MOST_USED = (
 
 def print_config(loaded: LoadedConfig[Any]) -> str:
     """YAML of every option, resolved, with the source of each value behind it (`# command line`)."""
-    schema = schema_of(type(loaded.config))
+    schema, sources = schema_of(type(loaded.config)), dict(loaded.provenance)
     with uncounted():
         resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
-        provenance = loaded.provenance | _filled_in(loaded, schema)
-    lines = [f"# {note}" for note in loaded.notes] + _render(resolved, (), provenance, schema)
-    return "\n".join(lines) + "\n"
+        for name in schema.keys:
+            then = OmegaConf.select(loaded.omega, name)
+            if value_of(loaded.config, name) != (OmegaConf.to_object(then) if OmegaConf.is_config(then) else then):
+                sources[name] = "filled in at launch"  # devices counted, files made by a recipe
+    return "\n".join([*(f"# {note}" for note in loaded.notes), *_render(resolved, (), sources, schema)]) + "\n"
 
 
 def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
@@ -72,84 +71,58 @@ def help_text(loaded: LoadedConfig[Any]) -> str:
     root = type(loaded.config)
     if loaded.help_prefix is not None:
         return help_config(root, loaded.help_prefix)
-    keys = schema_of(root).keys
-    module = getattr(sys.modules["__main__"].__spec__, "name", "trainer.main_ppo")
+    keys, module = schema_of(root).keys, getattr(sys.modules["__main__"].__spec__, "name", "trainer.main_ppo")
     lines = [f"usage: python -m {module} key=value ...   (switches: {SWITCHES})", ""]
     lines += ["Each key is explained by --help-config PREFIX, such as --help-config actor.optim. There are", ""]
     for start in dict.fromkeys(key.path[0] for key in keys.values()):
-        below = [name for name in keys if name.startswith(f"{start}.")]
-        doc = root.__dataclass_fields__[start].metadata["doc"]
-        lines.append(f"  {start + '.' * bool(below):<14} {doc}" + (f" ({len(below)} keys)" if below else ""))
+        lines.append(f"  {start:<14} {root.__dataclass_fields__[start].metadata['doc']}")
     used = [keys[name] for name in _MOST_USED.split() if name in keys]
     lines += ["", "Most used:", "", *(f"  {key.name} = {_flow(key.default)}" for key in used)]
     return "\n".join(lines) + "\n"
 
 
 def help_config(root: type = PPOConfig, prefix: str = "") -> str:
-    """Every key that begins with `prefix` with its type, default and sentence, by section. Raises UserError if none."""
-    lines, section = ["Options are key=value; verl's prefix actor_rollout_ref. may be given or left out."], None
+    """Every key that begins with `prefix` with its type, default and sentence. Raises UserError if there is none."""
+    lines = ["Options are key=value; verl's prefix actor_rollout_ref. may be given or left out."]
     schema = schema_of(root)
     keys = [key for key in schema.keys.values() if f"{key.name}.".startswith(prefix)]
     if not keys:
         near = schema.nearest(prefix) or sorted({key.path[0] for key in schema.keys.values()})
         raise UserError(f"--help-config {prefix}: no key begins so; there are {', '.join(near)}")
     for key in keys:
-        if key.path[:-1] != section:
-            section = key.path[:-1]
-            lines += ["", f"{'.'.join(section)}:" if section else "top level:"]
-        lines.append(f"  {key.name} = {_flow(key.default)}   ({_type_name(key)})")
+        kind = (f"list of {key.item}" if key.kind == "list" else key.kind) + (" or null" if key.optional else "")
+        lines.append(f"  {key.name} = {_flow(key.default)}   ({kind})")
         lines += textwrap.wrap(key.doc, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
 
 
-def _filled_in(loaded: LoadedConfig[Any], schema: Schema) -> dict[str, str]:
-    """Sources of the values that were changed after loading: devices counted, files made by a recipe."""
-    changed = {}
-    for name in schema.keys:
-        then = OmegaConf.select(loaded.omega, name)
-        if value_of(loaded.config, name) != (OmegaConf.to_object(then) if OmegaConf.is_config(then) else then):
-            changed[name] = "filled in at launch"
-    return changed
-
-
-def _type_name(key: Key) -> str:
-    name = f"list of {key.item}" if key.kind == "list" else key.kind
-    return name + (" or null" if key.optional else "")
-
-
-def _render(node: Any, path: tuple[str, ...], provenance: dict[str, str], schema: Schema) -> list[str]:
+def _render(node: Any, path: tuple[str, ...], sources: dict[str, str], schema: Schema) -> list[str]:
     lines: list[str] = []
     for name, value in node.items():
-        here = (*path, str(name))
-        indent, dotted = "  " * len(path), join(here)
-        if isinstance(value, dict) and value and (dotted in schema.sections or dotted not in provenance):
-            lines += [f"{indent}{_scalar(str(name))}:", *_render(value, here, provenance, schema)]
+        start, dotted = f"{'  ' * len(path)}{_flow(str(name))}:", join((*path, str(name)))
+        if isinstance(value, dict) and value and (dotted in schema.sections or dotted not in sources):
+            lines += [start, *_render(value, (*path, str(name)), sources, schema)]
         else:
-            text = f"{indent}{_scalar(str(name))}: {_flow(value)}"
-            lines.append(f"{text:<{_COMMENT_COLUMN}} # {provenance.get(dotted, 'default')}")
+            lines.append(f"{f'{start} {_flow(value)}':<{_COMMENT_COLUMN}} # {sources.get(dotted, 'default')}")
     return lines
+
+
+class _OneLine(yaml.SafeDumper):
+    """YAML on one line that OmegaConf's loader reads back: text that is more than plain words is quoted, since its
+    dialect takes `1e-6` for a number, and `${` for a reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def text(self, text: str) -> yaml.ScalarNode:
+        style = None if re.fullmatch(r"[A-Za-z_/][\w/.-]*( [\w/.-]+)*", text, re.ASCII) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text.replace("${", r"\${"), style)
+
+
+_OneLine.add_representer(str, _OneLine.text)
 
 
 def _flow(value: Any) -> str:
     """A value as YAML on one line."""
-    if isinstance(value, list):
-        return "[" + ", ".join(_flow(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_scalar(key)}: {_flow(item)}" for key, item in value.items()) + "}"
-    return _scalar(value)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _scalar(value: Any) -> str:
-    """One plain value on one line, such that OmegaConf's loader reads the same value and type back."""
-    if isinstance(value, str):
-        value = value.replace("${", r"\${")  # a resolved text may contain what would be a reference if read again
-    text = yaml.safe_dump(value, width=10**6, allow_unicode=True).strip().removesuffix("...").strip()
-    try:
-        again = OmegaConf.to_container(OmegaConf.from_dotlist([f"value=[{text}]"]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException):
-        again = None
-    if again == {"value": [value]} and "\n" not in text:
-        return text
-    # Text that YAML dialects read differently (1e-6, 12:30, yes) or over several lines: JSON's quoting is safe in all.
-    return json.dumps(value, ensure_ascii=False)
+    options: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "allow_unicode": True, "sort_keys": False}
+    return yaml.dump([value], Dumper=_OneLine, **options).strip()[1:-1]

@@ -18,6 +18,10 @@ _uncounted = 0
 class Options:
     """Base of every section of options."""
 
+    def check(self) -> Iterator[str]:
+        """What cannot work, or would give other results than asked: key, value, expectation and remedy of each."""
+        yield from ()
+
     if not TYPE_CHECKING:  # so that a misspelt option stays an error of types
 
         def __getattr__(self, name: str) -> Any:

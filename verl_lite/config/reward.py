@@ -18,8 +18,8 @@ class CustomRewardConfig(Options):
     name: str = opt("compute_score", "f(data_source, solution_str, ground_truth, extra_info) -> number or dict")
     style: str = opt(
         "sample",
-        "sample = called as above (async def: many calls at once) | batch = with lists: f(data_sources, "
-        "solution_strs, ground_truths, extra_infos) -> list | trl = TRL's f(prompts, completions, **columns) -> list",
+        "sample = as above | batch = f(data_sources, solution_strs, ground_truths, extra_infos) of lists -> list | "
+        "trl = f(prompts, completions, **columns) -> list",
         ("sample", "batch", "trl"),
     )
 
@@ -33,7 +33,6 @@ class RemoteRewardConfig(Options):
     api_key_env: str | None = opt(None, "environment variable with a key, sent as `Authorization: Bearer KEY`")
 
     def check(self) -> Problems:
-        """Whether the address is one, and the key is there."""
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             yield f"reward.remote.url={self.url}: a URL that starts with http:// or https:// is expected"
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
@@ -58,8 +57,8 @@ class RewardConfig(Options):
     remote: RemoteRewardConfig = section(RemoteRewardConfig, "a reward over HTTP")
     functions: dict[str, Any] = opt(
         {},
-        "several rewards, PART: {reward: a registered one, or path: FILE.py and name:; weight: 1, kwargs: {}, "
-        "style: sample, outcome: false}; neither reward nor path = by data_source",
+        "several rewards, PART: {reward: NAME, or path: FILE.py, name: f; weight: 1, kwargs: {}, style: sample, "
+        "outcome: false}; neither reward nor path = by data_source",
     )
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "penalty of long answers")
     function_weight: float = opt(1.0, "weight of the function's score; 0 = reward_model alone", FINITE)
@@ -69,19 +68,24 @@ class RewardConfig(Options):
     max_concurrent: int = opt(64, "calls of an async function or a server at one time, in all", at_least(1))
     max_rpm: float | None = opt(None, "calls begun per minute at most, in all processes; null = no limit", POSITIVE)
     timeout_s: float = opt(30.0, "a call that takes longer has failed; if need be its process is killed", POSITIVE)
-    max_memory_mb: int | None = opt(
-        None, "a reward process that holds more memory is replaced between two samples, MiB; null = never", at_least(1)
-    )
-    max_error_rate: float = opt(
-        0.1, "the run stops when more than this share of a step's rewards failed (of 20, in smaller steps)", SHARE
-    )
+    max_memory_mb: int | None = opt(None, "a process that holds more is replaced, MiB; null = never", at_least(1))
+    max_error_rate: float = opt(0.1, "the run stops when a larger share of a step's rewards failed", SHARE)
 
     def check(self) -> Problems:
-        """Rewards that exclude each other."""
         own, url = self.custom_reward_function.path, self.remote.url
         ways = {"reward.custom_reward_function.path": own, "reward.remote.url": url, "reward.functions": self.functions}
         given = [f"{name}={value}" for name, value in ways.items() if value]
         if len(given) > 1:
-            yield f"{' and '.join(given)}: one of them can be the reward (parts stand below functions); leave one out"
+            yield f"{' and '.join(given)}: one of them can be the reward; leave the others out"
         if url is not None and self.num_workers == 0:
-            yield f"reward.remote.url={url} needs a reward process, and reward.num_workers=0: set at least 1"
+            yield f"reward.remote.url={url} needs a reward process: set reward.num_workers=1, at least"
+
+
+@dataclass
+class ScoreConfig(Options):
+    """Options of `python -m trainer.score`, which scores saved answers anew, beside the file or run."""
+
+    reward: RewardConfig = section(RewardConfig, "who scores; of a run without any option, its own reward")
+    recipe: str | None = opt(None, "recipe to import for the rewards that it registers; null = that of the run")
+    data_source: str | None = opt(None, "data_source of rows that have none")
+    out: str | None = opt(None, "parquet file to write; null = beside what was read")

@@ -24,23 +24,14 @@ class ValKwargs(Options):
     temperature: float = opt(0.0, "0 = greedy", at_least(0), read="validation")
     top_p: float = opt(1.0, "nucleus", POSITIVE_SHARE, read="validation")
     top_k: int = opt(-1, "-1 = all tokens", ALL_OR_SOME, read="validation")
-    greedy_too: bool = opt(
-        False, "after a sampled validation also a greedy one, logged as val-aux/{source}/greedy/*", read="validation"
-    )
+    greedy_too: bool = opt(False, "also a greedy one, logged as val-aux/{source}/greedy/*", read="validation")
 
     def check(self) -> Problems:
-        """Ways to answer that contradict each other."""
+        asked = f"rollout.val_kwargs.n={self.n}, greedy_too={self.greedy_too}, temperature={self.temperature}"
         if self.do_sample and not self.temperature > 0:
-            yield (
-                f"rollout.val_kwargs.do_sample=true with rollout.val_kwargs.temperature={self.temperature}: sampling "
-                "needs a temperature above 0, such as 1.0; or set do_sample=false"
-            )
+            yield f"{asked} with do_sample=true: a temperature above 0 is expected, such as 1.0; or do_sample=false"
         if not self.do_sample and (self.n > 1 or self.greedy_too):
-            asked = f"n={self.n}" if self.n > 1 else "greedy_too=true"
-            yield (
-                f"rollout.val_kwargs.{asked} with rollout.val_kwargs.do_sample=false would answer greedily more than "
-                "once: set do_sample=true and a temperature, or leave it out"
-            )
+            yield f"{asked} with do_sample=false would answer greedily more than once: set do_sample=true"
 
 
 @dataclass

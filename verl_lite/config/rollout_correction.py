@@ -1,4 +1,4 @@
-"""What may be asked of the rollout correction: a configuration's text made numbers, and verl's presets.
+"""What may be asked of the rollout correction: a configuration's text made numbers.
 
 Everything is said in the keys of `algorithm.rollout_correction` (`RolloutCorrectionConfig`, or any object with these
 attributes), and read by `correction_of` into a `Correction`, which `rollout_correction` carries out.
@@ -50,7 +50,6 @@ class RolloutCorrectionConfig(Options):
     )
 
     def check(self) -> Problems:
-        """Thresholds that are missing or malformed, and a mean over a batch that is never whole."""
         for read in (weighting_of, rejections_of):
             try:
                 read(self)
@@ -59,13 +58,8 @@ class RolloutCorrectionConfig(Options):
         if self.bypass_mode and self.rollout_is is not None and self.rollout_is_batch_normalize:
             yield (
                 f"{_KEY}.rollout_is_batch_normalize=true with bypass_mode=true: weights change with each optimizer "
-                "step, so there is no mean of the batch: set bypass_mode=false, or leave it out"
+                "step, so there is no mean of the batch: leave one out"
             )
-
-    def overrides(self) -> dict[str, Any]:
-        """As settings of a recipe: dotted keys and values, without those that are the default."""
-        untouched = RolloutCorrectionConfig()
-        return {f"{_KEY}.{name}": value for name, value in vars(self).items() if value != getattr(untouched, name)}
 
 
 @dataclass(frozen=True)
@@ -122,14 +116,13 @@ def weighting_of(options: Any) -> Weighting | None:
         return None
     if options.rollout_is not in WEIGHT_LEVELS:
         raise ValueError(unknown_value(f"{_KEY}.rollout_is", options.rollout_is, WEIGHT_LEVELS))
-    numbers = _numbers("rollout_is_threshold", str(options.rollout_is_threshold))
-    shown = f"{_KEY}.rollout_is_threshold={options.rollout_is_threshold}"
-    lower, upper = (None, numbers[0]) if len(numbers) == 1 else numbers
-    if not upper > 0:
-        raise ValueError(f"{shown}: the largest weight is expected to be above 0, such as 2.0")
-    if lower is not None and not 0 <= lower <= 1 <= upper:
+    text = str(options.rollout_is_threshold)
+    *low, upper = _numbers(text)
+    lower = low[0] if low else None
+    if not upper > 0 or not (lower is None or 0 <= lower <= 1 <= upper):
         raise ValueError(
-            f"{shown}: low_high is expected with low <= 1 <= high, such as 0.5_5.0: 1 is the weight where both agree"
+            f"{_KEY}.rollout_is_threshold={text}: the largest weight, such as 2.0, is expected, or low_high with low "
+            "<= 1 <= high, such as 0.5_5.0"
         )
     return Weighting(WEIGHT_LEVELS[options.rollout_is], upper, lower, options.rollout_is_batch_normalize)
 
@@ -139,95 +132,43 @@ def rejections_of(options: Any) -> tuple[Rejection, ...]:
     if options.rollout_rs is None:
         return ()
     names = [name.strip() for name in options.rollout_rs.split(",") if name.strip()]
-    shown = f"{_KEY}.rollout_rs={options.rollout_rs}"
-    if not names:
-        raise ValueError(f"{shown}: at least one option is expected, such as token_k1, or null")
     for name in names:
         if name not in REJECTION_OPTIONS:
             raise ValueError(unknown_value(f"{_KEY}.rollout_rs", name, REJECTION_OPTIONS))
-    if len(set(names)) < len(names):
-        raise ValueError(f"{shown}: an option is named twice; say it once, with the narrower threshold")
-    if options.rollout_rs_threshold is None:
-        raise ValueError(
-            f"{shown} needs {_KEY}.rollout_rs_threshold, which is null: such as 0.5_2.0 for k1 and ratio, 0.01 for k2 "
-            "and k3"
-        )
     texts = [text.strip() for text in str(options.rollout_rs_threshold).split(",") if text.strip()]
-    if len(texts) not in (1, len(names)):
+    if not names or len(set(names)) < len(names) or len(texts) not in (1, len(names)):
         raise ValueError(
-            f"{_KEY}.rollout_rs_threshold={options.rollout_rs_threshold}: one threshold, or {len(names)} as "
-            f"rollout_rs={options.rollout_rs} has, are expected; found {len(texts)}"
+            f"{_KEY}.rollout_rs={options.rollout_rs} with rollout_rs_threshold={options.rollout_rs_threshold}: options "
+            "such as token_k1, each once, and one threshold for all or one for each are expected"
         )
-    texts = texts * len(names) if len(texts) == 1 else texts
-    return tuple(_rejection(name, text) for name, text in zip(names, texts, strict=True))
+    return tuple(_rejection(name, text) for name, text in zip(names, texts * (len(names) // len(texts)), strict=True))
 
 
 def _rejection(name: str, text: str) -> Rejection:
     level, _, measure = name.rpartition("_")
-    numbers = _numbers("rollout_rs_threshold", text)
-    shown = f"{_KEY}.rollout_rs_threshold={text} of {name}"
+    numbers = _numbers(text)
+    neutral = 0.0 if measure in (*DIVERGENCES, "diff") else 1.0  # the value where both agree
+    if len(numbers) == 2:
+        lower, upper = numbers
+    else:
+        (upper,) = numbers
+        lower = -math.inf if measure in DIVERGENCES else -upper if measure == "diff" else 1 / (upper or math.nan)
     if measure in DIVERGENCES:
-        if len(numbers) > 1 or not numbers[0] > 0:
-            raise ValueError(
-                f"{shown}: one number above 0 is expected, such as 0.01: a divergence is 0 where both agree"
-            )
-        return Rejection(level, measure, -math.inf, numbers[0])
-    neutral = 0 if measure == "diff" else 1
-    if len(numbers) == 1:
-        numbers = (-numbers[0], numbers[0]) if measure == "diff" else (1 / (numbers[0] or math.nan), numbers[0])
-    lower, upper = numbers
-    if not lower <= neutral <= upper or lower < neutral - 1:
+        is_right, expected = len(numbers) == 1 and upper > 0, "one number above 0 is expected, such as 0.01"
+    else:
+        is_right = neutral - 1 <= lower <= neutral <= upper
         example = "-0.2_0.2 or 0.2" if measure == "diff" else "0.5_2.0 or 2.0"
-        raise ValueError(
-            f"{shown}: low_high with low <= {neutral} <= high is expected, such as {example}: {neutral} is the value "
-            "where both agree"
-        )
-    if measure == "diff":
-        return Rejection(level, measure, lower, upper)
-    return Rejection(level, measure, math.log(lower) if lower > 0 else -math.inf, math.log(upper))
+        expected = f"low_high with low <= {neutral:g} <= high is expected, such as {example}"
+    if not is_right:
+        raise ValueError(f"{_KEY}.rollout_rs_threshold={text} of {name}: {expected}")
+    if measure not in (*DIVERGENCES, "diff"):
+        lower, upper = math.log(lower) if lower > 0 else -math.inf, math.log(upper)
+    return Rejection(level, measure, lower, upper)
 
 
-def _numbers(key: str, text: str) -> tuple[float, ...]:
-    """One number, or the two of low_high."""
+def _numbers(text: str) -> tuple[float, ...]:
+    """One number, or the two of low_high; not a number where it is neither."""
     try:
-        numbers = tuple(float(part) for part in text.split("_", 1))
+        return tuple(float(part) for part in text.split("_", 1))
     except ValueError:
-        numbers = (math.nan,)
-    if any(math.isnan(number) for number in numbers):
-        raise ValueError(f"{_KEY}.{key}={text}: a number or low_high is expected, such as 2.0 or 0.5_2.0")
-    return numbers
-
-
-# ---------------------------------------------------------------------------------------------------- verl's presets
-
-_SEQ_TIS: dict[str, Any] = {"rollout_is": "sequence", "rollout_is_threshold": "2.0"}
-_TOKEN_TIS: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": "2.0"}
-_TOKEN_ICEPOP: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
-_GEO_RS: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-_K3_RS: dict[str, Any] = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
-_SEQ_RS: dict[str, Any] = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
-_BYPASS: dict[str, Any] = {"bypass_mode": True}
-_BYPASS_PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
-
-PRESETS: dict[str, RolloutCorrectionConfig] = {
-    "disabled": RolloutCorrectionConfig(),
-    "decoupled_token_is": RolloutCorrectionConfig(**_TOKEN_TIS),
-    "decoupled_seq_is": RolloutCorrectionConfig(**_SEQ_TIS),
-    "decoupled_token_icepop": RolloutCorrectionConfig(**_TOKEN_ICEPOP),
-    "decoupled_seq_is_rs": RolloutCorrectionConfig(**_SEQ_TIS, **_SEQ_RS),
-    "decoupled_geo_rs": RolloutCorrectionConfig(**_GEO_RS),
-    "decoupled_geo_rs_seq_tis": RolloutCorrectionConfig(**_GEO_RS, **_SEQ_TIS),
-    "decoupled_geo_rs_token_tis": RolloutCorrectionConfig(**_GEO_RS, **_TOKEN_TIS),
-    "decoupled_k3_rs": RolloutCorrectionConfig(**_K3_RS),
-    "decoupled_k3_rs_seq_tis": RolloutCorrectionConfig(**_K3_RS, **_SEQ_TIS),
-    "decoupled_k3_rs_token_tis": RolloutCorrectionConfig(**_K3_RS, **_TOKEN_TIS),
-    "bypass_ppo_clip": RolloutCorrectionConfig(**_BYPASS),
-    "bypass_ppo_clip_geo_rs": RolloutCorrectionConfig(**_BYPASS, **_GEO_RS),
-    "bypass_ppo_clip_k3_rs": RolloutCorrectionConfig(**_BYPASS, **_K3_RS),
-    "bypass_pg_is": RolloutCorrectionConfig(**_BYPASS_PG, **_SEQ_TIS),
-    "bypass_pg_token_icepop": RolloutCorrectionConfig(**_BYPASS_PG, **_TOKEN_ICEPOP),
-    "bypass_pg_geo_rs": RolloutCorrectionConfig(**_BYPASS_PG, **_GEO_RS),
-    "bypass_pg_geo_rs_seq_tis": RolloutCorrectionConfig(**_BYPASS_PG, **_GEO_RS, **_SEQ_TIS),
-    "bypass_pg_geo_rs_token_tis": RolloutCorrectionConfig(**_BYPASS_PG, **_GEO_RS, **_TOKEN_TIS),
-}
-"""verl's named combinations with its thresholds; `PRESETS[name].overrides()` are the settings of a recipe."""
+        return (math.nan,)

@@ -19,12 +19,8 @@ class RunConfig(Options):
     total_epochs: int = opt(1, "passes over the training prompts", at_least(1))
     total_training_steps: int | None = opt(None, "stop after this many steps; null = total_epochs", at_least(1))
     project_name: str = opt("verl_lite", "groups runs in trackers and folders", read="load")
-    experiment_name: str | None = opt(
-        None, "name of the run; null = a new one from recipe, date and time", read="load"
-    )
-    default_local_dir: str = opt(
-        "runs/${trainer.project_name}/${trainer.experiment_name}", "run folder: checkpoints, logs, samples, pictures"
-    )
+    experiment_name: str | None = opt(None, "name of the run; null = from recipe, date and time", read="load")
+    default_local_dir: str = opt("runs/${trainer.project_name}/${trainer.experiment_name}", "run folder")
     logger: list[str] = opt(
         ["console", "jsonl", "tensorboard"], "trackers: console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio"
     )
@@ -34,9 +30,7 @@ class RunConfig(Options):
     backend: str = opt("ray", "ray = one process per device; inline = all in this process", ("ray", "inline"))
     share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")
     seed: int = opt(1, "the root of every random number in the run", SEED)
-    stall_timeout_s: float | None = opt(
-        3600.0, "a call of workers that takes longer ends the run, with all stacks in the logs; null = never", POSITIVE
-    )
+    stall_timeout_s: float | None = opt(3600.0, "a longer call of workers ends the run; null = never", POSITIVE)
     max_retries: int = opt(0, "new starts from the last checkpoint after a lost worker, at most", at_least(0))
     save_freq: int = opt(-1, "steps between checkpoints; -1 = at the end; 0 = never", at_least(-1), read="save")
     max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all", at_least(1), read="save")
@@ -49,17 +43,12 @@ class RunConfig(Options):
     dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml and start nothing")
 
     def check(self) -> Problems:
-        """What is resumed."""
-        source = self.resume_from_path
-        if self.resume_mode == "resume_path" and source is None:
-            yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder; it is null"
-        if source is not None and not Path(source).is_dir():
-            yield f"trainer.resume_from_path={source}: there is no folder {Path(source).absolute()}"
-        if source is not None and self.resume_mode != "resume_path":
-            yield (
-                f"trainer.resume_from_path={source} with trainer.resume_mode={self.resume_mode}: it would not be "
-                "resumed: set trainer.resume_mode=resume_path, or leave the path out"
-            )
+        source, mode = self.resume_from_path, self.resume_mode
+        shown = f"trainer.resume_from_path={source} with trainer.resume_mode={mode}"
+        if (mode == "resume_path") != (source is not None):
+            yield f"{shown}: resume_mode=resume_path needs resume_from_path, a global_step_N folder, and the other way"
+        elif source is not None and not Path(source).is_dir():
+            yield f"{shown}: there is no folder {Path(source).absolute()}"
 
 
 @dataclass
@@ -70,21 +59,15 @@ class TrainerConfig(RunConfig):
     critic_warmup: int = opt(0, "steps in which only the critic learns", at_least(0))
     balance_batch: bool = opt(True, "give each rank the same amount of work by sequence length")
     log_val_generations: int = opt(3, "validation samples shown at the end and sent to trackers", at_least(0))
-    samples_max_mb: int = opt(
-        500, "disk for all steps' samples, as parquet; when full every second step goes; 0 = none", at_least(0)
-    )
+    samples_max_mb: int = opt(500, "disk for samples; when full every second step's go; 0 = none", at_least(0))
     rollout_data_dir: str | None = opt(None, "folder for each step's samples as jsonl; null = none")
     validation_data_dir: str | None = opt(None, "folder for each validation's samples as jsonl; null = none")
 
     def check(self) -> Problems:
-        """Whether the policy learns at all."""
         yield from super().check()
         steps, warmup = self.total_training_steps, self.critic_warmup
         if steps is not None and steps <= warmup:
-            yield (
-                f"trainer.critic_warmup={warmup} with trainer.total_training_steps={steps}: the policy would never "
-                "learn; set fewer steps of warm-up"
-            )
+            yield f"trainer.critic_warmup={warmup}: fewer than trainer.total_training_steps={steps} are expected"
 
 
 @dataclass
@@ -94,9 +77,7 @@ class RayInitConfig(Options):
     address: str | None = opt(None, "null = a private cluster for this run; else the cluster to join")
     num_cpus: int | None = opt(None, "CPUs that the private cluster may use; null = this process's cores", at_least(1))
     object_store_memory_mb: int = opt(512, "shared memory of the private cluster, MiB", at_least(80))
-    wait_for_nodes_s: float = opt(
-        300.0, "patience for the cluster to join and for room in it, also after a lost machine", at_least(0)
-    )
+    wait_for_nodes_s: float = opt(300.0, "patience for a cluster, and for room in it", at_least(0))
 
 
 @dataclass

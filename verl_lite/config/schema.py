@@ -25,29 +25,15 @@ _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 _NODES: dict[str, Any] = {"int": IntegerNode, "float": FloatNode, "bool": BooleanNode, "str": StringNode}
 _PART = r"""(?:"[^"]+"|'[^']+'|[^.\[\]"'\s]+)"""
 _KEY = re.compile(rf"{_PART}(?:\.{_PART}|\[[^\[\]]+\])*")
-SYNONYMS = {
-    "learning_rate": "actor.optim.lr",
-    "num_generations": "rollout.n",
-    "beta": "actor.kl_loss_coef",
-    "epochs": "trainer.total_epochs",
-    "num_train_epochs": "trainer.total_epochs",
-    "steps": "trainer.total_training_steps",
-    "max_steps": "trainer.total_training_steps",
-    "batch_size": "data.train_batch_size",
-    "max_completion_length": "data.max_response_length",
-    "output_dir": "trainer.default_local_dir",
-    "model_name_or_path": "model.path",
-}
-"""What other trainers call these options, for suggestions only."""
 
 
 class ConfigError(UserError):
     """What is wrong with a configuration: every problem found, each naming key, value, expectation and remedy."""
 
     def __init__(self, problems: list[str]) -> None:
-        self.problems = list(problems)
-        count = f"{len(problems)} problems" if len(problems) > 1 else "one problem"
-        listing = "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems)
+        self.problems = list(dict.fromkeys(problems))
+        listing = "\n".join("  - " + problem.replace("\n", "\n    ") for problem in self.problems)
+        count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "one problem"
         super().__init__(f"the configuration has {count}:\n{listing}")
 
 
@@ -73,17 +59,11 @@ class Key:
         return ".".join(self.path)
 
     def describe(self) -> str:
-        """The type in words."""
-        words = f"a list of {'numbers' if self.item in ('int', 'float') else 'texts'}"
-        return _WORDS.get(self.kind, words) + (" or null" if self.optional else "")
-
-    def example(self) -> str:
-        """`key=value` with the default, or with a plausible value where the default is null or empty."""
-        if self.kind == "list":
-            return f"'{self.name}=[{','.join(str(v) for v in self.default or ['a.parquet', 'b.parquet'])}]'"
-        plausible = {"int": 8, "float": 0.5, "bool": True, "str": "NAME", "dict": "{KEY: VALUE}"}[self.kind]
-        value = plausible if self.default in (None, "", {}) else self.default
-        return f"{self.name}={str(value).lower() if isinstance(value, bool) else value}"
+        """The type in words, with the default as the example."""
+        words = _WORDS.get(self.kind, f"a list of {'numbers' if self.item in ('int', 'float') else 'texts'}")
+        shown = str(self.default).lower() if isinstance(self.default, bool) else str(self.default).replace(" ", "")
+        example = f", for example {self.name}={shown}" if self.default not in (None, "", {}, []) else ""
+        return f"{words}{' or null' if self.optional else ''} is expected{example}"
 
 
 @dataclass(frozen=True)
@@ -99,11 +79,6 @@ class Schema:
         paths = [key.path for key in self.keys.values()]
         return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
-    @cached_property
-    def free_dicts(self) -> tuple[str, ...]:
-        """Keys below which any entry may be added."""
-        return tuple(name for name, key in self.keys.items() if key.kind == "dict")
-
     def find(self, path: Path) -> Key | None:
         """The leaf that `path` names, or the free dictionary that it is an entry of; None if there is none."""
         for depth in range(len(path), 0, -1):
@@ -113,21 +88,16 @@ class Schema:
         return None
 
     def nearest(self, name: str) -> list[str]:
-        """At most three keys that `name` may have meant: same last part first, then likeness of the whole path."""
-        leaf = name.rsplit(".", 1)[-1]
-        meant = [SYNONYMS[match] for match in difflib.get_close_matches(leaf, list(SYNONYMS), n=1, cutoff=0.9)]
-        if meant and meant[0] in self.keys:
-            return meant
-        leaves: dict[str, list[str]] = {}
-        for known in self.keys:
-            leaves.setdefault(known.rsplit(".", 1)[-1], []).append(known)
-        if leaf in leaves:  # a bare name says nothing about its section; the actor's options are most often meant
-            order = {key: difflib.SequenceMatcher(None, name, key).ratio() for key in leaves[leaf]}
-            is_bare = "." not in name
-            return sorted(order, key=lambda key: (not key.startswith("actor.") if is_bare else -order[key], key))[:3]
-        whole = difflib.get_close_matches(name, list(self.keys), n=1, cutoff=0.85)
-        close = difflib.get_close_matches(leaf, list(leaves), n=2, cutoff=0.75)
-        return list(dict.fromkeys(whole + [known for match in close for known in leaves[match]]))[:3]
+        """At most three keys that `name` may have meant, by their last part, the likest path first."""
+        leaf, leaves = name.rpartition(".")[2], [known.rpartition(".")[2] for known in self.keys]
+        close = [leaf] if leaf in leaves else difflib.get_close_matches(leaf, set(leaves), n=2, cutoff=0.75)
+        likeness = {
+            known: difflib.SequenceMatcher(None, name, known).ratio()
+            for known, last in zip(self.keys, leaves, strict=True)
+            if last in close
+        }
+        found = sorted(likeness, key=lambda known: -likeness[known])
+        return found[:3] or difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
 
 
 _SCHEMAS: dict[type, Schema] = {}
@@ -153,16 +123,12 @@ def _walk(cls: type, prefix: Path) -> typing.Iterator[Key]:
             yield from _walk(typing.cast(type, annotation), path)
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        said = field.metadata
-        yield Key(path, *_kind(annotation), default, said.get("doc", ""), said.get("expects"), said.get("read"))
-
-
-def _kind(annotation: Any) -> tuple[str, str, bool]:
-    """(kind, item kind, optional) of a field's annotation."""
-    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    (plain,) = (member for member in members if member is not type(None))
-    kind = typing.get_origin(plain) or plain
-    return kind.__name__, typing.get_args(plain)[0].__name__ if kind is list else "", len(members) > 1
+        members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+        (plain,) = (member for member in members if member is not type(None))
+        kind, said = typing.get_origin(plain) or plain, field.metadata
+        item = typing.get_args(plain)[0].__name__ if kind is list else ""
+        optional, doc = len(members) > 1, said.get("doc", "")
+        yield Key(path, kind.__name__, item, optional, default, doc, said.get("expects"), said.get("read"))
 
 
 def join(path: Path) -> str:
@@ -176,8 +142,7 @@ def split(text: str) -> Path:
     Raises:
         ValueError: an empty part, a blank, or an open quote or bracket.
     """
-    text = text.strip()
-    if not _KEY.fullmatch(text):
+    if not _KEY.fullmatch(text := text.strip()):
         raise ValueError(f"{text!r} is not a key: parts separated by single dots are expected, such as actor.optim.lr")
     return tuple(part.strip("\"'[]") for part in re.findall(rf"\[[^\[\]]+\]|{_PART}", text))
 
@@ -200,7 +165,7 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
     Raises:
         ValueError: the value cannot have that type.
     """
-    if key.kind == "str" and raw is not None and _is_typed_text(value, raw):
+    if key.kind == "str" and raw is not None and _is_typed_text(value, raw.strip()):
         return raw.strip()
     if key.kind == "dict" and isinstance(value, dict | None):
         return value or {}
@@ -215,24 +180,22 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
     return _convert_scalar(key.kind, value)
 
 
-def _is_typed_text(value: Any, raw: str) -> bool:
-    """True where the text of a command line is meant as typed, although YAML reads less in it or something else: a #
-    begins no comment there, and {prompt} is a place in a text."""
-    text = raw.strip()
+def _is_typed_text(value: Any, text: str) -> bool:
+    """True where `text` is meant as typed: a # begins no comment there, and {prompt} is a place in a text."""
     if isinstance(value, dict):
         return text[:1] not in "{[" or (text[:1] == "{" and set(value.values()) == {None})
     if value is None:
         return text[:1] in ("", "#")
-    is_marked = text[:1] in ("'", '"', "|", ">", "&", "!")
-    return not isinstance(value, list) and not is_marked and not is_interpolation(value)
+    return not isinstance(value, list) and text[:1] not in tuple("'\"|>&!") and not is_interpolation(value)
 
 
 def _convert_scalar(kind: str, value: Any) -> Any:
     if is_interpolation(value):
         return value
-    if isinstance(value, dict | list | None) or (kind == "str" and isinstance(value, bool)) or value != value:
+    is_no_text, is_no_switch = kind == "str" and isinstance(value, bool), kind == "bool" and value not in (0, 1)
+    if kind == "dict" or isinstance(value, dict | list | None) or is_no_text or value != value:
         raise ValueError
-    if kind == "bool" and isinstance(value, int | float) and value not in (0, 1):
+    if is_no_switch and isinstance(value, int | float):
         raise ValueError
     if kind == "int" and (isinstance(value, float) or (isinstance(value, str) and "e" in value.lower())):
         value = int(value) if (value := float(value)).is_integer() else value

@@ -71,19 +71,14 @@ class PreferenceDataConfig(SupervisedDataConfig):
     truncation: str = opt("error", "what to do with a pair that has a longer one", ("error", "drop"))
     score_at: str = opt(
         "end_of_turn",
-        "the token whose number is the score: end_of_turn = of the answer, where a sampled one ends | end_of_text = "
-        "the last of the chat template, for reward_model.retokenize=true",
+        "token of the score: end_of_turn = where an answer ends | end_of_text = for reward_model.retokenize=true",
         ("end_of_turn", "end_of_text"),
     )
 
 
 @dataclass
 class RewardLossConfig(Options):
-    center_rewards_coefficient: float = opt(
-        0.0,
-        "adds this times (chosen score + rejected score)^2, which holds scores around 0; TRL's name, 0.01 is usual",
-        at_least(0),
-    )
+    center_rewards_coefficient: float = opt(0.0, "weight of (chosen + rejected score)^2; 0.01 is usual", at_least(0))
 
 
 @dataclass

@@ -101,17 +101,14 @@ def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> Non
         ("actor.optim.betas=[a,b]", ["actor.optim.betas=[a,b]", "a list of numbers", "actor.optim.betas=[0.9,0.999]"]),
         ("actor.optim=3", ["actor.optim is a group of options", "actor.optim.lr"]),
         ("rollout.engine_kwargs=3", ["rollout.engine_kwargs=3", "a mapping"]),
-        ("data.train_batch_size=8,16", ["data.train_batch_size=8,16", "sweeps"]),
-        ("trainer.project_name=a,b", ["sweeps", "'trainer.project_name=\"a,b\"'"]),
-        ("reward.reward_kwargs.tau=x,y", ["sweeps", "'reward.reward_kwargs.tau=\"x,y\"'"]),
+        ("data.train_batch_size=8,16", ["data.train_batch_size=8,16", "a whole number"]),
         ("--gpus", ["--gpus is not known", "--config FILE"]),
+        ("--config-name=ppo", ["--config-name=ppo is not known", "--config FILE"]),
         ("data.shuffle", ["'data.shuffle' is not key=value"]),
-        (" ", ["blank after a backslash"]),
-        ("trainer.project_name=\udcff", ["trainer.project_name=\\udcff", "not UTF-8 text"]),
+        (" ", ["without blanks"]),
+        ("trainer.project_name=\udcff", ["trainer.project_name=\\udcff", "UTF-8"]),
         ("data..shuffle=1", ["data..shuffle", "single dots"]),
-        ("model_engine@actor=megatron", ["config groups belong to hydra"]),
-        ("~actor.optim.lrr", ["~actor.optim.lrr", "actor.optim.lr"]),
-        ("~rollout.engine_kwargs.vllm.x", ["~rollout.engine_kwargs.vllm.x", "no such entry"]),
+        ("~actor.optim.lrr", ["actor.optim.lrr", "did you mean actor.optim.lr"]),
         ("trainer.project_name=${oc.env:NO_SUCH_VARIABLE}", ["trainer.project_name", "NO_SUCH_VARIABLE"]),
         ("data.seed=${trainer.project_name}", ["data.seed=${trainer.project_name}", "verl_lite"]),
     ],
@@ -137,7 +134,6 @@ def test_all_problems_come_together() -> None:
     [
         ("lr=1e-6", "actor.optim.lr"),
         ("actor.lr=1e-6", "actor.optim.lr"),
-        ("+actor.optim.learning_rat=1e-6", "actor.optim.lr"),
         ("+trainer.xyzzy=1", None),
         ("+actor.optm.lr=1e-6", "actor.optim.lr"),
         ("++trainer.totl_epochs=3", "trainer.total_epochs"),
@@ -152,8 +148,6 @@ def test_an_unknown_key_is_an_error_with_the_nearest_one(argument: str, suggesti
     value = argument.partition("=")[2]
     assert f"={value} (command line): there is no such key" in problem
     assert (f"did you mean {suggestion}" in problem) if suggestion else ("--help-config" in problem)
-    if argument.startswith("+"):
-        assert "+ creates keys only below" in problem
 
 
 def test_nearest_prefers_the_same_last_part() -> None:
@@ -313,9 +307,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     text = "\n".join(problems(*(f"--config={tmp_path / name}" for name in names)))
     assert f"there is no file {tmp_path / 'missing.yaml'}" in text
     assert f"{tmp_path / 'broken.yaml'} cannot be read" in text
-    assert f"{tmp_path / 'list.yaml'} is a list" in text
-    assert "loop.yaml includes itself" in text
-    assert "a defaults list belongs to hydra" in text
+    assert f"{tmp_path / 'list.yaml'} cannot be read: it is a list" in text
+    assert "loop.yaml cannot be read: it includes itself" in text
+    assert "defaults=['ppo_trainer']" in text
     assert f"trainer.sed=1 (file:{tmp_path / 'unknown.yaml'}): there is no such key; did you mean" in text
     assert "trainer.project_name=True" in text
     assert "actor is a group of options" in text
@@ -325,18 +319,6 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"trainer: {project_name: \xff}\n")
     (problem,) = problems("--config", str(tmp_path / "bytes.yaml"))
     assert "bytes.yaml cannot be read" in problem and "0xff" in problem
-
-
-@pytest.mark.parametrize("base", ["5", "{a: 1}", "[1]", "[null]"])
-def test_a_base_that_is_no_file_is_refused(tmp_path: Path, base: str) -> None:
-    (tmp_path / "over.yaml").write_text(f"base: {base}\n")
-    (problem,) = problems("--config", str(tmp_path / "over.yaml"))
-    assert "over.yaml: base=" in problem and "base: FILE or base: [FILE, FILE] is expected" in problem
-
-
-@pytest.mark.parametrize("switch", ["--config-name=ppo", "--config-path=x"])
-def test_switches_of_hydra_are_answered(switch: str) -> None:
-    assert "--config FILE" in problems(switch)[0]
 
 
 def test_switches_are_reported_as_action() -> None:
