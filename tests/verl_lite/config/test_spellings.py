@@ -82,7 +82,7 @@ def names(arguments: list[str]) -> set[str]:
     return {one.lstrip("+").partition("=")[0].removeprefix("actor_rollout_ref.") for one in arguments}
 
 
-def test_a_pasted_grpo_command_line_loads_and_what_is_not_taken_as_it_is_has_its_sentence() -> None:
+def test_a_pasted_grpo_command_line_loads() -> None:
     loaded = load_config(GSM8K)
     config, notes = loaded.config, loaded.notes
     assert config.data.val_files == ["/root/data/gsm8k/test.parquet"]
