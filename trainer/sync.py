@@ -16,8 +16,8 @@ import yaml
 
 from trainer.cli import command
 from trainer.console import Console
-from trainer.tracking.follower import Follower
-from trainer.tracking.trackers import OWN, TRACKERS, TrackedRun, check_trackers
+from trainer.tracking import TRACKERS, Follower, TrackedRun, check_trackers
+from trainer.tracking.trackers import OWN
 from verl_lite.errors import UserError
 
 PATIENCE_S = 60.0

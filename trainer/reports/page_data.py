@@ -80,20 +80,20 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
     prompts: dict[tuple[tuple[str, str], ...], int] = {}
     samples: list[list[Any]] = []
     shown = []
-    for number_, (run, title) in enumerate(zip(runs, run_titles(runs), strict=True)):
-        before, (total, kept) = len(samples), _samples(run.folder, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
+    for place, (run, title) in enumerate(zip(runs, run_titles(runs), strict=True)):
+        total, kept = _samples(run.folder, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
         for answer in kept:
             row = asdict(answer) | {"prompt": prompts.setdefault(answer.prompt, len(prompts))}
-            samples.append([number_, *map(_short, row.values())])
+            samples.append([place, *map(_short, row.values())])
         note = f"{len(kept):,} of {total:,} samples are on this page (of each step the best, the worst, and the same "
         note += f"prompts where they come again); all are in {run.folder / 'samples'}"
-        shown.append(_run(run, title, [note] if len(samples) - before < total else []))
+        shown.append(_run(run, title, [note] if len(kept) < total else []))
     names = list(dict.fromkeys(name for run in shown for name in run["series"]))
     docs = {name: doc for name in names if (doc := find(name)) is not None}
-    panels = [(title, unit, {x: of[x] for x in of if x in names}) for title, unit, of in PANELS]
+    seen = {name for run in runs for metrics in run.steps.values() for name, value in metrics.items() if value}
     parts = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
-    panels.append(("What the reward returned, means", "", parts))
-    charts = [_panel(runs, shown, *panel) for panel in panels if panel[2]]
+    panels = [*PANELS, ("What the reward returned, means", "", parts)]
+    charts = [_panel(runs, shown, title, unit, of) for title, unit, of in panels if seen & set(of)]
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "colors": COLORS,
@@ -201,34 +201,35 @@ def _time_chart(run: Run, shown: Json) -> Json:
         {"type": "bar", "x": places, "y": _short(list(y)), "name": name, "hovertemplate": "%{y:.3~g} s"}
         for name, y in stages.items()
     ]
-    title = f"Time of a step by stage, {shown['title']}"
-    return _chart(title, "seconds", bars, True, {"barmode": "stack", "bargap": 0.1})
+    layout = {"barmode": "stack", "bargap": 0.1}
+    return _chart(f"Time of a step by stage, {shown['title']}", "seconds", bars, True, layout)
 
 
 def _validation_charts(runs: Sequence[Run]) -> list[Json]:
-    """A chart for each source, sampled and greedy, with a line for each run and its 95% intervals. Runs that have a
-    measure in common are compared by it; else each has its core measure."""
+    """Of one run a chart for each measure, with a line for each source; of several a chart for each source, where runs
+    are compared by a measure that they have in common, else each has its core measure. With 95% intervals."""
     found: dict[tuple[str, bool], dict[int, dict[str, ValidationMean]]] = {}
     for place, run in enumerate(runs):
         last = {name: value for metrics in run.steps.values() for name, value in metrics.items()}
         for mean in all_validation_means(last):
             found.setdefault((mean.source, mean.greedy), {}).setdefault(place, {}).setdefault(mean.variable, mean)
-    charts = []
+    sources, titles = list(dict.fromkeys(source for source, _ in found)), run_titles(runs)
+    charts: dict[str, list[Json]] = {}
     for (source, greedy), of_runs in found.items():
         common = set.intersection(*(set(own) for own in of_runs.values()))
-        traces: list[Json] = []
+        told = f"{source}{' (greedy)' * greedy}"
         for place, own in of_runs.items():
             mean = own[("acc" if "acc" in common else min(common)) if common else "acc" if "acc" in own else min(own)]
-            x = [step for step, metrics in runs[place].steps.items() if mean.metric in metrics]
-            widths = [runs[place].steps[step].get(mean.interval) for step in x]
-            error = {"array": [width or 0 for width in widths], "thickness": 1, "width": 2}
-            name = f"{run_titles(runs)[place]} {mean.name}".replace("<", "‹")
-            line = {"color": COLORS[place % len(COLORS)], "dash": "dash" if greedy else "solid"}
-            y = [runs[place].steps[step][mean.metric] for step in x]
-            trace = {"x": x, "y": _short(y), "name": name, "mode": "lines+markers", "line": line}
-            traces.append(trace | ({"error_y": error} if any(widths) else {}))
-        charts.append(_chart(f"Validation, {source}{' (greedy)' * greedy}", "with 95% interval", traces))
-    return charts
+            steps = {step: metrics for step, metrics in runs[place].steps.items() if mean.metric in metrics}
+            widths = [metrics.get(mean.interval, 0.0) for metrics in steps.values()]
+            name, title = (told, mean.name) if len(runs) == 1 else (f"{titles[place]} {mean.name}", told)
+            color = COLORS[(sources.index(source) if len(runs) == 1 else place) % len(COLORS)]
+            trace: Json = {"x": list(steps), "y": [_short(metrics[mean.metric]) for metrics in steps.values()]}
+            trace |= {"name": name.replace("<", "‹"), "mode": "lines+markers"}
+            trace |= {"line": {"color": color, "dash": "dash" if greedy else "solid"}}
+            trace |= {"error_y": {"array": widths, "thickness": 1, "width": 2}} if any(widths) else {}
+            charts.setdefault(f"Validation, {title}", []).append(trace)
+    return [_chart(title, "with 95% interval", traces, len(traces) > 2) for title, traces in charts.items()]
 
 
 def _effect(rows: list[Json], name: str, metric: str, parameters: list[str]) -> Json:

@@ -1,5 +1,5 @@
 """A run's own record: metrics.jsonl and samples.jsonl, which every run writes, and what reads them again. Trackers are
-given what stands there (`trainer.tracking.follower`), so it is all that they need."""
+given what stands there, so it is all that they need."""
 
 from __future__ import annotations
 

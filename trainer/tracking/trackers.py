@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from trainer.console import Console
 from trainer.evaluate.sample import Sample
@@ -65,9 +65,8 @@ TrackerFactory = Callable[[TrackedRun], Tracker]
 TRACKERS: Registry[TrackerFactory] = Registry("tracker")
 
 
-def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Decorator: the class, or a function of `TrackedRun`, makes the tracker that `trainer.logger` calls `name`."""
-    return TRACKERS.register(name)
+register_tracker = TRACKERS.register
+"""Decorator: the class, or a function of `TrackedRun`, makes the tracker that `trainer.logger` calls by its name."""
 
 
 @register_tracker("console")
@@ -100,9 +99,10 @@ class TensorBoard:
     """Event files in RUN/tensorboard. A resumed run hides the events of the steps that it repeats."""
 
     forgets = True
+    _writer: Any = None
 
     def __init__(self, run: TrackedRun) -> None:
-        self._folder, self._writer = run.run_dir / "tensorboard", cast(Any, None)
+        self._folder = run.run_dir / "tensorboard"
 
     def log(self, metrics: Numbers, step: int) -> None:
         # a resumed run may validate first: that adds to its step, whose training was not repeated

@@ -62,7 +62,7 @@ def test_the_pages_are_drawn_sorted_searched_and_read_and_what_a_model_wrote_sta
     run, two, sweep = seen["run"], seen["two"], seen["sweep"]
     assert run["tabs"] == ["Overview", "All metrics", "Samples", "Configuration"]
     assert run["charts"]["Reward in training, mean over the samples of a step"] == 1
-    assert run["charts"]["Validation, sums"] == 1
+    assert run["charts"]["Validation, acc mean@1"] == 1
     assert run["charts"]["Time of a step by stage, one"] == 2 * 4  # gen and the rest, in each of four steps
     assert run["linesWhenSmooth"] == 3 and run["metric"] == 2 and (run["ownOptions"], run["allOptions"]) == (3, 5)
     assert two["charts"] == 2 * 2 and two["heads"][1:] == ["one", "another-run-with-a-long-name"]

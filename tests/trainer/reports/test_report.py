@@ -94,7 +94,7 @@ def test_curves_configuration_findings_and_docs_are_on_the_page(tmp_path: Path) 
     assert {finding["grade"] for finding in run["findings"]} <= {"ok", "look", "bad"}
     assert "sum of token_level_scores" in data["docs"]["critic/score/mean"]["formula"]
     reward, validation, time = data["charts"]
-    assert reward["traces"][0]["metric"] == "critic/score/mean" and validation["title"] == "Validation, sums"
+    assert reward["traces"][0]["metric"] == "critic/score/mean" and validation["title"] == "Validation, acc mean@1"
     assert validation["traces"][0]["y"] == [0, 0.25, 0.5, 0.75, 1]
     assert [(bar["name"], bar["y"]) for bar in time["traces"]] == [("gen", [1.0] * 4), ("other", [0.5] * 4)]
     assert len(data["samples"]) == 13 and len(data["prompts"]) == 1 and run["notes"] == ["a note"]

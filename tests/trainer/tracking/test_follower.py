@@ -9,8 +9,7 @@ import pytest
 
 from tests.trainer.tracking.scripted import Hanging, Run, Scripted, raising
 from trainer.console import Console
-from trainer.tracking.follower import Follower
-from trainer.tracking.trackers import TrackedRun
+from trainer.tracking import Follower, TrackedRun
 
 STEPS = range(1, 51)
 
@@ -60,7 +59,7 @@ def test_one_that_hangs_delays_nothing(tmp_path: Path, where: str, monkeypatch: 
 
 
 def test_one_that_comes_back_is_given_what_it_missed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.tracking.follower.PAUSE_S", 0.0)
+    monkeypatch.setattr("trainer.tracking.PAUSE_S", 0.0)
     Run(tmp_path, Scripted(raising("start"))).train(1, 2, 3)
     tracker = Scripted(raising("log", times=2))
     run = Run(tmp_path, tracker)
