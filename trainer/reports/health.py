@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from trainer.final_report import validation_means
 from trainer.reports.run_data import Run
 
@@ -168,26 +170,15 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
     return Finding(grade, name, text + f"; not since step {outside[-1][0]}" * is_past)
 
 
-def same_score(series: Series) -> Finding | None:
-    """Every answer of the run has one and the same score."""
-    ends = [{value for _, value in series.get(f"critic/score/{name}", ())} for name in ("max", "min")]
-    if len(series.get("critic/score/max", ())) < 3 or ends[0] != ends[1] or len(ends[0]) > 1:
-        return None
-    return Finding(BAD, SCORES[0], f"every answer of the run has the score {number(ends[0].pop())}")
-
-
 def score_falls(series: Series) -> Finding | None:
     """The score rose, then lost much of it. Running means of a tenth of the run; a fall counts if it is more than 4
     standard errors (of one value about its trend, from the differences of neighbours) and 0.3 of the rise."""
     name, points, sign = _score(series)
     if len(points) < _ENOUGH:
         return None
-    width = max(3, len(points) // 10)
-    values = [sign * value for _, value in points]
-    smooth = [statistics.fmean(values[place : place + width]) for place in range(len(values) - width + 1)]
-    jumps = [second - first for first, second in zip(values, values[1:], strict=False)]
-    error = math.sqrt(statistics.fmean(jump * jump for jump in jumps) / width)
-    best = max(range(len(smooth)), key=smooth.__getitem__)
+    width, values = max(3, len(points) // 10), sign * np.array([value for _, value in points])
+    smooth = np.convolve(values, np.full(width, 1 / width), "valid")
+    error, best = math.sqrt(np.mean(np.diff(values) ** 2) / width), int(smooth.argmax())
     fall, rise = smooth[best] - smooth[-1], max(smooth[best] - smooth[0], 0.0)
     if fall <= 4 * error or fall <= 0.3 * rise:
         return Finding(OK, name, f"{name} does not fall back from its best")
@@ -200,10 +191,9 @@ def score_stays(series: Series) -> Finding | None:
     name, points, sign = _score(series)
     if len(points) < _ENOUGH:
         return None
-    quarter = len(points) // 4
-    first, last = [v for _, v in points[:quarter]], [v for _, v in points[-quarter:]]
-    begin, end = statistics.fmean(first), statistics.fmean(last)
-    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
+    values, quarter = np.array([value for _, value in points]), len(points) // 4
+    begin, end = values[:quarter].mean(), values[-quarter:].mean()
+    error = math.sqrt((values[:quarter].var(ddof=1) + values[-quarter:].var(ddof=1)) / quarter)
     best = max((value for _, value in series.get("critic/score/max", [])), default=math.inf)
     text = f"{name} goes from {number(begin)} in the first quarter of the steps to {number(end)} in the last"
     if sign * (end - begin) > 2 * error:
@@ -265,11 +255,6 @@ _REWARD = "reward.custom_reward_function.path"
 # metrics, range or function, keys; cause; what to change
 RULES = (
     Rule(
-        SCORES[:1], same_score, (_REWARD, "data.data_source"),
-        "the reward does not tell answers apart: it may look for another format, or for another ground truth",
-        "try it on saved answers: python -m trainer.score RUN",
-    ),
-    Rule(
         SCORES, score_falls, ("actor.optim.lr", "actor.kl_loss_coef", "actor.ppo_epochs"),
         "the policy learns too fast: updates went further than the samples could vouch for",
         "lower the learning rate, hold the policy to the reference, and go on from the checkpoint before the fall",
@@ -299,8 +284,9 @@ RULES = (
     Rule(  # at 0.5 half of the generation is for nothing
         ("frac_reward_zero_std",), Range(high=0.5, alarm_high=0.9),
         ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
-        "most prompts teach nothing, because all their answers are equally good: too easy, too hard, or n too small",
-        "choose prompts that the policy can just do, sample more answers, or draw until groups differ",
+        "most prompts teach nothing: too easy, too hard, n too small, or a reward that does not tell answers apart",
+        "choose prompts that the policy can just do, sample more answers, draw until groups differ; try the reward on "
+        "saved answers: python -m trainer.score RUN",
     ),
     Rule(  # a few stragglers are normal; above that the limit shapes what is learnt
         ("response_length/clip_ratio",), Range(high=0.1, alarm_high=0.5),

@@ -132,8 +132,6 @@ def loss(points: list[tuple[int, float]]) -> Series:
         ({"actor/grad_norm": steps(*[1.0] * 30, 12.0, *[1.0] * 30)}, [LOOK], "12 at step 31"),
         ({"actor/grad_norm": steps(*[1.0] * 30, 3.0, *[1.0] * 30)}, [], ""),
         ({"actor/grad_norm": steps(1.0, 20.0)}, [], ""),
-        ({"critic/score/max": steps(0.0, 0.0, 0.0), "critic/score/min": steps(0.0, 0.0, 0.0)}, [BAD], "the score 0"),
-        ({"critic/score/max": steps(0.0, 1.0, 0.0), "critic/score/min": steps(0.0, 0.0, 0.0)}, [], ""),
         (validated(0.55), [LOOK], "cannot tell"),
         (validated(0.7), [], ""),
         (validated(0.3), [BAD], "interval +-0.100), worse"),
