@@ -167,9 +167,10 @@ def _run(run: Run, title: str, notes: list[str]) -> Json:
         "findings": findings,
         "config": {key: [value.value, value.source] for key, value in run.config.items()},
         "pictures": [
-            {"name": file.name, "src": f"data:image;base64,{base64.b64encode(file.read_bytes()).decode()}"}
-            for file in sorted(run.folder.glob("before_after.*"))
-            if file.suffix in (".png", ".gif") and file.stat().st_size <= MAX_PICTURE_BYTES
+            {"name": file.name, "src": f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"}
+            for kind in ("png", "gif")
+            for file in run.folder.glob(f"before_after.{kind}")
+            if file.stat().st_size <= MAX_PICTURE_BYTES
         ],
     }
 

@@ -44,15 +44,9 @@ class Scripted:
         return [step for step, given in self.taken if isinstance(given, dict)]
 
 
-class Hanging:
+def hanging(where: str, release: threading.Event) -> Callable[[str], None]:
     """A `before` that hangs in one call until it is released."""
-
-    def __init__(self, where: str) -> None:
-        self.where, self.release = where, threading.Event()
-
-    def __call__(self, what: str) -> None:
-        if what == self.where:
-            self.release.wait(30)
+    return lambda what: release.wait(30) and None if what == where else None
 
 
 def raising(where: str, times: int = 10**6) -> Callable[[str], None]:

@@ -1,17 +1,22 @@
-"""A tracker that raises, hangs or comes back: the run does not notice, and nothing is lost."""
+"""A tracker that raises, hangs or comes back: the run does not notice, and nothing is lost; what it did not take while
+the run trained is handed over by `trainer.sync`."""
 
 from __future__ import annotations
 
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.trainer.tracking.scripted import Hanging, Run, Scripted, raising
+from tests.trainer.tracking.scripted import SAMPLE, Run, Scripted, hanging, raising
 from trainer.console import Console
-from trainer.tracking import Follower, TrackedRun
+from trainer.sync import main
+from trainer.tracking import TRACKERS, Follower, TrackedRun
 
 STEPS = range(1, 51)
+CONFIG = "trainer:\n  project_name: p\n  experiment_name: e  # command line\n  logger: [console, scripted]\n"
 
 
 def lacking(run: Run) -> int:
@@ -42,7 +47,7 @@ def test_one_that_raises_costs_one_warning(tmp_path: Path, where: str) -> None:
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
 def test_one_that_hangs_delays_nothing(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.tracking.FINISH_TIMEOUT_S", 0.3)
-    tracker = Scripted(hanging := Hanging(where))
+    tracker = Scripted(hanging(where, release := threading.Event()))
     run = Run(tmp_path, tracker)
     slowest = 0.0
     for step in STEPS:
@@ -55,7 +60,7 @@ def test_one_that_hangs_delays_nothing(tmp_path: Path, where: str, monkeypatch: 
     printed = run.train()
     assert slowest < 0.5 and time.monotonic() - began < 5 and printed.count("does not finish") == 1
     assert lacking(run) == (0 if where == "finish" else len(STEPS))
-    hanging.release.set()
+    release.set()
 
 
 def test_one_that_comes_back_is_given_what_it_missed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,3 +115,56 @@ def test_steps_done_again_while_it_is_down_are_given_once(tmp_path: Path) -> Non
     again.forgets = True  # type: ignore[attr-defined]
     Run(tmp_path, again).train(4, 5)
     assert again.steps == [4, 5], "one that forgets is given the repeated steps"
+
+
+# ------------------------------------------------------------------------------------------------------ trainer.sync
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_what_it_lacks_is_handed_over_in_order_and_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(folder, Scripted(raising("start"))).train(1, 2, 3, samples=True)
+    TRACKERS["scripted"] = back = Scripted(raising("log", times=1))
+    assert main([str(folder)]) == 1 and "lacks 6" in capsys.readouterr().out
+    assert main([str(folder)]) == 0 and "scripted: took 6 messages" in capsys.readouterr().out
+    assert main([str(folder)]) == 0 and back.steps == [1, 2, 3]
+
+
+def test_one_that_hangs_keeps_nobody_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(folder, Scripted(raising("start"))).train(1)
+    monkeypatch.setattr("trainer.sync.PATIENCE_S", 0.2)
+    TRACKERS["scripted"] = Scripted(hanging("log", release := threading.Event()))
+    assert main([str(folder)]) == 1 and "lacks 1" in capsys.readouterr().out
+    release.set()
+
+
+def test_a_tracker_that_the_run_did_not_have_gets_all_of_it_as_it_was_in_the_end(folder: Path) -> None:
+    for steps in ((1, 2, 3), (2, 3)):
+        Run(folder, Scripted()).train(*steps, samples=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "da')  # the machine went down here
+    TRACKERS["other"] = other = Scripted()
+    assert main([str(folder), "--to", "other"]) == 0 and other.steps == [1, 2, 3]
+    samples = [given for _, given in other.taken if isinstance(given, list)]
+    assert samples == [[replace(SAMPLE, step=step)] for step in (1, 2, 3)]
+    assert main([str(folder), "--to", "other", "--all"]) == 0 and other.steps == [1, 2, 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["nothing_here"], "expected the folder of a run"),
+        ([".", "--to", "wandbb"], "--to wandbb: no tracker 'wandbb'; known: jsonl, console"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(
+    argv: list[str], says: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(argv) == 2 and says in " ".join(capsys.readouterr().err.split())
