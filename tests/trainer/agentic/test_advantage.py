@@ -121,15 +121,6 @@ def test_scores_are_normalised_within_the_chosen_groups(grouping: str, method: s
     assert found == pytest.approx(returns, abs=1e-5)
 
 
-@pytest.mark.parametrize("kinds", [("batch", "group"), ("group", "batch"), (None, "batch"), ("batch", None)])
-def test_types_say_where_mean_and_std_come_from(kinds: tuple[str | None, str | None]) -> None:
-    data = steps_of_episodes(1)
-    scores = data.batch["token_level_scores"].sum(-1).tolist()
-    expected = naive(data, scores, kinds, LABELS["traj_group_id"](data))
-    options = {"grouping": "traj_group_id", "norm_mean_type": kinds[0], "norm_std_type": kinds[1]}
-    assert rewards_of(data, "grpo", **options) == pytest.approx(expected, abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "kinds", "label"),
     [
@@ -210,18 +201,6 @@ def test_older_names_of_normalisations() -> None:
         normalization("median")
 
 
-def test_agents_options_reach_objects_of_roll() -> None:
-    """One flat object with ROLL's names does as well."""
-
-    class Flat:
-        adv_estimator, reward_normalization = "step_reinforce", RewardNormalizationConfig(method="mean")
-        step_reward_gamma = 0.5
-
-    data = steps_of_episodes()
-    found = compute_response_level_rewards(data, Flat())[0].batch["response_level_rewards"].tolist()
-    assert found == pytest.approx(rewards_of(data, "step_reinforce", method="mean", step_reward_gamma=0.5))
-
-
 def test_missing_columns_and_wrong_words_are_named() -> None:
     data = steps_of_episodes()
     with pytest.raises(ValueError, match="grouping='task': expected one of batch, traj_group_id"):
@@ -248,16 +227,6 @@ def advantages_of(data: DataProto, whole: PPOConfig, gamma: float = 1.0) -> torc
     algorithm = whole.algorithm
     estimator = token_estimator(whole)
     return compute_advantage(data, gamma, 1.0, estimator, pipeline_config=algorithm).batch["advantages"]
-
-
-def test_turns_keep_their_rewards_for_estimators_that_know_of_turns() -> None:
-    episodes, _, _ = play(world(("d", 1.0), ("x", 2.0)), worded("b!", "c!"))
-    data = rows(episodes)
-    mask = data.batch["response_mask"][0].bool()
-    found = advantages_of(data, config("agentic_reinforce"), gamma=0.5)[0][mask].tolist()
-    assert found == [2.0, 2.0, 2.0, 2.0]  # 1 + 0.5 * 2, then 2
-    data.batch["values"] = torch.zeros_like(data.batch["token_level_scores"])
-    assert torch.isfinite(advantages_of(data, config("gae"))).all()
 
 
 @pytest.mark.parametrize("estimator", ["gigpo", "step_reinforce", "grpo"])

@@ -19,10 +19,7 @@ from tests.trainer.test_fit import Parts
 from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards
 from trainer.agentic.build import try_environments
 from trainer.agentic.episode_log import samples_of
-from trainer.agentic.metrics import EpisodeTable, validation_metrics
-from trainer.evaluate.evaluation import find_targets
 from trainer.final_report import validation_line
-from trainer.main_eval import eval_arguments
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import EpisodeSteps
@@ -241,11 +238,6 @@ def test_metrics_of_steps_as_rows(tmp_path: Path) -> None:
     assert metrics["system/tps"] > 0
 
 
-def rows_of(agent: Agent, tmp_path: Path, **settings: Any) -> DataProto:
-    make(tmp_path, agent, trainer__total_training_steps=1, **settings).fit()
-    return agent.batches["update"]
-
-
 def test_validation_has_rolls_names_and_those_that_curves_and_reports_read(tmp_path: Path) -> None:
     agent = Agent()
     pipeline = make(tmp_path, agent, trainer__val_before_train=True, rollout__val_kwargs__greedy_too=True,
@@ -264,14 +256,6 @@ def test_validation_has_rolls_names_and_those_that_curves_and_reports_read(tmp_p
     assert result.samples[0].input == "a lake" and "right" in result.samples[0].output
 
 
-def test_where_not_every_episode_tells_of_success_the_score_is_the_core_measure(tmp_path: Path) -> None:
-    batch = rows_of(Agent(), tmp_path)
-    batch.non_tensor_batch["env_metrics"][0] = {}
-    metrics = validation_metrics(batch)
-    assert "val-core/lake/reward/mean@2" in metrics and "val-core/lake/acc/mean@2" not in metrics
-    assert EpisodeTable.of(batch).scores.tolist() == [0, 1, 0, 1]
-
-
 def test_episodes_are_logged_as_a_person_would_read_them(tmp_path: Path) -> None:
     agent = Agent()
     make(tmp_path, agent, agentic__logging_steps=2).fit()
@@ -287,16 +271,6 @@ def test_episodes_are_logged_as_a_person_would_read_them(tmp_path: Path) -> None
     assert (sample.step, sample.data_source, sample.score, sample.extra["moves"]) == (3, "lake", 0.0, 2.0)
     lines = sample.output.splitlines()
     assert lines[0].index("P") == lines[1].index("_") and "\x1b" not in sample.output and "Traceback" in lines[-1]
-
-
-def test_a_model_folder_is_evaluated_in_environments_that_a_file_names(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    [target] = find_targets(str(tmp_path))
-    arguments = eval_arguments(target, ["--config", "lake.yaml"])
-    assert {"--config", "lake.yaml", f"model.path={tmp_path}", "trainer.val_only=true"} <= set(arguments)
-    assert not any(argument.startswith("data.val") for argument in arguments)
-    with pytest.raises(UserError, match="data.val_files=PATH, or the environments"):
-        eval_arguments(target, ["trainer.device=cpu"])
 
 
 def test_environments_and_template_are_tried_before_anything_heavy(tmp_path: Path) -> None:

@@ -99,16 +99,6 @@ def test_the_gsm8k_command_reads_its_rows_and_the_reward_takes_their_truth(tmp_p
     assert (score["score"] if isinstance(score, dict) else score) == 1.0
 
 
-@pytest.mark.parametrize(
-    "name", ["prompt_template", "system_prompt", "ground_truth_regex", "apply_chat_template_kwargs"]
-)
-def test_single_settings_load_as_they_stand(name: str) -> None:
-    found = re.search(rf"`(data\.{name}='[^']*')`", PAGE)
-    assert found is not None
-    value = vars(config_of(*shlex.split(found[1])).data)[name]
-    assert value == ({"date_string": "26 Jul 2026"} if "kwargs" in name else found[1].split("'")[1])
-
-
 def test_the_mixture_of_the_page_has_the_shares_it_says(tmp_path: Path) -> None:
     setting = re.search(r"    (data\.sources='.*')\n", PAGE)
     assert setting is not None

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.trainer.prompt_rows import load, make_row, write
-from trainer.data.order import BatchOrder, SamplerBatches, build_order, build_train_loader
+from trainer.data.order import BatchOrder, build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
-from trainer.steps import TrainingSteps, count_steps
+from trainer.steps import TrainingSteps
 from verl_lite.config import DataConfig, PPOConfig, SamplerConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -158,14 +158,6 @@ def test_a_prompt_twice_in_a_batch_is_two_groups(make: Callable) -> None:
     assert batch.non_tensor_batch["index"].tolist() == [2, 0, 2, 2]
 
 
-def test_an_epoch_of_a_mixture_is_as_long_as_the_data_in_full_batches(make: Callable) -> None:
-    config = config_of(train_batch_size=4, sources=MIXED)
-    order = build_order(make(a=7, b=3), config)
-    assert [len(batch) for batch in order] == [4, 4, 4] and order.rows == 12 and len(order) == 3
-    config.trainer.total_epochs = 2
-    assert count_steps(config, order.rows) == 6
-
-
 def test_other_weights_go_on_from_where_the_sources_are(make: Callable) -> None:
     """As with trainer.resume_allow=[data.sources]: no row of a source comes again before all of it came."""
     data = make(a=8, b=8)
@@ -235,31 +227,6 @@ class Learning:
         self.drawn, self.open = state["drawn"], state["open"]
 
 
-class Counting(Learning):
-    """Like torchdata's samplers: resets what it has given when an epoch ends."""
-
-    def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
-        self.size, self.given = len(data_source), 0
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Any:
-        while self.given < self.size:
-            self.given += 1
-            yield self.given - 1
-        self.given = 0
-
-    def update(self, batch: DataProto) -> dict[str, float]:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
-
-
 class Random(Backwards):
     def __iter__(self) -> Any:
         return iter(torch.randperm(self.size).tolist())  # of the global generator
@@ -274,19 +241,9 @@ class Short(Backwards):
         return iter(range(self.size - 1))
 
 
-class Endless(Backwards):
-    def __iter__(self) -> Any:
-        return iter(range(self.size + 1))
-
-
 class Beyond(Backwards):
     def __iter__(self) -> Any:
         return iter(range(1, self.size + 1))
-
-
-class Texts(Backwards):
-    def __iter__(self) -> Any:
-        return iter("abcdefghijkl"[: self.size])
 
 
 class Shapeless:
@@ -301,7 +258,7 @@ def sampled(name: str, **data: Any) -> PPOConfig:
     return config_of(**{"train_batch_size": 4, **data}, sampler=SamplerConfig(class_path=str(HERE), class_name=name))
 
 
-@pytest.mark.parametrize("name", ["Backwards", "Learning", "Counting"])
+@pytest.mark.parametrize("name", ["Backwards", "Learning"])
 @pytest.mark.parametrize("stop", [1, 2, 3, 6])
 @pytest.mark.parametrize("rows", [10, 8])
 def test_a_sampler_is_resumed_exactly(make: Callable, name: str, stop: int, rows: int) -> None:
@@ -331,30 +288,6 @@ def test_a_sampler_decides_what_comes_next_when_it_has_heard_of_the_step(make: C
     assert seen == [[0, 1, 2, 3], [4, 0, 1, 2], [5, 3]]  # a fifth prompt is open in the second step, then a sixth
 
 
-def test_the_seed_of_a_sampler_is_that_of_the_run(make: Callable) -> None:
-    data, config = make(), sampled("Backwards")
-    config.trainer.seed = 5
-    first = list(build_order(data, config))
-    config.data.seed = 5
-    assert first == list(build_order(data, config))
-    config.data.seed = 6
-    assert first != list(build_order(data, config))
-
-
-def test_a_samplers_epoch_may_have_another_length_than_the_data(make: Callable) -> None:
-    class Twice(Backwards):
-        def __len__(self) -> int:
-            return 2 * self.size
-
-        def __iter__(self) -> Any:
-            yield from [*range(self.size), *range(self.size)]
-
-    data = make(6)
-    order = SamplerBatches(Twice(data, DataConfig()), len(data), 4, seed=0, fingerprint="x")
-    assert list(order) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
-    assert count_steps(config_of(train_batch_size=4), order.rows) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -375,9 +308,7 @@ def test_samplers_that_cannot_be_used_are_explained_before_anything_starts(
     ("name", "message"),
     [
         ("Short", "an epoch of Short gave 9 positions.*expected are 10"),
-        ("Endless", "an epoch of Endless gave more positions.*expected are 10"),
         ("Beyond", "10.; expected are 10 .* from 0 to 9"),
-        ("Texts", "'a', .* each from 0 to 9"),
     ],
 )
 def test_positions_that_are_none_are_explained(make: Callable, name: str, message: str) -> None:

@@ -79,17 +79,6 @@ def test_a_saved_dict_of_splits_gives_the_one_that_fits(tmp_path: Path) -> None:
     ]
 
 
-def test_pictures_that_only_the_features_declare_are_refused(tmp_path: Path) -> None:
-    features = datasets.Features(
-        {"question": datasets.Value("string"), "answer": datasets.Value("string"), "figure": datasets.Image()}
-    )
-    picture = {"bytes": b"x", "path": None}
-    rows = datasets.Dataset.from_list([{"question": "1", "answer": "1", "figure": picture}], features=features)
-    rows.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match="row 0 of .*column 'figure' is not empty .*not supported yet"):
-        load(str(tmp_path / "saved"), columns=SIMPLE, data_source="sums")
-
-
 # --- the hub -------------------------------------------------------------------------------------------------------
 
 

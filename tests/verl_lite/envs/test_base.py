@@ -85,11 +85,6 @@ def test_what_is_wrong_is_named(corridor: str, entry: dict[str, Any], said: str)
     assert said in str(caught.value)
 
 
-def test_an_entry_that_is_no_mapping() -> None:
-    with pytest.raises(UserError, match=r"agentic.custom_envs.one is 'frozen_lake': expected a mapping"):
-        env_templates({"one": "frozen_lake"})
-
-
 def test_what_an_entry_means(corridor: str) -> None:
     both = env_templates(
         {

@@ -42,13 +42,6 @@ def test_the_lake_walked_by_hand() -> None:
     assert observation.splitlines()[1:] == ["____", "_O_O", "___O", "O__√"]
 
 
-def test_a_hole_ends_the_episode_without_reward() -> None:
-    lake = FrozenLake(desc=["SH", "FG"], feedback=False)
-    lake.reset(0)
-    observation, reward, terminated, _, info = lake.step(answer("Right"))
-    assert (observation, reward, terminated, info["metrics"]["success"]) == ("_X\n_G", 0.0, True, False)
-
-
 def test_maps_are_gymnasiums_and_solvable() -> None:
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map, is_valid
 
@@ -78,12 +71,6 @@ def test_slippery_ice_goes_astray_as_gymnasium_does() -> None:
     assert "slippery" in lake.instruction
 
 
-def test_an_episode_ends_after_its_own_max_steps() -> None:
-    lake = FrozenLake(map_name="4x4", max_steps=2)
-    lake.reset(0)
-    assert [lake.step(answer("Up"))[2:4] for _ in range(2)] == [(False, False), (False, True)]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -101,12 +88,6 @@ def test_bad_options_of_the_lake(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         make_env("frozen_lake", options)
     assert said in str(caught.value)
-
-
-def test_a_part_without_maps_is_an_error() -> None:
-    lakes = [FrozenLake(size=2, p=1.0, split=split) for split in ("train", "test")]
-    with pytest.raises(UserError, match="too few different maps"):  # there is one map, in one of the two
-        [lake.map_of(0) for lake in lakes]
 
 
 # --------------------------------------------------------------------------------------------------------- Sokoban

@@ -46,7 +46,7 @@ def make_engine(name: str, folder: str, **options: Any) -> RolloutEngine:
     return build_rollout_engine(
         name,
         folder,
-        RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=32, max_num_batched_tokens=2048, **options),
+        RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=64, max_num_batched_tokens=2048, **options),
         max_model_len=MAX_MODEL_LEN,
         device=torch.device("cpu"),
         dtype=torch.float32,

@@ -19,7 +19,6 @@ from tests.workers.rollout.scripted import (
     spec,
     template,
 )
-from verl_lite.errors import UserError
 from workers.rollout.base import Request, SamplingParams
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Turn, aggregate_metrics
 
@@ -189,13 +188,6 @@ def test_the_first_members_to_end_are_kept_and_the_others_aborted() -> None:
     assert set(engine.aborted) <= {request.request_id for request in engine.requests}
 
 
-def test_members_of_a_full_group_that_wait_never_start() -> None:
-    specs = [spec(f"g_{member}", group_size=1) for member in range(3)] + [spec("h_0")]
-    episodes, pool, engine = play(ending(1), says_b, specs, max_live=1)
-    assert [one.stop for one in episodes] == ["terminated", "surplus", "surplus", "terminated"]
-    assert len(engine.requests) == 2 and len(pool.actions) == 2
-
-
 def test_a_failed_member_is_kept_only_if_the_group_cannot_be_filled_without_it() -> None:
     def script(seed: int, actions: list[str]) -> dict[str, Any]:
         if seed == 0 and actions:
@@ -320,9 +312,3 @@ def test_abort_ends_a_batch_wherever_its_episodes_are() -> None:
     for _ in range(12):
         runner.advance()
     assert runner.unfinished(0) == 1 and len(engine.running) <= 1
-
-
-def test_a_chat_template_that_cannot_be_joined_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TOKENIZER, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match="The chat template of model.path"):
-        make_runner(ScriptedEngine(says_b), ScriptedPool(endless))

@@ -17,38 +17,6 @@ from workers.rollout.hf_engine import HFEngine
 from workers.rollout.kept_slots import KeptSlots
 
 
-def test_the_longest_whole_prefix_is_found() -> None:
-    kept = KeptSlots(8)
-    for slot, encoded in enumerate([(1, 2), (1, 2, 3), (1, 2, 3, 9), (2,), ()]):
-        kept.keep(slot, encoded)
-    assert len(kept) == 4
-    assert kept.longest_prefix((1, 2, 3, 4, 5)) == 1 and kept.length(1) == 3
-    assert kept.longest_prefix((1, 2, 3)) == 1
-    assert kept.longest_prefix((1, 2)) == 0
-    assert kept.longest_prefix((1,)) is None and kept.longest_prefix(()) is None
-
-
-def test_a_claimed_slot_changes_places_with_what_is_in_its_way() -> None:
-    kept = KeptSlots(8)
-    kept.keep(3, (1, 2))
-    kept.keep(5, (7, 8, 9))
-    assert kept.claim(5, 3) == 2
-    assert kept.longest_prefix((1, 2, 5)) == 5 and kept.longest_prefix((7, 8, 9)) is None
-    assert kept.claim(5, 5) is None and len(kept) == 0
-
-
-def test_the_oldest_makes_room() -> None:
-    kept = KeptSlots(4)
-    for slot, token in ((3, 30), (0, 31), (2, 32), (1, 33)):
-        kept.keep(slot, (token, 0))
-    # 0 and 1 are needed and nothing is free: 33 is newer than 30, which goes; 31 is older than 32 and 33, and goes
-    assert kept.vacate(0, 2) == [(3, 1, 2)]
-    assert kept.longest_prefix((33, 0)) == 3 and kept.longest_prefix((32, 0)) == 2 and len(kept) == 2
-    kept.keep(1, (34, 0))
-    assert kept.vacate(1, 2) == [(2, 1, 2)]  # 32 is the oldest now
-    assert kept.vacate(0, 4) == [] and len(kept) == 0
-
-
 def test_moves_never_overwrite_what_is_kept_or_needed() -> None:
     """Against an array that holds what each slot would hold."""
     rng = random.Random(0)

@@ -79,14 +79,6 @@ def segments(mask: torch.Tensor) -> list[tuple[int, int]]:
     return [(start, next(end for end in range(start, len(mask)) if end + 1 not in ones)) for start in starts]
 
 
-def test_a_single_turn() -> None:
-    episodes, _, _ = play(world(("x", 1.5)), worded("bc!"))
-    data = rows(episodes)
-    expect(data, 0, [1, A, 1], [B, C, 2], [1, 1, 1])
-    assert rewards(data, 0) == {2: 1.5}
-    assert episodes[0].stop == "terminated" and episodes[0].last_observation == "x"
-
-
 def test_several_turns() -> None:
     episodes, _, _ = play(world(("d", 0.5), ("e", -1.0), ("x", 2.0)), worded("b!", "cc!", "b!"))
     data = rows(episodes)
@@ -110,12 +102,6 @@ def test_a_turn_cut_off_by_its_limit_is_ended_by_us() -> None:
     assert rewards(data, 0) == {1: 1.0, 7: 2.0}
     assert segments(data.batch["response_mask"][0]) == [(0, 1), (6, 7)]
     assert [turn.finish_reason for turn in episodes[0].turns] == ["length", "stop"]
-
-
-def test_an_end_of_text_in_place_of_the_end_of_turn() -> None:
-    episodes, pool, _ = play(world(("d", 1.0), ("x", 2.0)), lambda _, turn, __: [B, 0] if turn == 0 else [C, 2])
-    expect(rows(episodes), 0, [1, A, 1], [B, 0, 2, 1, D, 1, C, 2], [1, 1, 0, 0, 0, 0, 1, 1])
-    assert [turn.action for turn in episodes[0].turns] == ["b", "c"]
 
 
 def test_tool_messages() -> None:
@@ -146,13 +132,6 @@ def test_a_turn_is_cut_to_what_is_left_and_still_acts() -> None:
     assert data.batch["responses"][0].tolist() == [B, B, B, 2, 1, D, 1, C, C]
     assert rewards(data, 0) == {3: 1.0, 8: 5.0}
     assert episodes[0].stop == "max_length" and episodes[0].turns[-1].action == "cc"
-
-
-def test_the_context_of_the_model_is_a_limit_too() -> None:
-    limits = TokenLimits(max_prompt_length=6, max_response_length=16, max_model_len=12)
-    episodes, _, engine = play(world(("d", 1.0), ("x", 5.0)), worded("bbb!", "cccccc"), limits=limits)
-    assert [request.sampling.max_tokens for request in engine.requests] == [9, 2]
-    assert episodes[0].stop == "terminated"
 
 
 def test_an_overlong_prompt_ends_the_trajectory_not_the_run() -> None:
