@@ -22,7 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from recipes import common_task
@@ -106,19 +108,12 @@ class Run:
         """What says that the run is finished, and with what."""
         return self.folder / "result.json"
 
-    def kept(self) -> RunResult | None:
-        """What was measured, where the run is finished with these settings."""
-        if not self.file.exists():
-            return None
-        saved = json.loads(self.file.read_text())
-        if saved["fingerprint"] != self.fingerprint():
-            return None
-        return RunResult(self.algorithm.name, self.seed, saved["cpu_s"], [Point(**point) for point in saved["points"]])
-
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status: 1 if a run failed. Raises UserError if another comparison writes there."""
+    from trainer.recipe import recipe_overrides
+    from verl_lite.config import load_config
     from verl_lite.errors import UserError
 
     names = [algorithm.name for algorithm in ALGORITHMS]
@@ -130,6 +125,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--to", type=Path, default=Path("runs/comparison"), help="folder of the runs; runs/comparison")
     parser.add_argument("--write", action="store_true", help="put table and pictures into recipes/")
     options = parser.parse_args(argv)
+    chosen = [algorithm for algorithm in ALGORITHMS if algorithm.name in options.recipes]
     options.to.mkdir(parents=True, exist_ok=True)
     with (options.to / "in_use").open("w") as lock:
         try:
@@ -138,23 +134,14 @@ def main(argv: list[str]) -> int:
             raise UserError(
                 f"--to {options.to} is in use by another comparison: wait, or give another folder"
             ) from None
-        return run_and_report(options)
-
-
-def run_and_report(options: argparse.Namespace) -> int:
-    """Runs what is missing and reports; returns the exit status."""
-    from trainer.recipe import recipe_overrides
-    from verl_lite.config import load_config
-
-    chosen = [algorithm for algorithm in ALGORITHMS if algorithm.name in options.recipes]
-    runs = [
-        Run(algorithm, seed, options.steps, options.to.absolute() / algorithm.name / f"seed-{seed}")
-        for seed in range(1, options.seeds + 1)
-        for algorithm in chosen
-    ]
-    # the model that all runs begin with, before several want it at once
-    common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)
-    found = list(results_of(runs, options.jobs))
+        runs = [
+            Run(algorithm, seed, options.steps, options.to.absolute() / algorithm.name / f"seed-{seed}")
+            for seed in range(1, options.seeds + 1)
+            for algorithm in chosen
+        ]
+        # the model that all runs begin with, before several want it at once
+        common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)
+        found = list(results_of(runs, options.jobs))
     failures = [each for each in found if isinstance(each, str)]
     results = [each for each in found if isinstance(each, RunResult)]
     report(results, [algorithm.name for algorithm in chosen], failures, options.to, write=options.write)
@@ -162,73 +149,55 @@ def run_and_report(options: argparse.Namespace) -> int:
 
 
 def results_of(runs: Sequence[Run], jobs: int) -> Iterator[RunResult | str]:
-    """What is kept, at once, and the others as they end; of a run that failed a sentence.
+    """What is kept or measured now, `jobs` runs at a time; of a run that failed a sentence. Without jobs what is not
+    kept is left out."""
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        yield from filter(None, pool.map(partial(result_of, starts=jobs > 0), runs))
 
-    `jobs` processes at a time, which end with this one; without jobs what is not kept is left out.
-    """
+
+def result_of(run: Run, *, starts: bool) -> RunResult | str | None:
+    """What was measured, where the run is finished with these settings; else it is run, and filed when it is whole."""
     from verl_lite.errors import UserError
 
-    waiting = []
-    for run in runs:
-        try:
-            kept = run.kept()
-        except UserError as error:
-            yield f"{run.algorithm.name}, seed {run.seed}: {error}"
-            continue
-        if kept is None:
-            waiting.append(run)
-        else:
-            yield kept
-    running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
+    who = f"{run.algorithm.name}, seed {run.seed}"
     try:
-        while jobs and (waiting or running):
-            while waiting and len(running) < jobs:
-                process = start(run := waiting.pop(0))
-                running[process.pid] = run, process
-            pid, status, usage = os.wait4(-1, 0)
-            if pid in running:
-                run, process = running.pop(pid)
-                process.returncode = os.waitstatus_to_exitcode(status)
-                yield finish(run, process.returncode, usage.ru_utime + usage.ru_stime)
-    finally:
-        for _, process in running.values():
-            process.terminate()
-        for _, process in running.values():
-            process.wait()
+        fingerprint = run.fingerprint()
+    except UserError as error:
+        return f"{who}: {error}"
+    saved = json.loads(run.file.read_text()) if run.file.exists() else {}
+    if saved.get("fingerprint") != fingerprint:
+        if not starts:
+            return None
+        shutil.rmtree(run.folder, ignore_errors=True)
+        run.folder.mkdir(parents=True)
+        print(f"{time.strftime('%H:%M:%S')} {who}", flush=True)
+        _, status, usage = os.wait4(start(run).pid, 0)
+        log = run.folder / "output.log"
+        if status != 0:
+            last = ["no output", *filter(None, map(str.strip, log.read_text(errors="replace").splitlines()))][-1]
+            return f"{who}: ended with status {os.waitstatus_to_exitcode(status)}: {last} ({log})"
+        points = read_points(run.folder / "run" / "metrics.jsonl", run.algorithm.answers)
+        saved = {"fingerprint": fingerprint, "cpu_s": usage.ru_utime + usage.ru_stime}
+        saved["points"] = [asdict(point) for point in points]
+        building = run.file.with_suffix(".building")
+        building.write_text(json.dumps(saved, indent=1))
+        building.replace(run.file)
+    return RunResult(run.algorithm.name, run.seed, saved["cpu_s"], [Point(**point) for point in saved["points"]])
 
 
 def start(run: Run) -> subprocess.Popen[bytes]:
-    """Starts a run from nothing; what it prints goes to its folder's output.log."""
-    shutil.rmtree(run.folder, ignore_errors=True)
-    run.folder.mkdir(parents=True)
-    print(f"{time.strftime('%H:%M:%S')} {run.algorithm.name}, seed {run.seed}", flush=True)
-    command = [sys.executable, "-m", "trainer.main_ppo", *run.arguments]
-    parent = os.getpid()
+    """Starts a run, which ends with this process; what it prints goes to its folder's output.log."""
+    where = f"trainer.default_local_dir={run.folder / 'run'}"
     with (run.folder / "output.log").open("wb") as log:
         return subprocess.Popen(
-            [*command, f"trainer.default_local_dir={run.folder / 'run'}"],
+            [sys.executable, "-m", "trainer.main_ppo", *run.arguments, where],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which ends them
-            preexec_fn=lambda: die_with_parent(parent),
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
-
-
-def finish(run: Run, status: int, cpu_s: float) -> RunResult | str:
-    """Reads what a run measured, and files it; the file is whole or not there. A sentence if the run failed."""
-    log = run.folder / "output.log"
-    if status != 0:
-        last = ["no output", *filter(None, map(str.strip, log.read_text(errors="replace").splitlines()))][-1]
-        return f"{run.algorithm.name}, seed {run.seed}: ended with status {status}: {last} ({log})"
-    points = read_points(run.folder / "run" / "metrics.jsonl", run.algorithm.answers)
-    saved = {"fingerprint": run.fingerprint(), "cpu_s": cpu_s, "points": [asdict(point) for point in points]}
-    building = run.file.with_suffix(".building")
-    building.write_text(json.dumps(saved, indent=1))
-    building.replace(run.file)
-    return RunResult(run.algorithm.name, run.seed, cpu_s, points)
 
 
 def read_points(metrics: Path, answers: int) -> list[Point]:

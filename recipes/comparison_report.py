@@ -21,7 +21,7 @@ BEGIN, END = "<!-- written by python -m recipes.compare --write -->", "<!-- end 
 REFERENCE = "grpo"
 """Drawn in grey behind each of the others."""
 
-_SAMPLED, _GREEDY, _GREY = "#3b6fb6", "#e08a2e", "#9aa0a6"
+_COLORS = {"sampled": "#3b6fb6", "greedy": "#e08a2e"}
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,10 @@ def of(results: Sequence[RunResult], name: str, value: Value) -> Interval:
     return interval(groups[name], list(groups.values()))
 
 
-def ranked(results: Sequence[RunResult], names: Sequence[str]) -> list[str]:
-    """Those of `names` that were measured, best sampled accuracy first."""
-    measured = {result.algorithm for result in results}
-    there = [name for name in names if name in measured]
-    return sorted(there, key=lambda name: -of(results, name, VALUES["sampled"]).mean)
+def ranked(results: Sequence[RunResult]) -> list[str]:
+    """The algorithms that were measured, best sampled accuracy first."""
+    names = dict.fromkeys(result.algorithm for result in results)
+    return sorted(names, key=lambda name: -of(results, name, VALUES["sampled"]).mean)
 
 
 def report(
@@ -106,20 +105,17 @@ def report(
     print(f"\n{text}")
     if not results:
         return
-    draw_comparison(results, to / "comparison.png")
+    draw(results, ranked(results), to / "comparison.png")
     print(f"\npicture: {to / 'comparison.png'}")
     if not write:
         return
     put_between_marks(HERE / "COMPARISON.md", text)
-    draw_comparison(results, HERE / "comparison.png")
-    for name in ranked(results, names):
+    draw(results, ranked(results), HERE / "comparison.png")
+    for name in ranked(results):
         page = HERE / name / "README.md"
         if page.exists() and BEGIN in page.read_text():
             put_between_marks(page, own_table(results, name))
-            draw_curve(results, name, page.with_name("curve.png"))
-
-
-# -------------------------------------------------------------------------------------------------------------- words
+            draw(results, [name], page.with_name("curve.png"))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -135,7 +131,7 @@ def _cost(results: Sequence[RunResult], name: str) -> tuple[float, float, int]:
 
 def markdown(results: Sequence[RunResult], names: Sequence[str], failures: Sequence[str] = ()) -> str:
     """The table, best sampled accuracy first, and what it says."""
-    order, rows = ranked(results, names), []
+    order, rows = ranked(results), []
     for name in order:
         samples, seconds, seeds = _cost(results, name)
         cells = [str(of(results, name, value)) for value in VALUES.values()]
@@ -153,7 +149,7 @@ def markdown(results: Sequence[RunResult], names: Sequence[str], failures: Seque
 
 def own_table(results: Sequence[RunResult], name: str) -> str:
     """What stands on the page of one recipe."""
-    shown = [name, *(other for other in ranked(results, [REFERENCE]) if other != name)]
+    shown = [name, *(other for other in ranked(results) if other == REFERENCE != name)]
     start = next(result for result in results if result.algorithm == name).points[0]
     rows = [
         [title, f"{before:.3f}", *(str(of(results, each, VALUES[title])) for each in shown)]
@@ -168,86 +164,43 @@ def own_table(results: Sequence[RunResult], name: str) -> str:
 
 def put_between_marks(page: Path, text: str) -> None:
     """Replaces what stands between the marks BEGIN and END of a page."""
-    old = page.read_text()
     between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
-    new, found = between.subn(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", old)
+    new, found = between.subn(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", page.read_text())
     if found != 1:
         raise ValueError(f"{page}: expected {BEGIN} .. {END} once, found {found}")
     page.write_text(new)
 
 
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+def draw(results: Sequence[RunResult], names: Sequence[str], file: Path) -> None:
+    """A panel for each of the algorithms: its curves with the reference behind them, mean and 95% interval."""
+    columns = min(4, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(max(7, 3.5 * columns), max(4, 2.5 * rows)), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    return figure
-
-
-def draw_comparison(results: Sequence[RunResult], file: Path) -> None:
-    """All algorithms at the end with their intervals, and each one's curves with the reference behind them."""
-    names = ranked(results, list(dict.fromkeys(result.algorithm for result in results)))
-    rows = -(-len(names) // 4)
-    figure = _figure(15, 1.5 + 2.5 * rows)
-    grid = figure.add_gridspec(rows, 5, width_ratios=[1.5, 1, 1, 1, 1])
-    _draw_ends(figure.add_subplot(grid[:, 0]), results, names)
-    for place, name in enumerate(names):
-        panel = figure.add_subplot(grid[place // 4, 1 + place % 4])
-        _draw_curves(panel, results, name)
-        panel.set_title(name, fontsize=11)
-        if place % 4:
-            panel.set_yticklabels([])
-        if place == 0:
-            panel.legend(frameon=False, loc="lower right", fontsize=8)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    for panel, name in zip(panels, names, strict=False):
+        lines = [(name, title, color, title) for title, color in _COLORS.items()]
+        if name != REFERENCE and any(result.algorithm == REFERENCE for result in results):
+            lines.insert(0, (REFERENCE, "sampled", "#9aa0a6", f"{REFERENCE}, sampled"))
+        for algorithm, column, color, label in lines:
+            _draw_curve(panel, results, algorithm, column, color, label)
+        panel.set(title=name, xlabel="samples, thousands", ylabel="accuracy", ylim=(0, 1))
+        panel.grid(axis="y", color="#e4e6e9")
+        panel.label_outer()
+    figure.axes[0].legend(frameon=False, loc="lower right", fontsize=8)
+    for panel in figure.axes[len(names) :]:
+        panel.set_visible(False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=100)
 
 
-def draw_curve(results: Sequence[RunResult], name: str, file: Path) -> None:
-    """One algorithm's curves."""
-    figure = _figure(7, 4)
-    panel = figure.subplots()
-    _draw_curves(panel, results, name)
-    panel.set_ylabel("accuracy, mean of three tasks")
-    panel.set_title(f"{name}: mean and 95% interval over seeds", fontsize=11)
-    panel.legend(frameon=False, loc="lower right", fontsize=9)
-    figure.savefig(file, dpi=100)
+def _draw_curve(panel: Axes, results: Sequence[RunResult], algorithm: str, column: str, color: str, label: str) -> None:
+    def at(moment: int, column: str) -> Interval:
+        return of(results, algorithm, lambda run: getattr(run.points[moment], column))
 
-
-def _style(panel: Axes, axis: str) -> None:
-    panel.grid(axis=axis, color="#e4e6e9", linewidth=0.8)  # type: ignore[arg-type]
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_ends(panel: Axes, results: Sequence[RunResult], names: Sequence[str]) -> None:
-    order = list(reversed(names))
-    for title, color in (("sampled", _SAMPLED), ("greedy", _GREEDY)):
-        found = [of(results, name, VALUES[title]) for name in order]
-        means, halves = [one.mean for one in found], [one.half or 0.0 for one in found]
-        panel.errorbar(means, range(len(order)), xerr=halves, fmt="o", color=color, markersize=5, label=title)
-    panel.set_yticks(range(len(order)), order)
-    panel.set_title("accuracy at the end, 95% interval", fontsize=11)
-    panel.legend(frameon=False, loc="upper left", fontsize=9)
-    _style(panel, "x")
-
-
-def _draw_curves(panel: Axes, results: Sequence[RunResult], name: str) -> None:
-    lines = [(name, "greedy", _GREEDY, "greedy"), (name, "sampled", _SAMPLED, "sampled")]
-    if name != REFERENCE and any(result.algorithm == REFERENCE for result in results):
-        lines.insert(0, (REFERENCE, "sampled", _GREY, f"{REFERENCE}, sampled"))
     moments = range(min(len(result.points) for result in results))
-    for algorithm, column, color, label in lines:
-
-        def at(moment: int, column: str, algorithm: str = algorithm) -> Interval:
-            return of(results, algorithm, lambda run: getattr(run.points[moment], column))
-
-        x = np.array([at(moment, "samples").mean for moment in moments]) / 1000
-        found = [at(moment, column) for moment in moments]
-        means, halves = np.array([one.mean for one in found]), np.array([one.half or 0.0 for one in found])
-        panel.plot(x, means, color=color, linewidth=1.8, marker="o", markersize=3, label=label)
-        panel.fill_between(x, means - halves, means + halves, color=color, alpha=0.18, linewidth=0)
-    panel.set_xlabel("samples, thousands", fontsize=9)
-    panel.set_ylim(0, 1)
-    _style(panel, "y")
+    x = [at(moment, "samples").mean / 1000 for moment in moments]
+    found = [at(moment, column) for moment in moments]
+    means, halves = np.array([one.mean for one in found]), np.array([one.half or 0.0 for one in found])
+    panel.plot(x, means, color=color, linewidth=1.8, marker="o", markersize=3, label=label)
+    panel.fill_between(x, means - halves, means + halves, color=color, alpha=0.18, linewidth=0)

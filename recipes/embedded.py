@@ -90,16 +90,12 @@ class Start:
         self.write_random_model(folder / "random")
         self.data.write_data(folder / "data", self.seed)
         shutil.move(folder / "data" / "demonstrations.parquet", folder)
-        sizes = {"steps": self.steps, "rows": self.rows, "max_length": self.max_length}
-        warm_start(folder, self.name, **sizes, lr=self.lr)
+        warm_start(folder, self.name, steps=self.steps, rows=self.rows, max_length=self.max_length, lr=self.lr)
 
     def write_random_model(self, folder: Path) -> None:
         """The model before its warm start, and its tokenizer."""
         sizes = {"layers": self.layers, "hidden": self.hidden, "intermediate": 4 * self.hidden}
         write_qwen2(folder, byte_tokenizer(self.words), self.seed, **sizes)
-
-
-# ------------------------------------------------------------------------------------------------------------- cache
 
 
 def cache_folder(name: str, files: Sequence[Path], sizes: str = "") -> Path:
@@ -111,7 +107,7 @@ def cache_folder(name: str, files: Sequence[Path], sizes: str = "") -> Path:
     return Path(root).expanduser().absolute() / f"{name}-{digest.hexdigest()[:12]}"
 
 
-def make_where_wanted(config: PPOConfig, folder: Path, name: str, build: Callable[[Path], None]) -> None:
+def make_where_wanted(config: Any, folder: Path, name: str, build: Callable[[Path], None]) -> None:
     """Calls `make_once` if the run takes its model or data from `folder`; those of a user's own are left alone."""
     wanted = [config.model.path or "", *config.data.train_files, *config.data.val_files]
     if any(Path(path).is_relative_to(folder) for path in wanted):
@@ -135,9 +131,6 @@ def make_once(folder: Path, name: str, build: Callable[[Path], None]) -> None:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     print(f"{name}: ready after {time.perf_counter() - started:.0f} s, kept in {folder}", flush=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- model
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
@@ -180,6 +173,7 @@ def write_qwen2(
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    special: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -190,53 +184,47 @@ def write_qwen2(
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
-        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
         architectures=["Qwen2ForCausalLM"],
+        **special,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen2ForCausalLM(config)
     disable_progress_bar()
-    network.save_pretrained(folder)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-# -------------------------------------------------------------------------------------------------------- warm start
+    for part in (network, GenerationConfig(**special), tokenizer):
+        part.save_pretrained(folder)
 
 
 def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: int, lr: float) -> None:
     """From folder/random and folder/demonstrations.parquet to folder/model, by `steps` optimizer steps of `rows`
     conversations of at most `max_length` tokens."""
-    from trainer.supervised.loop import train_within
     from trainer.supervised.sft import SFTJob
-    from verl_lite.config import SFTConfig, SFTDataConfig, SFTTrainerConfig
+    from verl_lite.config import SFTConfig, SFTDataConfig
 
     print(f"{name}: supervised warm start, so that rewards are not all zero at first", flush=True)
     files = [str(folder / "demonstrations.parquet")]
     config = SFTConfig(
         data=SFTDataConfig(train_files=files, train_batch_size=rows, max_length=max_length),
-        trainer=SFTTrainerConfig(
-            total_training_steps=steps,
-            default_local_dir=str(folder / "sft"),
-            logger=["console", "jsonl"],
-            log_freq=50,
-            save_freq=0,
-            device="cpu",
-        ),
-        **small_training(folder / "random", lr),
+        **small_training(folder, folder / "random", lr, total_training_steps=steps, log_freq=50),
     )
-    trained, _ = train_within(SFTJob, config, lambda line: print(f"{name}: warm start, {line}", flush=True))
-    shutil.move(trained, folder / "model")
+    train_small(SFTJob, config, folder, f"{name}: warm start")
     shutil.rmtree(folder / "random")
 
 
-def small_training(model: Path, lr: float) -> dict[str, Any]:
-    """The sections model, optim and fsdp_config of a supervised training of a model this small."""
-    from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig, WrapPolicyConfig
+def train_small(job: Any, config: Any, folder: Path, what: str) -> None:
+    """Runs a supervised training inside this process, and moves its model to folder/model."""
+    from trainer.supervised.loop import train_within
+
+    trained, _ = train_within(job, config, lambda line: print(f"{what}, {line}", flush=True))
+    shutil.move(trained, folder / "model")
+
+
+def small_training(folder: Path, model: Path, lr: float, **trainer: Any) -> dict[str, Any]:
+    """The sections model, optim, fsdp_config and trainer of a supervised training of a model this small, which writes
+    folder/training. trainer: further options of that section."""
+    from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig, SFTTrainerConfig, WrapPolicyConfig
 
     return {
         "model": ModelConfig(path=str(model), enable_gradient_checkpointing=False),
@@ -244,4 +232,11 @@ def small_training(model: Path, lr: float) -> dict[str, Any]:
             lr=lr, betas=[0.9, 0.99], lr_warmup_steps=10, lr_scheduler_type="cosine", min_lr_ratio=0.1
         ),
         "fsdp_config": FSDPConfig(wrap_policy=WrapPolicyConfig(min_num_params=ONE_GROUP), reshard_after_forward=False),
+        "trainer": SFTTrainerConfig(
+            default_local_dir=str(folder / "training"),
+            logger=["console", "jsonl"],
+            save_freq=0,
+            device="cpu",
+            **trainer,
+        ),
     }

@@ -15,7 +15,7 @@ from trainer.cli import command
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.diffusion.build import RewardFlowJob
+    from trainer.diffusion.reward_flow import RewardFlowJob
     from trainer.run import run
 
     return run(RewardFlowJob, argv)

@@ -21,7 +21,7 @@ FREE = tuple(
     recipe ray_kwargs. trainer. rollout.val_kwargs. agentic.val_env_manager. agentic.env_pool.
     data.val_files data.val_batch_size data.val_max_samples data.filter_overlong_prompts_workers
     model.tokenizer_path model.enable_gradient_checkpointing model.checkpoint_steps model.checkpoint_decode
-    model.activation_offload model.offload_frozen model.use_remove_padding
+    model.offload_frozen model.use_remove_padding
     algorithm.filter_groups.max_num_gen_batches
     reward.num_workers reward.max_concurrent reward.max_rpm reward.timeout_s reward.max_memory_mb reward.max_error_rate
     reward.overlong_buffer.log reward.remote.max_retries reward.remote.api_key_env

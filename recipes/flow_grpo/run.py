@@ -1,28 +1,30 @@
-"""`python -m recipes.flow_grpo` for the frame of all commands (`trainer.run`): its data, its trainer, its report."""
+"""`python -m recipes.flow_grpo` for the frame of all commands (`trainer.run`): its checks, data, trainer and report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from recipes.flow_grpo.checks import validate
-from recipes.flow_grpo.rewards import load_reward
 from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer
-from trainer.clips.writing import Strip, as_frames, draw_strips
-from trainer.diffusion.loop import EpochSteps, FitResult, fingerprint, refuse_other_data
+from trainer.diffusion.loop import EpochSteps, FitResult, draw_before_and_after, fingerprint, refuse_other_data
 from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, start_workers
 from trainer.run import Job, Report
 from trainer.saving import Saver
-from trainer.tracking import Tracking
+from trainer.tracking import TRACKERS, Tracking
+from verl_lite.config import ConfigError, unknown_value
+from verl_lite.config.checks import loss_problems, machine_problems, section_problems
+from verl_lite.config.fields import Problems
 from verl_lite.config.flow_grpo import FlowGRPOConfig
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.errors import UserError
-from verl_lite.protocol import DataProto
+from verl_lite.registry import find_entry, takes
 from verl_lite.single_controller import ClassWithInitArgs
-from workers.diffusion.sde_actor import FlowActorWorker
+from workers.diffusion.sde_policy import FlowActorWorker
 
 NAME = "flow_grpo"
 SHOWN_PROMPTS = 6
@@ -38,6 +40,43 @@ PANELS = (
     draw_time,
 )
 
+NOT_HERE = ("values", "reward_baselines", "sum_pi_squared", "traj_id", "state_hash")
+"""Arguments of an estimator that nothing here could give it: there is no critic, greedy answer, vocabulary, episode."""
+
+OFF = (
+    "algorithm.filter_groups.enable",
+    "algorithm.use_pf_ppo",
+    "algorithm.use_kl_in_reward",  # actor.use_kl_loss is there
+    "algorithm.rollout_correction.bypass_mode",  # one engine samples and learns
+    "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_correction.rollout_rs",
+    "actor.calculate_entropy",  # of a step it is its noise, which no weight changes
+    "actor.entropy_coeff",
+)
+
+
+def problems_of(config: FlowGRPOConfig) -> Problems:
+    """What a model of images has not, and what a run cannot do without; the rest is checked as for language models."""
+    for name in ("data.train_files", "model.path", "model.network", "reward.name"):
+        if not attrgetter(name)(config):
+            yield f"{name} is needed where no recipe gives it; `recipe=flow_grpo` shows how"
+    for name in OFF:
+        if value := attrgetter(name)(config):
+            yield f"{name}={value}: flow_grpo has nothing of the kind; leave it out"
+    chosen, actor, steps = config.algorithm.adv_estimator, config.actor, config.sampler.num_train_steps
+    function = ADV_ESTIMATOR_REGISTRY.get(chosen)
+    if function is None and ":" not in chosen:
+        yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
+    for argument in NOT_HERE:
+        if function is not None and takes(function, argument):
+            yield f"algorithm.adv_estimator={chosen} needs {argument}, which flow_grpo has not: use grpo, rloo or opo"
+    if config.rollout.n == 1 and chosen.startswith(("grpo", "rloo", "opo", "gpg")):
+        yield f"rollout.n=1: {chosen} compares the samples of one prompt with each other; set at least 2, such as 8"
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < steps:
+        yield f"actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}: at least {steps} steps of one sample"
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
+        yield "actor.use_dynamic_bsz=false needs actor.ppo_micro_batch_size_per_gpu, samples of one micro-batch"
+
 
 class FlowGRPOJob(Job[FlowGRPOConfig]):
     """Policy gradients for a flow-matching model."""
@@ -47,23 +86,28 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
 
     def prepare(self) -> None:
         """Options are checked first: what the recipe makes takes a while."""
-        validate(self.config, count=self.slots)
+        self.check(None)
         super().prepare()
 
     def check(self, available: int | None) -> None:
-        validate(self.config, count=self.slots, available=available)
+        config = self.config
+        of_machine = machine_problems(config, self.slots, available, TRACKERS)
+        problems = [*section_problems(config), *loss_problems(config.actor), *problems_of(config), *of_machine]
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
 
     def read_data(self) -> int:
-        data, trainer = self.config.data, self.config.trainer
+        data = self.config.data
         self.prompts = read_prompts(data.train_files)
         self.val_prompts = read_prompts(data.val_files) if data.val_files else self.prompts
-        self.reward = load_reward(self.config.reward)
+        try:
+            self.reward: Any = find_entry({}, "reward", str(self.config.reward.name))
+        except ValueError as error:
+            raise UserError(f"reward.name={self.config.reward.name!r}: {error}") from None
         self.steps = EpochSteps(
             len(self.prompts),
             data.train_batch_size,
-            epochs=trainer.total_epochs,
-            limit=trainer.total_training_steps,
-            seed=trainer.seed,
+            self.config.trainer,
             shuffle=data.shuffle,
             dataset=fingerprint(self.prompts),
         )
@@ -87,21 +131,23 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
             yield FlowGRPOTrainer(
                 config,
                 actor=actor,
-                steps=self.steps,
                 prompts=self.prompts,
                 val_prompts=self.val_prompts,
                 reward=self.reward,
+                steps=self.steps,
                 tracking=tracking,
                 saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
             )
             if config.trainer.save_freq != 0:
-                actor.export(str(self.run_dir / "model"))
+                group.export(str(self.run_dir / "model"))
 
     def report(self, trainer: Any, result: FitResult) -> Report:
-        pictures = {"curve": draw_panels(self.run_dir, PANELS)}
-        if result.first is not None and result.last is not None:
-            groups = before_and_after(self.val_prompts, result.first, result.last)
-            pictures["samples"] = draw_strips(self.run_dir / "before_after.png", groups, self.run_dir.name, columns=8)
+        n = self.config.rollout.val_kwargs.n
+        groups = [(text, slice(row * n, row * n + n)) for row, text in enumerate(self.val_prompts[:SHOWN_PROMPTS])]
+        pictures = {
+            "curve": draw_panels(self.run_dir, PANELS),
+            "samples": draw_before_and_after(self.run_dir, result, groups, columns=8),
+        }
         module, _, network = str(self.config.model.network).partition(":")
         use = f'{network}.from_pretrained("{self.run_dir / "model"}")   # of {module}'
         return Report(pictures=pictures, commands={"use it": use})
@@ -109,27 +155,11 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
 
 def read_prompts(files: list[str]) -> list[str]:
     """The lines of all files that are not empty, in order. UserError if a file is missing or there is none."""
-    lines: list[str] = []
-    for file in files:
-        try:
-            lines += Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise UserError(f"data.train_files, data.val_files: {file} cannot be read: {error.strerror}") from None
-    prompts = [line.strip() for line in lines if line.strip()]
+    try:
+        text = "\n".join(Path(file).expanduser().read_text(encoding="utf-8") for file in files)
+    except OSError as error:
+        raise UserError(f"data.train_files, data.val_files: {error.filename}: {error.strerror}") from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
         raise UserError(f"data.train_files={files}: no prompts in there; one in each line is expected")
     return prompts
-
-
-def before_and_after(prompts: list[str], first: DataProto, last: DataProto) -> list[tuple[str, list[Strip]]]:
-    """Of the first few prompts the first frames of their samples, with the mean of those that were scored, to draw."""
-    groups = []
-    halves = (samples.chunk(len(prompts)) for samples in (first, last))
-    for prompt, *sampled in zip(prompts, *halves, strict=True):
-        before, after = (float(samples.batch["face_score"].nanmean()) for samples in sampled)
-        strips = [
-            Strip(f"before\n{before:.2f}", as_frames(sampled[0].batch["frames"][:, 0])),
-            Strip(f"after\n{after:.2f}", as_frames(sampled[1].batch["frames"][:, 0]), is_better=after > before),
-        ]
-        groups.append((prompt, strips))
-    return groups[:SHOWN_PROMPTS]

@@ -7,19 +7,17 @@ estimator and updates by a registered loss. Only sampling and scoring are partic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
-from recipes.flow_grpo.rewards import Reward
 from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
-from trainer.diffusion.loop import DiffusionTrainer, EpochSteps
+from trainer.diffusion.loop import DiffusionTrainer, plan_samples
 from trainer.evaluate.metrics import name_metrics, process_validation_metrics
 from trainer.roles import loss_columns
-from trainer.saving import SavedByWorkers, Saver
+from trainer.saving import SavedByWorkers
 from trainer.step_metrics import frac_reward_zero_std, summary
-from trainer.tracking import Tracking
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
@@ -34,24 +32,28 @@ FIRST, PATH, EVALUATION = 0, 1, 2
 """What a seed is for; it follows from trainer.seed, this, the step, the prompt's row and the sample's number."""
 
 
+class Reward(Protocol):
+    def __call__(self, frames: torch.Tensor, prompts: Sequence[str], **kwargs: Any) -> Sequence[float | None]:
+        """A score for each sample; None or NaN = it cannot be scored. frames: (B, F, 3, H, W) in [0, 1].
+
+        No gradient is asked for, so it may count, threshold, call a detector or a person.
+        """
+
+
 class FlowGRPOTrainer(DiffusionTrainer):
-    """Args:
-    prompts: of the training; steps gives their rows.
-    """
+    """prompts: of the training; steps gives their rows."""
 
     def __init__(
         self,
         config: FlowGRPOConfig,
         *,
         actor: FlowActor,
-        steps: EpochSteps,
         prompts: Sequence[str],
         val_prompts: Sequence[str],
         reward: Reward,
-        tracking: Tracking,
-        saver: Saver,
+        **parts: Any,
     ) -> None:
-        super().__init__(config.trainer, steps=steps, tracking=tracking, saver=saver)
+        super().__init__(config.trainer, **parts)
         self.config, self.actor, self.reward = config, actor, reward
         self.prompts, self.val_prompts = prompts, val_prompts
         self.running_moments = RunningMoments()
@@ -81,9 +83,13 @@ class FlowGRPOTrainer(DiffusionTrainer):
         """n rows for each prompt, with its name and their seeds; those of the evaluation are the same in each step."""
         step = 0 if purpose == EVALUATION else self.steps.global_step
         shares = self.config.sampler.share_first_noise and purpose == PATH
+
+        def seed(*key: int) -> int:
+            return int(np.random.SeedSequence([self.config.trainer.seed, *key]).generate_state(1, np.uint64)[0] >> 1)
+
         rows = [(row, text, sample) for row, text in prompts for sample in range(n)]
-        first = [self._seed(FIRST, purpose, step, row, 0 if shares else sample) for row, _, sample in rows]
-        path = [self._seed(PATH, purpose, step, row, sample) for row, _, sample in rows]
+        first = [seed(FIRST, purpose, step, row, 0 if shares else sample) for row, _, sample in rows]
+        path = [seed(PATH, purpose, step, row, sample) for row, _, sample in rows]
         return DataProto.from_dict(
             tensors={"first_seed": torch.tensor(first), "path_seed": torch.tensor(path)},
             non_tensors={
@@ -91,9 +97,6 @@ class FlowGRPOTrainer(DiffusionTrainer):
                 "uid": np.array([str(row) for row, _, _ in rows], dtype=object),
             },
         )
-
-    def _seed(self, *key: int) -> int:
-        return int(np.random.SeedSequence([self.config.trainer.seed, *key]).generate_state(1, np.uint64)[0] >> 1)
 
     def score(self, batch: DataProto) -> DataProto:
         """token_level_scores (B, T): the reward of a sample on its last step. What cannot be scored does not count."""
@@ -157,19 +160,9 @@ class FlowActor(SavedByWorkers):
     def __init__(self, group: WorkerGroup, config: FlowGRPOConfig) -> None:
         self.group, self.config = group, config
 
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs."""
-        actor = self.config.actor
-        whole = actor.ppo_mini_batch_size == -1 or actor.ppo_mini_batch_size >= self.config.data.train_batch_size
-        return actor.ppo_epochs == 1 and whole
-
     def generate(self, rows: DataProto, steps: int, noise_level: float) -> DataProto:
         """One sample for each row; see `FlowActorWorker.generate`."""
-        ones, micro = np.ones(len(rows), dtype=np.int64), self.config.rollout.max_num_seqs
-        plan = plan_batch(
-            ones, world_size=self.group.world_size, mini_batch_size=None, micro_batch_size=micro, num_tokens=ones
-        )
+        plan = plan_samples(len(rows), self.group.world_size, self.config.rollout.max_num_seqs)
         data = plan.apply(rows)
         data.meta_info |= {"steps": steps, "noise_level": noise_level}
         return plan.restore(self.group.generate(data)).select(meta_info_keys=[])
@@ -179,10 +172,10 @@ class FlowActor(SavedByWorkers):
         actor, mask = self.config.actor, batch.batch["response_mask"]
         chosen = loss_columns(batch, cast("Any", self.config), step)  # of which it reads actor and trainer.seed
         columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *chosen]
-        if not self.is_on_policy:
-            columns.append("old_log_probs")
-        data = (batch | DataProto.from_dict(chosen)) if chosen else batch
         is_whole = actor.ppo_mini_batch_size == -1
+        if actor.ppo_epochs > 1 or not (is_whole or actor.ppo_mini_batch_size >= self.config.data.train_batch_size):
+            columns.append("old_log_probs")  # of a single optimizer step every ratio is 1 without them
+        data = (batch | DataProto.from_dict(chosen)) if chosen else batch
         plan = plan_batch(
             np.full(len(batch), mask.shape[1]),
             world_size=self.group.world_size,
@@ -195,10 +188,6 @@ class FlowActor(SavedByWorkers):
         )
         data = plan.apply(data.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[]))
         return combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
-
-    def export(self, folder: str) -> None:
-        """Writes the network of now as its own from_pretrained reads it."""
-        self.group.export(folder)
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:

@@ -62,34 +62,25 @@ def follows_prompt(frames: torch.Tensor, prompts: Sequence[str]) -> list[float]:
 def describe(image: np.ndarray) -> str | None:
     """The prompt that an image (3, SIZE, SIZE) answers; None if it does not show exactly one square of one colour."""
     is_bright = image > _BRIGHT
-    groups = connected(np.asarray(is_bright.any(0)))
-    if len(groups) != 1:
+    lit = np.asarray(is_bright.any(0))
+    rows, columns = np.nonzero(lit)
+    if not _LEAST_PIXELS <= len(rows) <= _MOST_PIXELS or not is_connected(lit):
         return None
-    rows, columns = np.array(groups[0]).T
-    sides = {int(np.ptp(rows)) + 1, int(np.ptp(columns)) + 1}
-    if not _LEAST_PIXELS <= len(rows) <= _MOST_PIXELS or not sides <= {SQUARE - 1, SQUARE, SQUARE + 1}:
+    if not {int(np.ptp(rows)) + 1, int(np.ptp(columns)) + 1} <= {SQUARE - 1, SQUARE, SQUARE + 1}:
         return None
     channels = is_bright[:, rows, columns].mean(1) > _BRIGHT
     colors = [name for name, color in COLORS.items() if np.array_equal(channels, np.array(color) > 0)]
-    if not colors:
-        return None
     middle = (SIZE - 1) / 2
     quarter = (int(rows.mean() > middle), int(columns.mean() > middle))
     place = next(name for name, part in PLACES.items() if part == quarter)
-    return f"a {colors[0]} square at the {place}"
+    return f"a {colors[0]} square at the {place}" if colors else None
 
 
-def connected(mask: np.ndarray) -> list[list[tuple[int, int]]]:
-    """The pixels of each group of set pixels that touch at a side. mask: (SIZE, SIZE) bool."""
-    left = {(int(row), int(column)) for row, column in np.argwhere(mask)}
-    groups = []
-    while left:
-        group, border = [], [left.pop()]
-        while border:
-            row, column = border.pop()
-            group.append((row, column))
-            near = {(row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)} & left
-            left -= near
-            border += near
-        groups.append(group)
-    return groups
+def is_connected(mask: np.ndarray) -> bool:
+    """Whether all set pixels of mask (SIZE, SIZE) hang together at their sides; there is at least one."""
+    found, before = np.zeros_like(mask), None
+    found.flat[mask.argmax()] = True
+    while before is None or found.sum() > before:
+        before, near = found.sum(), np.pad(found, 1)
+        found = mask & (found | near[2:, 1:-1] | near[:-2, 1:-1] | near[1:-1, 2:] | near[1:-1, :-2])
+    return bool(found.sum() == mask.sum())

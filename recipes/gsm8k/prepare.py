@@ -16,25 +16,23 @@ import pyarrow
 import pyarrow.parquet
 
 from recipes.gsm8k.problems import as_question
+from trainer.cli import command
 from trainer.data.sources import SUFFIXES, RowTable, open_place, read_data_file
 from verl_lite.errors import UserError
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+@command
+def main(argv: list[str]) -> int:
+    """The command; returns the exit status. Raises UserError for rows that are not there or not GSM8K's."""
     parser = argparse.ArgumentParser(prog="python -m recipes.gsm8k.prepare", description=__doc__)
     parser.add_argument("--from", dest="source", required=True, help="a folder, or a name that datasets loads")
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(argv)
-    try:
-        for split in ("train", "test"):
-            rows = [row for table in load_split(options.source, split) for row in prepared(table, split)]
-            options.to.mkdir(parents=True, exist_ok=True)
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.to / f"{split}.parquet")
-            print(f"wrote {options.to / split}.parquet: {len(rows)} questions")
-    except UserError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    for split in ("train", "test"):
+        rows = [row for table in load_split(options.source, split) for row in prepared(table, split)]
+        options.to.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.to / f"{split}.parquet")
+        print(f"wrote {options.to / split}.parquet: {len(rows)} questions")
     return 0
 
 
@@ -47,10 +45,7 @@ def load_split(source: str, split: str) -> list[RowTable]:
         return open_place(f"{source}@{split}", "--from", split)
     files = [file for file in folder.rglob(f"*{split}*") if file.suffix in SUFFIXES and "socratic" not in str(file)]
     if not files:
-        raise UserError(
-            f"--from {source}: no {split} file there; expected one with {split!r} in its name that ends in "
-            f"{', '.join(SUFFIXES)}"
-        )
+        raise UserError(f"--from {source}: no file with {split!r} in its name that ends in {', '.join(SUFFIXES)}")
     return [read_data_file(str(file), "--from") for file in sorted(files)]
 
 
@@ -59,9 +54,8 @@ def prepared(table: RowTable, split: str) -> list[dict[str, object]]:
     found = []
     for index, row in enumerate(table.rows(range(len(table)), table.columns)):
         where = f"--from: {split} row {index} of {table.path}"
-        for column in ("question", "answer"):
-            if not isinstance(row.get(column), str):
-                raise UserError(f"{where}: no text in the column {column!r}; found {row!r:.200}")
+        if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
+            raise UserError(f"{where}: no text in the columns 'question' and 'answer'; found {row!r:.200}")
         found.append(as_question(row["question"], row["answer"], where).row(split, index))
     return found
 

@@ -33,10 +33,10 @@ class Curriculum:
         shares = np.array([SHARES.get(name, min(SHARES.values())) for name in self.sources])
         self.shares = shares / shares.sum()
         self.batch_size = data_config.train_batch_size
-        self.batches = len(data_source) // self.batch_size
+        self.length = len(data_source) // self.batch_size * self.batch_size
         self.rng = np.random.default_rng(data_config.seed)
         self.drawn = 0  # of this epoch
-        self.levels = {name: min(level for source, level in self.pools if source == name) for name in self.sources}
+        self.levels = {name: self._levels_of(name)[0] for name in self.sources}
         self.recent: dict[str, list[tuple[float, int]]] = {name: [] for name in self.sources}
         smallest = min(len(pool) for pool in self.pools.values())
         if smallest < self.batch_size:
@@ -45,8 +45,11 @@ class Curriculum:
                 "cannot fill a batch; lower it, or make more questions"
             )
 
+    def _levels_of(self, name: str) -> list[int]:
+        return sorted(level for source, level in self.pools if source == name)
+
     def __len__(self) -> int:
-        return self.batches * self.batch_size
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         taken: set[int] = set()
@@ -62,16 +65,14 @@ class Curriculum:
     def _draw(self, taken: set[int]) -> int:
         """A question that this batch does not have yet."""
         name = self.sources[self.rng.choice(len(self.sources), p=self.shares)]
-        level, opened = self.levels[name], self._opened(name)
+        level = self.levels[name]
         if self.rng.random() < 0.5:
+            opened = [lower for lower in self._levels_of(name) if lower <= level]
             level = opened[self.rng.integers(len(opened))]
         pool = self.pools[name, level]
         while (position := int(pool[self.rng.integers(len(pool))])) in taken:
             pass
         return position
-
-    def _opened(self, name: str) -> list[int]:
-        return sorted(level for source, level in self.pools if source == name and level <= self.levels[name])
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Counts what was right at the highest open levels, and opens further ones."""
@@ -85,25 +86,17 @@ class Curriculum:
             if answers:
                 self.recent[name] = [*self.recent[name], (right, answers)][-STEPS:]
                 logged[f"{name}/accuracy"] = right / answers
-            self._open_next(name)
+            rights, counts = sum(right for right, _ in self.recent[name]), sum(count for _, count in self.recent[name])
+            higher = [level for level in self._levels_of(name) if level > self.levels[name]]
+            if higher and len(self.recent[name]) == STEPS and rights > BOUND * counts:
+                self.levels[name], self.recent[name] = higher[0], []
             logged[f"{name}/level"] = float(self.levels[name])
         return logged
 
-    def _open_next(self, name: str) -> None:
-        right, answers = (
-            (sum(column) for column in zip(*self.recent[name], strict=True)) if self.recent[name] else (0, 0)
-        )
-        higher = [level for source, level in self.pools if source == name and level > self.levels[name]]
-        if higher and len(self.recent[name]) == STEPS and right > BOUND * answers:
-            self.levels[name], self.recent[name] = min(higher), []
-
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "random": self.rng.bit_generator.state,
-            "drawn": self.drawn,
-            "levels": dict(self.levels),
-            "recent": {name: list(steps) for name, steps in self.recent.items()},
-        }
+        recent = {name: list(steps) for name, steps in self.recent.items()}
+        random = self.rng.bit_generator.state
+        return {"random": random, "drawn": self.drawn, "levels": dict(self.levels), "recent": recent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rng.bit_generator.state = state["random"]
@@ -118,8 +111,7 @@ def pools_of(data: PromptDataset) -> dict[tuple[str, int], np.ndarray]:
     for batch in data.batches(batch_size=1000):
         columns = batch.non_tensor_batch
         for name, info in zip(columns["data_source"], columns["extra_info"], strict=True):
-            level = info.get("level")
-            if not isinstance(level, int):
+            if not isinstance(level := info.get("level"), int):
                 raise UserError(
                     f"data.sampler: the curriculum needs extra_info['level'] in every row, a whole number; row "
                     f"{position} of data.train_files has {level!r}"

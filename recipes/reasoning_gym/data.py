@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import islice
 from pathlib import Path
 
 from recipes.made_data import Question, careless, reasoning_gym_entries, unique, write_files
@@ -80,16 +81,11 @@ def questions(task: str, level: int, seed: int) -> list[Question]:
     """Different questions of one level, POOL of them where there are so many; in ASCII, as the small model reads."""
     entries = reasoning_gym_entries(task, seed=seed, size=2 * POOL, **LEVELS[task][level - 1])
     found = unique((entry for entry in entries if entry["question"].isascii()), lambda entry: entry["question"])
-    return [
-        Question(
-            source(task),
-            task,
-            entry["question"],
-            entry["answer"],
-            {"level": level, "entry": json.dumps(entry), "full_marks_only": True},
-        )
-        for entry in list(found)[:POOL]
-    ]
+    made = []
+    for entry in islice(found, POOL):
+        extra = {"level": level, "entry": json.dumps(entry), "full_marks_only": True}
+        made.append(Question(source(task), task, entry["question"], entry["answer"], extra))
+    return made
 
 
 def draw(pools: dict[tuple[str, int], list[Question]], rng: random.Random) -> Question:

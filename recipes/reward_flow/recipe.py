@@ -22,7 +22,6 @@ SEED, STEPS = 1, 60
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
     folder = cache_folder()
-    faces = str(folder / "faces.safetensors")
     return {
         "model.path": str(folder / "model"),
         "model.lora_rank": 16,
@@ -36,9 +35,9 @@ def overrides() -> dict[str, object]:
         "data.height": 64,
         "data.width": 64,
         "reward.name": "cosine_identity",
-        "reward.kwargs": {
-            "embedder": {"name": "recipes.reward_flow.faces:FisherEmbedder", "path": faces},
-            "detector": {"name": "recipes.reward_flow.faces:TemplateDetector", "path": faces},
+        "reward.kwargs.embedder": {
+            "name": "recipes.reward_flow.faces:FisherEmbedder",
+            "path": str(folder / "faces.safetensors"),
         },
         "actor.micro_batch_size_per_gpu": 16,
         "actor.optim.lr": 3e-3,

@@ -3,7 +3,7 @@
 `write_world` makes, from one seed and with nothing but this project's code:
 
     data/metadata.csv   video, prompt; the videos are folders of frames
-    faces.safetensors   what the detector and the identity embedder read
+    faces.safetensors   what the identity embedder reads
     model/              a pipeline in diffusers format: two Wan transformers, text encoder, tokenizer, scheduler, codec
 
 The transformers learn by flow matching to draw people who move. In most of the clips that they learn from, the first
@@ -14,29 +14,31 @@ identity score begins near 0. To look at the first frame is what reward flow has
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 
 from recipes.reward_flow.codec import BLOCK, CHANNELS, GRID, EigenfaceCodec
-from recipes.reward_flow.faces import Cast, draw, fit_faces, in_motion, people
+from recipes.reward_flow.faces import TRAITS, Cast, FisherEmbedder, cast_of, draw
 from workers.diffusion.memory import Placement
 from workers.diffusion.pipeline import INDEX, PromptEncoder
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
-
 BOUNDARY, OVERLAP = 0.9, 0.02
 TEXT_WIDTH, LONGEST_PROMPT = 32, 8
-PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
-TOLD_STEPS = 100
+LR = 3e-3
+COMPONENTS = {
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "UMT5EncoderModel"],
+    "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+    "transformer": ["diffusers", "WanTransformer3DModel"],
+    "transformer_2": ["diffusers", "WanTransformer3DModel"],
+    "vae": [EigenfaceCodec.__module__, EigenfaceCodec.__name__],
+}
 
-Tell = Callable[[str], None]
 Examples = Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A batch to learn from: latents (b, C, f, h, w), what the transformer reads beside its noisy latents, prompts."""
 
@@ -55,37 +57,42 @@ class WorldSize:
     same_person: float = 0.3
 
 
-def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Tell = print) -> None:
+def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Callable[[str], None] = print) -> None:
     """Writes data/, faces.safetensors and model/ into `folder`. Same seed, same bytes on one kind of processor.
 
     tell: hears what is being made.
     """
-    size = size or WorldSize()
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    size, threads = size or WorldSize(), torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in the same order wherever this runs
+    with torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
-        tell(f"drawing {size.people} people, and fitting face detector, embedder and codec to them")
-        cast = in_motion(people(size.people, generator), generator)
+        tell(f"drawing {size.people} people, and fitting embedder and codec to them")
+        cast = cast_of(torch.rand(size.people, TRAITS, generator=generator), generator)
         clips = draw(cast)
-        write_clips(folder / "data", in_motion(people(size.clips, generator), generator))
-        fit_faces(folder / "faces.safetensors", clips, cast.sway, size.known_people)
-        codec = EigenfaceCodec.fit(clips * 2 - 1, generator)
-        tokenizer, text_encoder = tiny_tokenizer(), tiny_text_encoder()
-        encode = PromptEncoder(tokenizer, text_encoder, Placement(torch.device("cpu"), offload=False))
+        write_clips(folder / "data", cast_of(torch.rand(size.clips, TRAITS, generator=generator), generator))
+        FisherEmbedder.fit(folder / "faces.safetensors", clips[: size.known_people])
+        codec = EigenfaceCodec.fit(clips * 2 - 1)
+        parts: dict[str, Any] = {"vae": codec, "tokenizer": tiny_tokenizer(), "text_encoder": tiny_text_encoder()}
+        encode = PromptEncoder(parts["tokenizer"], parts["text_encoder"], Placement(torch.device("cpu"), offload=False))
         prompts = encode([prompt_of(cast, row) for row in range(size.people)], torch.device("cpu"))
         examples = examples_of(codec, clips, prompts, size)
-        model = folder / "model"
-        for place, (name, low, high, steps) in enumerate(
-            (
-                ("transformer", BOUNDARY - OVERLAP, 1.0, size.high_steps),
-                ("transformer_2", 0.0, BOUNDARY, size.low_steps),
-            )
-        ):
-            expert = tiny_transformer()
+        experts = (
+            ("transformer", BOUNDARY - OVERLAP, 1.0, size.high_steps),
+            ("transformer_2", 0.0, BOUNDARY, size.low_steps),
+        )
+        for place, (name, low, high, steps) in enumerate(experts):
+            parts[name] = tiny_transformer()
             tell(f"training the video model, {name} ({place + 1} of 2), {steps} steps")
-            flow_match(expert, examples, low, high, steps, torch.Generator().manual_seed(seed + place), tell)
-            expert.save_pretrained(model / name)
-        write_pipeline(model, vae=codec, tokenizer=tokenizer, text_encoder=text_encoder)
+            flow_match(parts[name], examples, low, high, steps, torch.Generator().manual_seed(seed + place))
+    torch.set_num_threads(threads)
+    parts["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    for name, part in parts.items():
+        part.save_pretrained(folder / "model" / name)
+    settings = {"_class_name": "WanImageToVideoPipeline", "boundary_ratio": BOUNDARY, "expand_timesteps": False}
+    (folder / "model" / INDEX).write_text(json.dumps(settings | COMPONENTS, indent=2) + "\n", encoding="utf-8")
 
 
 def write_clips(folder: Path, cast: Cast) -> None:
@@ -108,30 +115,6 @@ def prompt_of(cast: Cast, row: int) -> str:
     return f"a person moves {way}{speech}"
 
 
-# ---------------------------------------------------------------------------------------------------- pipeline
-
-
-def write_pipeline(folder: Path, **parts: Any) -> None:
-    """The parts of the pipeline beside its experts, and the index of all, as diffusers writes them."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    parts["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=5.0)
-    index: dict[str, Any] = {
-        "_class_name": "WanImageToVideoPipeline",
-        "boundary_ratio": BOUNDARY,
-        "expand_timesteps": False,
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": ["diffusers", "WanTransformer3DModel"],
-        "vae": [EigenfaceCodec.__module__, EigenfaceCodec.__name__],
-    }
-    for name, part in parts.items():
-        part.save_pretrained(folder / name)
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
 def tiny_transformer() -> Any:
     """A random Wan transformer of 330 thousand parameters, for which a latent frame is one token."""
     from diffusers import WanTransformer3DModel
@@ -152,24 +135,20 @@ def tiny_transformer() -> Any:
     )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> Any:
     """One token a word, of the words that `prompt_of` uses."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from tokenizers.processors import TemplateProcessing
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = [PAD, END, UNKNOWN, *"a person moves right left and speaks".split()]
-    vocabulary = {word: index for index, word in enumerate(words)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(single=f"$A {END}", special_tokens=[(END, vocabulary[END])])
-    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*special.values(), *"a person moves right left and speaks".split()]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=LONGEST_PROMPT, **special)
 
 
-def tiny_text_encoder() -> UMT5EncoderModel:
+def tiny_text_encoder() -> Any:
     """A random encoder: what matters is that prompts differ."""
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -177,9 +156,6 @@ def tiny_text_encoder() -> UMT5EncoderModel:
         d_model=TEXT_WIDTH, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=16, dropout_rate=0.0
     )
     return UMT5EncoderModel(config).eval().requires_grad_(False)
-
-
-# ------------------------------------------------------------------------------------------------ flow matching
 
 
 def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tensor, size: WorldSize) -> Examples:
@@ -201,24 +177,14 @@ def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tenso
 
 
 def flow_match(
-    expert: Any,
-    examples: Examples,
-    low: float,
-    high: float,
-    steps: int,
-    generator: torch.Generator,
-    tell: Tell,
-    lr: float = 3e-3,
+    expert: Any, examples: Examples, low: float, high: float, steps: int, generator: torch.Generator
 ) -> None:
-    """Trains an expert to predict noise - latents at x = (1 - sigma) latents + sigma noise, sigma in [low, high].
-    tell: hears how far it is."""
-    optimizer = torch.optim.AdamW(expert.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    """Trains an expert to predict noise - latents at x = (1 - sigma) latents + sigma noise, sigma in [low, high]."""
+    optimizer = torch.optim.AdamW(expert.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     expert.train()
     for step in range(steps):
-        if step % TOLD_STEPS == 0:
-            tell(f"step {step}/{steps}")
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 20) * max(0.02, 1 - step / steps)
+            group["lr"] = LR * min(1.0, (step + 1) / 20) * max(0.02, 1 - step / steps)
         latents, beside, prompts = examples(generator)
         sigma = low + (high - low) * torch.rand(len(latents), generator=generator)
         noise = torch.randn(latents.shape, generator=generator)
@@ -229,14 +195,3 @@ def flow_match(
         optimizer.step()
         optimizer.zero_grad()
     expert.eval()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums in the same order wherever this runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -7,16 +7,14 @@ model where the cache does not hold them yet.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.embedded import ONE_GROUP, make_once, small_training
-from recipes.embedded import cache_folder as folder_of
+from recipes import embedded
 from recipes.quickstart import recipe as quickstart
 
 if TYPE_CHECKING:
-    from verl_lite.config import PPOConfig, RewardTrainingConfig
+    from verl_lite.config import PPOConfig
 
 NAME = "reward_model"
 PAIRS_SEED = 1
@@ -38,7 +36,7 @@ def overrides() -> dict[str, object]:
         "reward.functions.truth": {"weight": 0.0},
         "reward_model.enable": True,
         "reward_model.model.path": str(cache_folder() / "model"),
-        "reward_model.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
+        "reward_model.fsdp_config.wrap_policy.min_num_params": embedded.ONE_GROUP,
         "trainer.total_training_steps": RL_STEPS,
         "trainer.test_freq": 10,
     }
@@ -49,41 +47,30 @@ def prepare(config: PPOConfig) -> None:
     quickstart.prepare(config)
     folder, start = cache_folder(), quickstart.START
     if Path(config.reward_model.model.path or "").is_relative_to(folder):
-        make_once(start.folder, start.name, start.build)
-        make_once(folder, NAME, build)
+        embedded.make_once(start.folder, start.name, start.build)
+        embedded.make_once(folder, NAME, build)
 
 
 def cache_folder() -> Path:
     """The folder of this version of pairs and reward model."""
     code = [Path(__file__).with_name("pairs.py"), Path(__file__).parents[1] / "made_data.py"]
-    return folder_of(NAME, code, f"{quickstart.START.folder.name} {EPOCHS} {PAIRS_PER_STEP} {LONGEST_TEXT}")
+    return embedded.cache_folder(NAME, code, f"{quickstart.START.folder.name} {EPOCHS} {PAIRS_PER_STEP} {LONGEST_TEXT}")
 
 
 def build(folder: Path) -> None:
     """Writes pairs.parquet, held_out_pairs.parquet and model/, the reward model, into `folder`."""
     from recipes.reward_model.pairs import write_pairs
-    from trainer.supervised.loop import train_within
     from trainer.supervised.reward_training import RewardTrainingJob
+    from verl_lite.config import NetworkConfig, PreferenceDataConfig, RewardLossConfig, RewardTrainingConfig
 
-    write_pairs(quickstart.START.folder / "data", folder, PAIRS_SEED)
+    start = quickstart.START.folder
+    write_pairs(start / "data", folder, PAIRS_SEED)
     print(f"{NAME}: training the reward model from pairs of answers", flush=True)
-    config = training_settings(folder, quickstart.START.folder / "model")
-    job, begin = RewardTrainingJob, f"{NAME}: reward model"
-    trained, _ = train_within(job, config, lambda line: print(f"{begin}, {line}", flush=True))
-    shutil.move(trained, folder / "model")
-
-
-def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
-    """Of the reward model's training, which begins with the policy and writes folder/training."""
-    from verl_lite.config import (
-        NetworkConfig,
-        PreferenceDataConfig,
-        RewardLossConfig,
-        RewardTrainingConfig,
-        SFTTrainerConfig,
+    training = embedded.small_training(
+        folder, start / "model", lr=1e-3, total_epochs=EPOCHS, log_freq=64, val_before_train=False
     )
-
-    return RewardTrainingConfig(
+    model = NetworkConfig(path=str(start / "model"), enable_gradient_checkpointing=False)
+    config = RewardTrainingConfig(
         data=PreferenceDataConfig(
             train_files=[str(folder / "pairs.parquet")],
             val_files=[str(folder / "held_out_pairs.parquet")],
@@ -91,15 +78,6 @@ def training_settings(folder: Path, policy: Path) -> RewardTrainingConfig:
             max_length=LONGEST_TEXT,
         ),
         loss=RewardLossConfig(center_rewards_coefficient=0.01),
-        trainer=SFTTrainerConfig(
-            total_epochs=EPOCHS,
-            default_local_dir=str(folder / "training"),
-            logger=["console", "jsonl"],
-            log_freq=64,
-            save_freq=0,
-            val_before_train=False,
-            device="cpu",
-        ),
-        **small_training(policy, lr=1e-3)
-        | {"model": NetworkConfig(path=str(policy), enable_gradient_checkpointing=False)},
+        **training | {"model": model},
     )
+    embedded.train_small(RewardTrainingJob, config, folder, f"{NAME}: reward model")

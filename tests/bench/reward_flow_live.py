@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,26 +18,16 @@ from tests.workers.diffusion.tiny_wan import flow_config, planned
 from trainer.planner.diffusion import FP32, plan, read_shape
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
-from workers.diffusion import memory
 from workers.diffusion.actor import ActorWorker
 
-STEPS, BLOCKS, DECODE, OFFLOAD = (
-    "checkpoint_steps",
-    "enable_gradient_checkpointing",
-    "checkpoint_decode",
-    "activation_offload",
-)
+STEPS, BLOCKS, DECODE = "checkpoint_steps", "enable_gradient_checkpointing", "checkpoint_decode"
 OPTIONS: dict[str, tuple[str, ...]] = {
     "all off": (),
     "checkpoint_steps": (STEPS,),
     "gradient checkpointing in blocks": (BLOCKS,),
     "checkpoint_decode": (DECODE,),
-    "vae_tiling": ("vae_tiling",),
-    "activation_offload": (OFFLOAD,),
     "blocks, decode": (BLOCKS, DECODE),
     "steps, blocks, decode (the default)": (STEPS, BLOCKS, DECODE),
-    "blocks, decode, offload": (BLOCKS, DECODE, OFFLOAD),
-    "steps, blocks, decode, tiling": (STEPS, BLOCKS, DECODE, "vae_tiling"),
 }
 
 
@@ -60,14 +48,13 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.is_paused = False
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {id_of(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and not self.is_paused and id_of(tensor) not in given | self._known:
+            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given | self._known:
                 self._add(tensor.untyped_storage())
         return result
 
@@ -141,7 +128,7 @@ def measure(config: RewardFlowConfig, *, warm_up: bool = True) -> Measured:
         worker.train_step(data)
     seconds, rss = time.process_time() - started, status_bytes("VmHWM") - before
     live = LiveBytes()
-    with live, host_is_elsewhere(live):
+    with live:
         worker.train_step(data)
     shape = read_shape(str(config.model.path))
     found = plan(config, shape, 1, size=FP32)
@@ -156,29 +143,6 @@ def one_clip(config: RewardFlowConfig) -> DataProto:
     video = torch.rand(size, generator=torch.Generator().manual_seed(1))
     columns = {"video": video, "noise_seed": torch.tensor([7]), "row": torch.tensor([0])}
     return DataProto.from_dict(columns, {"prompt": np.array(["a red face"], dtype=object)}, {"global_step": 1})
-
-
-@contextmanager
-def host_is_elsewhere(live: LiveBytes) -> Iterator[None]:
-    """Inside, offload copies what it would copy on a GPU, and the copies are not counted."""
-
-    def to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-        if memory._is_weight(tensor):
-            return tensor.device, tensor.detach()
-        live.is_paused = True
-        copy = tensor.detach().clone()
-        live.is_paused = False
-        return tensor.device, copy
-
-    def from_host(saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-        return saved[1].clone()
-
-    plain = memory._to_host, memory._from_host
-    memory._to_host, memory._from_host = to_host, from_host
-    try:
-        yield
-    finally:
-        memory._to_host, memory._from_host = plain
 
 
 def reset_high_water() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -167,13 +168,8 @@ def test_what_is_finished_is_kept_until_its_settings_change(programs: dict[str, 
     assert "again" in (runs[0].folder / "output.log").read_text() and runs[0].file.exists()
 
 
-def test_two_comparisons_do_not_write_to_one_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def second(options: Any) -> int:
-        monkeypatch.setattr(compare, "run_and_report", lambda options: 0)
-        return compare.main(["--to", str(tmp_path)])
-
-    monkeypatch.setattr(compare, "run_and_report", second)
-    assert compare.main(["--to", str(tmp_path)]) == 2
+def test_two_comparisons_do_not_write_to_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "in_use").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert compare.main(["--to", str(tmp_path)]) == 2
     assert f"--to {tmp_path} is in use by another comparison" in capsys.readouterr().err

@@ -74,7 +74,6 @@ def logged(run: Path) -> list[Mapping[str, float]]:
             "actor__use_kl_loss": "true",
             "sampler__share_first_noise": "true",
         },
-        {"actor__policy_loss__loss_mode": "kl_cov", "algorithm__norm_adv_by_std_in_grpo": "false"},
     ],
 )
 def test_it_learns_from_a_count(tmp_path: Path, options: dict[str, object]) -> None:

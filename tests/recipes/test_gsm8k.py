@@ -95,7 +95,7 @@ def test_a_wrong_row_is_named(
 
 def test_a_folder_without_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(["--from", str(tmp_path), "--to", str(tmp_path / "out")]) == 2
-    assert "no train file there" in capsys.readouterr().err
+    assert "no file with 'train' in its name" in capsys.readouterr().err
 
 
 def test_a_name_that_datasets_cannot_load_is_told(
@@ -110,7 +110,7 @@ def test_a_name_that_datasets_cannot_load_is_told(
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     assert prepare.main(["--from", "openai/gsm8k", "--to", str(tmp_path / "out")]) == 2
     assert asked == [("openai/gsm8k", "main")]
-    assert "ConnectionError: no network). Correct the name; or, without network here" in capsys.readouterr().err
+    assert "--from='openai/gsm8k:main@train'" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------- problems by rule

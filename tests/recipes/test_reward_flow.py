@@ -26,11 +26,11 @@ def test_the_settings_are_known_and_fit(tmp_path: Path, monkeypatch: pytest.Monk
     loaded = load_schema([], RewardFlowConfig, recipe_loader=recipe_overrides, default_recipe="reward_flow")
     assert loaded.provenance["model.path"] == "recipe:reward_flow"
     validate(loaded.config, count=2, available=2)
-    assert set(loaded.config.reward.kwargs) == {"embedder", "detector"}
+    assert set(loaded.config.reward.kwargs) == {"embedder"}
 
 
 def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.diffusion.build import RewardFlowJob
+    from trainer.diffusion.reward_flow import RewardFlowJob
     from trainer.run import run
 
     monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path / "world")
@@ -44,7 +44,7 @@ def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeyp
 def test_the_command_learns_and_leaves_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("av")
-    from trainer.diffusion.build import RewardFlowJob
+    from trainer.diffusion.reward_flow import RewardFlowJob
     from trainer.run import run
 
     run_dir = tmp_path / "run"

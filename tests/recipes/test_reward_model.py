@@ -85,9 +85,3 @@ def test_it_trains_a_reward_model_and_two_steps_by_it(
         assert step["critic/score/mean"] == pytest.approx(step["reward/model/mean"])
         assert 0 <= step["reward/truth/mean"] <= 1 and "actor/kl_loss" in step
     assert "val-aux/mean_of_sources/model/mean@1" in steps[0] and "val-aux/mean_of_sources/acc/mean@1" in steps[0]
-
-
-def test_the_reward_model_begins_as_the_policy(tmp_path: Path) -> None:
-    config = recipe.training_settings(tmp_path, tmp_path / "policy" / "model")
-    assert config.model.path == str(tmp_path / "policy" / "model")
-    assert config.data.val_files == [str(tmp_path / "held_out_pairs.parquet")]

@@ -7,36 +7,64 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import torch
+from pyarrow.csv import ConvertOptions, ParseOptions, read_csv
 
 from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
-from trainer.clips.table import VideoRow, read_tables
 from trainer.diffusion.loop import EpochSteps, fingerprint
 from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
+TABLE_NAME = "metadata.csv"
 _SHOWN_PROBLEMS = 5
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
-class Clip:
-    """video: uint8 (F, H, W, 3), not to be written to. row: in the dataset. extra: further columns of the csv."""
+class VideoRow:
+    """One line of a csv. path: absolute, not opened yet. place: option, csv and row, for messages."""
 
-    video: Frames
-    prompt: str
-    row: int
     path: Path
-    extra: dict[str, str] = field(default_factory=dict)
+    prompt: str
+    place: str
+
+
+def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]:
+    """The rows of data.train_files, data.train_max_samples at most, or those of data.val_files (split="val").
+
+    A folder stands for its metadata.csv. Raises UserError for a file or row that cannot be used.
+    """
+    option, rows = f"data.{split}_files", list[VideoRow]()
+    names = [config.video_key, config.prompt_key]
+    columns = ConvertOptions(include_columns=names, column_types=dict.fromkeys(names, pyarrow.string()))
+    for place in config.train_files if split == "train" else config.val_files:
+        given = Path(place).expanduser().absolute()
+        file = given / TABLE_NAME if given.is_dir() else given
+        try:
+            table = read_csv(file, parse_options=ParseOptions(newlines_in_values=True), convert_options=columns)
+        except (pyarrow.ArrowException, KeyError, OSError) as error:
+            raise UserError(
+                f"{option}: {file} cannot be read ({error}); expected csv in UTF-8 with the columns {names}, where a "
+                'prompt with a comma is written in double quotes: a.mp4,"a cat, asleep"'
+            ) from None
+        for row in table.to_pylist():
+            at = f"{option}: {file}, row {len(rows)}"
+            path, prompt = (row[name].strip() for name in names)
+            if not path or not prompt:
+                raise UserError(f"{at}: the video or the prompt is empty; remove the row or fill it in")
+            rows.append(VideoRow(file.parent / Path(path).expanduser(), prompt, at))
+        if not table.num_rows:
+            raise UserError(f"{option}: {file} has no rows; expected at least one clip")
+    return rows[: config.train_max_samples] if split == "train" and config.train_max_samples > 0 else rows
 
 
 @dataclass(frozen=True)
@@ -65,9 +93,7 @@ class VideoDataset:
         self.rows: list[VideoRow] = trained + read_tables(config, "val")
         self._length = len(trained)
         self._selections: dict[Path, Selection] = {}
-        self._cache: dict[Path, Frames] = {}
-        self._cache_bytes = 0
-        self._lock = threading.Lock()
+        self._kept: dict[Path, Frames] = {}
 
     def __len__(self) -> int:
         return self._length
@@ -77,21 +103,34 @@ class VideoDataset:
         """The rows of data.val_files, or where it is empty those of data.train_files."""
         return range(len(self) if self.config.val_files else 0, len(self.rows))
 
-    def __getitem__(self, row: int) -> Clip:
-        """Raises UserError for a file that cannot be decoded, and IndexError."""
-        entry = self.rows[row]
-        frames = self._cache.get(entry.path)
-        if frames is None:
+    def frames(self, row: int) -> Frames:
+        """uint8 (F, H, W, 3), not to be written to. Raises UserError for a file that cannot be decoded."""
+        path = self.rows[row].path
+        if path not in self._kept:
             try:
                 frames = self.decode(row)
             except ClipError as error:
                 raise UserError(self.sentence(row, error)) from error
             frames.setflags(write=False)
-            with self._lock:
-                if entry.path not in self._cache and self._cache_bytes + frames.nbytes <= self.config.cache_gb * 2**30:
-                    self._cache[entry.path] = frames
-                    self._cache_bytes += frames.nbytes
-        return Clip(frames, entry.prompt, row % len(self.rows), entry.path, entry.extra)
+            if sum(kept.nbytes for kept in [*self._kept.values(), frames]) > self.config.cache_gb * 2**30:
+                return frames
+            self._kept[path] = frames
+        return self._kept[path]
+
+    def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
+        """video (B, F, 3, H, W) float32 in [0, 1]; noise_seed and row (B,) int64; prompt (B,).
+
+        Raises UserError for a file that cannot be decoded.
+        """
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode") as pool:
+            clips = dict(zip(set(rows), pool.map(self.frames, set(rows)), strict=True))
+        columns = {
+            "video": torch.stack([torch.from_numpy(np.moveaxis(clips[row], 3, 1).copy()) for row in rows]) / 255,
+            "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
+            "row": torch.tensor(list(rows), dtype=torch.int64),
+        }
+        prompts = np.array([self.rows[row].prompt for row in rows], dtype=object)
+        return DataProto.from_dict(columns, non_tensors={"prompt": prompts})
 
     def decode(self, row: int) -> Frames:
         """The frames of a row, past the cache. Raises ClipError for a file that is no clip."""
@@ -104,10 +143,10 @@ class VideoDataset:
         if path not in self._selections:
             header = read_header(path)
             numbers = choose_frames(header, config.num_frames, config.fps)
-            exact = None if config.height is None or config.width is None else (config.height, config.width)
-            size = fitted_size(
-                header.height, header.width, max_pixels=config.max_pixels, multiple=config.side_multiple, exact=exact
-            )
+            size = config.height or 0, config.width or 0
+            if not all(size):
+                limits = {"max_pixels": config.max_pixels, "multiple": config.side_multiple}
+                size = fitted_size(header.height, header.width, **limits)
             self._selections[path] = Selection(header, numbers, *size)
         return self._selections[path]
 
@@ -127,28 +166,29 @@ class VideoDataset:
 
     def check(self) -> None:
         """Looks into every file. Raises UserError with the first few that cannot be used, or for clips of two sizes."""
-        found = self.selections()
-        problems = [self.sentence(row, taken) for row, taken in enumerate(found) if isinstance(taken, ClipError)]
+        problems = self.problems(self.selections())
         if len(problems) > _SHOWN_PROBLEMS:
             rest = f"... and {len(problems) - _SHOWN_PROBLEMS} more, of {len(self.rows)} rows."
             problems[_SHOWN_PROBLEMS:] = [f"{rest} `python -m trainer.video_data FILE.csv` lists all"]
-        if problems := problems or list(filter(None, [self.size_problem(found)])):
+        if problems:
             raise UserError("\n".join(problems))
 
-    def size_problem(self, found: Sequence[Selection | ClipError]) -> str | None:
-        """What is wrong where usable clips come to several sizes; None if they come to one."""
-        sizes = {row: (taken.height, taken.width) for row, taken in enumerate(found) if isinstance(taken, Selection)}
-        counted = Counter(sizes.values()).most_common()
-        if len(counted) < 2:
-            return None
+    def problems(self, found: Sequence[Selection | ClipError]) -> list[str]:
+        """A sentence for each row that cannot be used; where all can, one if they come to several sizes."""
+        if broken := [self.sentence(row, taken) for row, taken in enumerate(found) if isinstance(taken, ClipError)]:
+            return broken
+        sizes = [(taken.height, taken.width) for taken in found if isinstance(taken, Selection)]
+        counted = Counter(sizes).most_common()
+        if len(counted) == 1:
+            return []
         height, width = counted[0][0]
-        odd = next(row for row, size in sizes.items() if size != (height, width))
+        odd = next(row for row, size in enumerate(sizes) if size != (height, width))
         listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counted[:_SHOWN_PROBLEMS])
-        return (
+        return [
             f"Clips come to {len(counted)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
             f"{listed}; {self.rows[odd].place} is the first of another than the most frequent. All clips of a run have "
             f"one size: data.height={height} data.width={width} scales and crops them all to the most frequent one"
-        )
+        ]
 
     def sentence(self, row: int, error: Exception) -> str:
         """What is wrong with the file of a row, with its place."""
@@ -168,46 +208,23 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
     """
     if constant is not None:
         return [constant] * len(rows)
-    found, before = [], Counter[int]()
-    for row in rows:
-        text = f"{seed},{step},{row},{before[row]}"
+    found = []
+    for place, row in enumerate(rows):
+        text = f"{seed},{step},{row},{rows[:place].count(row)}"
         found.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
-        before[row] += 1
     return found
 
 
-def collate(clips: Sequence[Clip], noise_seeds: Sequence[int]) -> DataProto:
-    """A batch of clips of one size.
-
-    Returns:
-        video (B, F, 3, H, W) float32 in [0, 1]; noise_seed and row (B,) int64; prompt and extra_info (B,).
-    """
-    frames, height, width, colours = clips[0].video.shape
-    video = np.empty((len(clips), frames, colours, height, width), dtype=np.float32)
-    for row, clip in enumerate(clips):
-        for colour in range(colours):  # straight into place: a permuted copy of all takes twice the time and memory
-            np.divide(clip.video[..., colour], np.float32(255.0), out=video[row, :, colour])
-    columns = {
-        "video": torch.from_numpy(video),
-        "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
-        "row": torch.tensor([clip.row for clip in clips], dtype=torch.int64),
-    }
-    prompts, extra = np.empty(len(clips), dtype=object), np.empty(len(clips), dtype=object)
-    prompts[:] = [clip.prompt for clip in clips]
-    extra[:] = [clip.extra for clip in clips]
-    return DataProto.from_dict(columns, non_tensors={"prompt": prompts, "extra_info": extra})
-
-
 class VideoLoader:
-    """The batch of each step, its clips decoded while the step before was trained; a context that ends the threads.
+    """The batch of each step, read while the step before was trained; a context that ends the thread.
 
     noise_seed: sampler.noise_seed.
     """
 
     def __init__(self, data: VideoDataset, steps: EpochSteps, noise_seed: int | None) -> None:
         self.data, self.steps, self.noise_seed = data, steps, noise_seed
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode")
-        self._coming: dict[int, dict[int, Future[Clip]]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="video-batch")
+        self._coming: dict[int, Future[DataProto]] = {}
 
     def __enter__(self) -> VideoLoader:
         return self
@@ -216,18 +233,16 @@ class VideoLoader:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def batch(self, step: int) -> DataProto:
-        """The batch of a step, from 1, with meta_info["global_step"]; decoding of the next step's begins.
+        """The batch of a step, from 1, with meta_info["global_step"]; reading of the next one's begins.
 
         Raises UserError for a file that cannot be decoded.
         """
-        coming = self._coming.pop(step, None) or self._begin(step)
-        self._coming = {step + 1: self._begin(step + 1)} if step < self.steps.total else {}
+        batch = self._coming.pop(step, None) or self._pool.submit(self._read, step)
+        self._coming = {step + 1: self._pool.submit(self._read, step + 1)} if step < self.steps.total else {}
+        return batch.result()
+
+    def _read(self, step: int) -> DataProto:
         rows = self.steps.rows_of(step)
-        seeds = noise_seeds(step, rows, self.steps.seed, self.noise_seed)
-        batch = collate([coming[row].result() for row in rows], seeds)
+        batch = self.data.batch(rows, noise_seeds(step, rows, self.steps.seed, self.noise_seed))
         batch.meta_info["global_step"] = step
         return batch
-
-    def _begin(self, step: int) -> dict[int, Future[Clip]]:
-        """By row: one that comes several times is decoded once."""
-        return {row: self._pool.submit(self.data.__getitem__, row) for row in dict.fromkeys(self.steps.rows_of(step))}

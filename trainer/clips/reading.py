@@ -7,13 +7,11 @@ wrong with a file is a `ClipError`, a sentence that goes on after the path: "it 
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from verl_lite.errors import UserError
+from verl_lite.registry import did_you_mean
 
 Frames = NDArray[np.uint8]
 
@@ -66,18 +65,20 @@ class Header:
 def read_header(path: Path) -> Header:
     """Decodes the first frame and counts the others. Raises ClipError for what is no clip."""
     if not path.exists():
-        raise ClipError(f"there is no such file or folder{nearest_file(path)}")
+        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ClipError(f"there is no such file or folder{did_you_mean(path.name, beside)}")
     with closing(_decode(path)) as frames:
         height, width = next(frames).shape[:2]
-    if not path.is_dir():
-        times = _times(path)
-        return Header(height, width, len(times), times)
-    files = _pictures(path)
-    sizes = {_coded_size(file): file.name for file in reversed(files)}
-    if len(sizes) > 1:
-        told = ", ".join(f"{name} is {w} x {h}" for (h, w), name in [*sizes.items()][::-1][:2])
-        raise ClipError(f"the pictures of the folder differ in size: {told}")
-    return Header(height, width, len(files), None)
+    if path.is_dir():
+        return Header(height, width, len(_pictures(path)), None)
+    with _opened(path) as (container, stream):
+        packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
+        base, rate = stream.time_base, stream.average_rate or stream.guessed_rate or 1
+    ticks = [packet.dts if packet.pts is None else packet.pts for packet in packets]
+    if base is None or None in ticks:
+        ticks, base = list(range(len(ticks))), 1 / rate
+    first = min(ticks)
+    return Header(height, width, len(ticks), tuple(float((tick - first) * base) for tick in sorted(ticks)))
 
 
 def choose_frames(header: Header, num_frames: int, fps: float | None) -> list[int]:
@@ -91,16 +92,13 @@ def choose_frames(header: Header, num_frames: int, fps: float | None) -> list[in
     """
     if fps is None or header.times is None or num_frames == 1:
         if header.frames < num_frames:
-            raise ClipError(
-                f"it has {header.frames} frame{'s' * (header.frames != 1)}, and data.num_frames={num_frames}"
-            )
+            raise ClipError(f"it has {header.frames} frames, and data.num_frames={num_frames}")
         return list(range(num_frames))
     wanted = np.arange(num_frames) / fps
-    period = header.times[-1] / max(1, header.frames - 1)  # the last frame is shown this long too
-    if header.times[-1] + period <= wanted[-1]:
+    length = header.times[-1] * (1 + 1 / max(1, header.frames - 1))  # the last frame is shown as long as others
+    if length <= wanted[-1]:
         raise ClipError(
-            f"it lasts {header.times[-1] + period:.2f} s, and data.num_frames={num_frames} at data.fps={fps:g} reach "
-            f"to {wanted[-1]:.2f} s"
+            f"it lasts {length:.2f} s, and data.num_frames={num_frames} at data.fps={fps:g} reach to {wanted[-1]:.2f} s"
         )
     if header.rate is not None and header.rate < fps * (1 - RATE_TOLERANCE):
         raise ClipError(
@@ -110,15 +108,11 @@ def choose_frames(header: Header, num_frames: int, fps: float | None) -> list[in
     return np.searchsorted(between, wanted - 1e-3 / fps).tolist()
 
 
-def fitted_size(
-    height: int, width: int, *, max_pixels: int, multiple: int, exact: tuple[int, int] | None = None
-) -> tuple[int, int]:
-    """(H, W) of training: `exact`, or scaled down to max_pixels, with the sides rounded down to a multiple.
+def fitted_size(height: int, width: int, *, max_pixels: int, multiple: int) -> tuple[int, int]:
+    """(H, W) scaled down to max_pixels, with the sides rounded down to a multiple.
 
     Raises ClipError for frames smaller than one multiple.
     """
-    if exact is not None:
-        return exact
     scale = min(1.0, math.sqrt(max_pixels / (height * width)))
     sides = [int(side * scale + 1e-6) // multiple * multiple for side in (height, width)]
     if min(sides) == 0:
@@ -130,32 +124,20 @@ def fitted_size(
 
 
 def read_frames(path: Path, numbers: Sequence[int], height: int, width: int) -> Frames:
-    """The frames of these ascending numbers, scaled until they cover height x width and cropped around the centre.
-
-    Returns:
-        (F, H, W, 3).
+    """The frames (F, H, W, 3) of these ascending numbers, scaled until they cover height x width and cropped around the
+    centre.
 
     Raises:
         ClipError: the file holds fewer frames than its header says, or one cannot be decoded.
     """
-    wanted, taken, decoded = set(numbers), {}, 0
+    taken: dict[int, Frames] = {}
     with closing(_decode(path)) as frames:
-        for number, frame in enumerate(islice(frames, max(numbers) + 1)):
-            decoded += 1
-            if number in wanted:
+        for number, frame in zip(range(max(numbers) + 1), frames, strict=False):
+            if number in numbers:
                 taken[number] = _cover(frame, height, width)
-    if len(taken) < len(wanted):
-        raise ClipError(
-            f"only {decoded} of its frames can be decoded, and {max(numbers) + 1} are needed: the file is damaged"
-        )
+    if missing := sorted(set(numbers) - set(taken)):
+        raise ClipError(f"its frame {missing[0]} cannot be decoded: the file is damaged")
     return np.stack([taken[number] for number in numbers])
-
-
-def nearest_file(missing: Path) -> str:
-    """` (did you mean NAME?)` for the file beside a missing one that has nearly its name; else empty."""
-    names = [path.name for path in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    near = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.7)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _cover(frame: Frames, height: int, width: int) -> Frames:
@@ -164,10 +146,8 @@ def _cover(frame: Frames, height: int, width: int) -> Frames:
         return frame
     scale = max(height / high, width / wide)
     left, top = max(0.0, (wide - width / scale) / 2), max(0.0, (high - height / scale) / 2)
-    picture = Image.fromarray(frame).resize(
-        (width, height), Image.Resampling.BICUBIC, box=(left, top, wide - left, high - top)
-    )
-    return np.asarray(picture)
+    box = (left, top, wide - left, high - top)
+    return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC, box=box))
 
 
 def _decode(path: Path) -> Generator[Frames, None, None]:
@@ -192,18 +172,6 @@ def _rgb(frame: Any) -> Frames:
     return (layered[..., :3] * opaque + 255 * (1 - opaque)).round().astype(np.uint8)
 
 
-def _times(path: Path) -> tuple[float, ...]:
-    """When the frames are shown, in seconds from the first. Nothing is decoded."""
-    with _opened(path) as (container, stream):
-        packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
-        base, rate = stream.time_base, stream.average_rate or stream.guessed_rate or 1
-    ticks = [packet.dts if packet.pts is None else packet.pts for packet in packets]
-    if base is None or None in ticks:
-        return tuple(float(number / rate) for number in range(len(ticks)))
-    ordered = sorted(ticks)
-    return tuple(float((tick - ordered[0]) * base) for tick in ordered)
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """The container and its stream of pictures; what PyAV raises inside becomes a ClipError."""
@@ -212,21 +180,11 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         with av.open(str(path), metadata_errors="replace") as container:  # titles in old encodings do not matter
             stream = container.streams.best("video")
             if stream is None:
-                kinds = ", ".join(entry.type for entry in container.streams) or "nothing"
-                raise ClipError(f"it has no pictures, only {kinds}")
+                raise ClipError("it has no pictures")
             yield container, stream
     except (av.FFmpegError, MemoryError) as error:
         webp = "; an animated webp has to be saved as mp4 or gif" * (path.suffix == ".webp")
         raise ClipError(f"{path.name} cannot be read as a video or picture ({error}){webp}") from error
-
-
-def _coded_size(file: Path) -> tuple[int, int]:
-    """(H, W) as the file's header says, not turned."""
-    with _opened(file) as (_, stream):
-        height, width = stream.codec_context.height, stream.codec_context.width
-    if not height:
-        raise ClipError(f"{file.name} cannot be read as a picture")
-    return height, width
 
 
 def _pictures(folder: Path) -> list[Path]:
@@ -234,9 +192,4 @@ def _pictures(folder: Path) -> list[Path]:
     files = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES and not path.name.startswith(".")]
     if not files:
         raise ClipError(f"the folder holds no picture ({', '.join(PICTURES)})")
-    return sorted(
-        files,
-        key=lambda path: [
-            int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", path.name.lower()))
-        ],
-    )
+    return sorted(files, key=lambda path: [part.zfill(20) for part in re.split(r"(\d+)", path.name.lower())])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import queue
 import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,20 +26,17 @@ FPS = 16
 """Wan's, and ROLL's."""
 
 CODEC = "libx264"
-_BT601 = 6  # what PyAV makes of RGB; without the word players take 720 lines and more for BT.709
 WAITING_BYTES = 2**30
-_FINISH_TIMEOUT_S = 60.0
-
-Encode = Callable[[Path, Frames, int], None]
+_BT601 = 6  # what PyAV makes of RGB; without the word players take 720 lines and more for BT.709
 
 
-def write_mp4(path: Path, frames: Frames, fps: int = FPS) -> None:
+def write_mp4(path: Path, frames: Frames) -> None:
     """Writes frames (F, H, W, 3) as H.264, yuv420p, which every player shows; an odd side gets its last line twice."""
     av = require_av()
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
-        stream: Any = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "18", "threads": "1"})
+        stream: Any = container.add_stream(CODEC, rate=Fraction(FPS), options={"crf": "18", "threads": "1"})
         stream.height, stream.width = even.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.colorspace = _BT601
@@ -55,49 +52,34 @@ def as_frames(video: torch.Tensor) -> Frames:
 
 
 class VideoWriter:
-    """Writes clips as FOLDER/NAME.mp4 in a thread; a context that finishes when left.
+    """Writes clips as FOLDER/NAME.mp4 in a thread; a context that waits for the last of them.
 
-    What waits is bounded in bytes: a clip that finds no room is dropped. An encoder that fails costs its own clip and
-    one sentence. A file has its final name only when it is whole.
+    What waits is bounded in bytes: a clip that finds no room is dropped. An encoder that fails costs its own clip. A
+    file has its final name only when it is whole.
 
     Args:
-        tell: takes a sentence for the user, at most one for each kind of trouble; called from the thread too.
-        encode: writes a file.
-        waiting_bytes: of the clips that wait; one larger than that is taken only alone.
+        tell: takes a sentence for the user, one for each kind of trouble; called from the thread too.
 
     Raises:
         UserError: PyAV or its H.264 encoder is missing.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tell: Callable[[str], None],
-        *,
-        encode: Encode = write_mp4,
-        waiting_bytes: int = WAITING_BYTES,
-    ) -> None:
-        if encode is write_mp4 and CODEC not in require_av().codecs_available:
-            raise UserError(
-                f"The installed PyAV has no encoder {CODEC}, with which clips are written: install av from PyPI, or "
-                "set trainer.video_freq=0"
-            )
+    def __init__(self, folder: Path, tell: Callable[[str], None], *, waiting_bytes: int = WAITING_BYTES) -> None:
+        if CODEC not in require_av().codecs_available:
+            raise UserError(f"The installed PyAV cannot write {CODEC}: pip install av, or set trainer.video_freq=0")
         self.folder, self.waiting_bytes = Path(folder), waiting_bytes
-        self.taken = self.written = self.failed = self.dropped = 0
-        self._tell, self._encode = tell, encode
+        self.written, self.lost = 0, Counter[str]()
+        self._tell = tell
         self._names: Counter[str] = Counter()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._is_abandoned = False
-        self._queue: queue.SimpleQueue[tuple[str, Frames] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="video-writer", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="video-writer")
 
     def __enter__(self) -> VideoWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.finish()
+        self._pool.shutdown()
 
     def write(self, name: str, video: torch.Tensor) -> None:
         """Takes a clip (F, 3, H, W) in [0, 1], copied here. Never waits.
@@ -113,47 +95,29 @@ class VideoWriter:
             has_room = not self._bytes or self._bytes + frames.nbytes <= self.waiting_bytes
             self._bytes += frames.nbytes * has_room
         if has_room:
-            self.taken += 1
-            self._queue.put((name, frames))
-            return
-        self.dropped += 1
-        if self.dropped == 1:
-            self._tell(
-                f"videos: the writer is {self.waiting_bytes / 2**20:.0f} MiB behind, so {name}.mp4 and others that "
-                "find no room are dropped; the training goes on"
-            )
+            self._pool.submit(self._write, name, frames)
+        else:
+            self._lose("dropped", f"{name}.mp4: the writer is {self.waiting_bytes / 2**20:.0f} MiB behind")
 
-    def finish(self, timeout_s: float = _FINISH_TIMEOUT_S) -> None:
-        """Waits until all clips are written, for so long at most, and tells what is lost."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-        self._is_abandoned = True
-        lost = self.taken - self.written - self.failed
-        if lost:
-            for draft in self.folder.rglob(".*.mp4.part"):
+    def _write(self, name: str, frames: Frames) -> None:
+        final = self.folder / f"{name}.mp4"
+        draft = final.with_name(f".{final.name}.part")
+        try:
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            write_mp4(draft, frames)
+            os.replace(draft, final)
+            self.written += 1
+        except Exception as error:  # a lost clip must not end a run, whatever the encoder raises
+            self._lose("failed", f"{final}: {type(error).__name__}: {error}")
+            with suppress(OSError):
                 draft.unlink(missing_ok=True)
-        if lost or self.failed or self.dropped:
-            late = f", {lost} not written within {timeout_s:g} s" * bool(lost)
-            self._tell(f"videos: {self.written} written, {self.failed} failed, {self.dropped} dropped{late}")
+        with self._lock:
+            self._bytes -= frames.nbytes
 
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None and not self._is_abandoned:
-            name, frames = item
-            final = self.folder / f"{name}.mp4"
-            draft = final.with_name(f".{final.name}.part")
-            try:
-                draft.parent.mkdir(parents=True, exist_ok=True)
-                self._encode(draft, frames, FPS)
-                os.replace(draft, final)
-                self.written += 1
-            except Exception as error:  # a lost clip must not end a run, whatever the encoder raises
-                self.failed += 1
-                with suppress(OSError):
-                    draft.unlink(missing_ok=True)
-                if self.failed == 1:
-                    self._tell(f"videos: {final} failed ({type(error).__name__}: {error}); the run goes on")
-            with self._lock:
-                self._bytes -= frames.nbytes
+    def _lose(self, how: str, what: str) -> None:
+        self.lost[how] += 1
+        if self.lost[how] == 1:
+            self._tell(f"videos: {how}, {what}. The run goes on without this clip and others of which this is true")
 
 
 @dataclass(frozen=True)
@@ -165,7 +129,6 @@ class Strip:
     is_better: bool | None = None
 
 
-_WIDTH, _LABEL, _TALLEST = 8.3, 1.0, 1.15  # inches
 _COLOURS = {None: "#1c2126", True: "#2f7d4a", False: "#b5495b"}
 
 
@@ -178,25 +141,16 @@ def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title
     strips = [(prompt if row == 0 else "", strip) for prompt, group in groups for row, strip in enumerate(group)]
     count, high, wide = strips[0][1].frames.shape[:3]
     numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int)
-    width = min((_WIDTH - _LABEL) / len(numbers), _TALLEST * wide / high)
-    height = width * high / wide
-    heads = [0.06 + (0.3 if prompt else 0.0) for prompt, _ in strips]
-    total = 0.4 + sum(heads) + height * len(strips)
-    figure = Figure(figsize=(_WIDTH, total), facecolor="white")
+    height = 0.35 + sum(1.15 if not prompt else 1.45 for prompt, _ in strips)
+    figure = Figure(figsize=(1.2 + 1.1 * wide / high * len(numbers), height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.text(0.01, 1 - 0.1 / total, title, va="top", weight="bold")
-    top = 0.35
-    for head, (prompt, strip) in zip(heads, strips, strict=True):
-        text = textwrap.shorten(prompt, 108, placeholder=" ...")
-        figure.text(0.01, 1 - (top + 0.04) / total, text, va="top", size=9, parse_math=False)
-        top += head
-        middle, color = 1 - (top + height / 2) / total, _COLOURS[strip.is_better]
-        figure.text(0.01, middle, strip.label, va="center", color=color, parse_math=False)
-        for column, number in enumerate(numbers):
-            box = ((_LABEL + column * width) / _WIDTH, 1 - (top + height) / total, 0.96 * width / _WIDTH)
-            axes = figure.add_axes((*box, height / total))
-            axes.imshow(strip.frames[number], interpolation="nearest")
-            axes.set_axis_off()
-        top += height
+    figure.suptitle(title, weight="bold")
+    panels = figure.subplots(len(strips), len(numbers), squeeze=False)
+    for row, (prompt, strip) in zip(panels, strips, strict=True):
+        for panel, number in zip(row, numbers, strict=True):
+            panel.imshow(strip.frames[number], interpolation="nearest")
+            panel.set(xticks=[], yticks=[], frame_on=False)
+        row[0].set_title(textwrap.shorten(prompt, 108, placeholder=" ..."), loc="left", size=9, parse_math=False)
+        row[0].set_ylabel(strip.label, color=_COLOURS[strip.is_better], rotation=0, ha="right", parse_math=False)
     figure.savefig(path, dpi=200)
     return path

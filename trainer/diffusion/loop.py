@@ -7,15 +7,17 @@ the seed and the step alone, so that a resumed run needs to know nothing but whe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from trainer.checkpoint import find_checkpoint, read_state
+from trainer.clips.writing import Strip, as_frames, draw_strips
 from trainer.evaluate.sample import Sample
 from trainer.saving import Saver
 from trainer.step_metrics import timed
@@ -24,6 +26,7 @@ from trainer.tracking import Tracking
 from verl_lite.config import RunConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from verl_lite.seqlen_balance import BatchPlan, plan_batch
 
 
 @dataclass
@@ -50,26 +53,18 @@ class EpochSteps(StepCounter):
 
     Args:
         rows: to train on.
-        limit: of the steps; None = epochs of them.
+        options: how many epochs or steps, and the seed.
         dataset: fingerprint of the data, which a checkpoint keeps.
     """
 
     def __init__(
-        self,
-        rows: int,
-        batch_size: int,
-        *,
-        epochs: int,
-        limit: int | None,
-        seed: int,
-        shuffle: bool = True,
-        repeat: int = 1,
-        dataset: str = "",
+        self, rows: int, batch_size: int, options: RunConfig, *, shuffle: bool, repeat: int = 1, dataset: str = ""
     ) -> None:
-        self.rows, self.batch_size, self.repeat, self.shuffle, self.seed = rows, batch_size, repeat, shuffle, seed
-        self.dataset = dataset
+        self.rows, self.batch_size, self.repeat, self.shuffle = rows, batch_size, repeat, shuffle
+        self.seed, self.dataset = options.seed, dataset
         self.per_epoch = -(-rows * repeat // batch_size)
-        self.total = epochs * self.per_epoch if limit is None else limit
+        limit = options.total_training_steps
+        self.total = options.total_epochs * self.per_epoch if limit is None else limit
 
     def __iter__(self) -> Iterator[int]:
         while self.global_step < self.total and not self.stopping:
@@ -90,11 +85,7 @@ class EpochSteps(StepCounter):
 
 
 class DiffusionTrainer:
-    """Holds the parts of a run.
-
-    Args:
-        options: those of the run, `trainer` of its configuration.
-    """
+    """Holds the parts of a run. options: `trainer` of its configuration."""
 
     def __init__(self, options: RunConfig, *, steps: EpochSteps, tracking: Tracking, saver: Saver) -> None:
         self.options = options
@@ -108,7 +99,7 @@ class DiffusionTrainer:
         raise NotImplementedError
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
-        """Metrics and samples (frames (B, F, 3, H, W) in [0, 1], scores) of the same noise each time."""
+        """Metrics and samples (frames (B, F, 3, H, W) in [0, 1], face_score (B,)) of the same noise each time."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,45 +109,31 @@ class DiffusionTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets what `state_dict` gave."""
 
-    @property
-    def validates(self) -> bool:
-        """Whether there is a validation."""
-        return self.options.test_freq != 0
-
     def fit(self) -> FitResult:
         """Trains to the end of the configured steps. The validation before is of the untrained model, always."""
-        result = FitResult()
-        if self.validates and self.options.val_before_train:
+        result, frequency = FitResult(), self.options.test_freq
+        if frequency != 0 and self.options.val_before_train:
             result.before, result.first = self.validate()
-        self.resume()
+        if (state := self.saver.restore(self.steps)) is not None:
+            self.load_state_dict(state)
         if result.before and self.steps.global_step == 0:
             self.tracking.log(result.before, step=0)
-        for _ in self.steps:
+        for step in self.steps:
             self.metrics, self.timing = {}, {}
             with self.timed("step"):
                 self.train_step()
             validation: dict[str, float] = {}
-            if self.validates and self.steps.due(self.options.test_freq):
+            if self.steps.due(frequency):
                 with self.timed("testing"):
                     result.after, result.last = self.validate()
                 validation = result.after
             self.log_step(validation)
-            if self.saver.is_due(self.steps):
-                self.save()  # last, so that a resumed run finds the whole history of the steps before it
+            if self.saver.is_due(self.steps):  # last, so that a resumed run finds the whole history before it
+                with self.timed("save_checkpoint"):
+                    self.saver.save(self.steps, self.state_dict())
+                self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=step)
         result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
         return result
-
-    def save(self) -> None:
-        """Writes a checkpoint of this step, and logs how long it kept the training."""
-        with self.timed("save_checkpoint"):
-            self.saver.save(self.steps, self.state_dict())
-        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
-
-    def resume(self) -> None:
-        """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
-        state = self.saver.restore(self.steps)
-        if state is not None:
-            self.load_state_dict(state)
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Adds the block's seconds to timing_s/<name>."""
@@ -174,6 +151,41 @@ class DiffusionTrainer:
             **validation,
         }
         self.tracking.log(logged, step=self.steps.global_step)
+
+
+def plan_samples(count: int, world_size: int, micro_batch_size: int) -> BatchPlan:
+    """All samples in one optimizer step, cut evenly. A row is a sample, whatever its size."""
+    ones = np.ones(count, dtype=np.int64)
+    return plan_batch(
+        ones, world_size=world_size, mini_batch_size=None, micro_batch_size=micro_batch_size, num_tokens=ones
+    )
+
+
+def draw_before_and_after(
+    run_dir: Path,
+    result: FitResult,
+    groups: Sequence[tuple[str, slice]],
+    references: Sequence[torch.Tensor] = (),
+    columns: int = 6,
+) -> Path | None:
+    """Writes RUN/before_after.png from the samples of the first and the last validation; None without them.
+
+    Args:
+        groups: prompts, and which of the samples are theirs: a single one, or several of which first frames are shown.
+        references: clips (F, 3, H, W) in [0, 1] that stand above the samples, one for each prompt.
+    """
+    if result.first is None or result.last is None:
+        return None
+    drawn = []
+    for place, (prompt, rows) in enumerate(groups):
+        strips = [Strip("reference", as_frames(clip)) for clip in references[place : place + 1]]
+        first, last = (samples.batch["face_score"][rows].nanmean().item() for samples in (result.first, result.last))
+        for name, score, samples in (("before", first, result.first), ("after", last, result.last)):
+            frames = samples.batch["frames"][rows]
+            shown = as_frames(frames[0] if len(frames) == 1 else frames[:, 0])
+            strips.append(Strip(f"{name}\n{score:.2f}", shown, is_better=last > first if name == "after" else None))
+        drawn.append((prompt, strips))
+    return draw_strips(run_dir / "before_after.png", drawn, run_dir.name, columns)
 
 
 def fingerprint(entries: Iterable[str]) -> str:

@@ -1,4 +1,5 @@
-"""The driver of reward flow: an adapter of a video diffusion model learns from a reward with a gradient.
+"""Reward flow: an adapter of a video diffusion model learns from a reward with a gradient; `trainer.main_reward_flow`
+for the frame of all commands (`trainer.run`).
 
 There is no rollout beside the training, no advantage and no old policy. A step is one call of the workers, which sample
 clips with gradient, score them and update.
@@ -6,22 +7,54 @@ clips with gradient, score them and update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds
 from trainer.clips.writing import VideoWriter
-from trainer.diffusion.loop import DiffusionTrainer, EpochSteps
+from trainer.diffusion.loop import (
+    DiffusionTrainer,
+    EpochSteps,
+    FitResult,
+    draw_before_and_after,
+    plan_samples,
+    refuse_other_data,
+)
+from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
+from trainer.planner.diffusion import launch_plan
+from trainer.recipe import recipe_modules
+from trainer.resources import join_ray, start_workers
+from trainer.run import Job, Report
 from trainer.saving import SavedByWorkers, Saver
-from trainer.tracking import Tracking
-from verl_lite.config.diffusion import RewardFlowConfig
+from trainer.tracking import TRACKERS, Tracking
+from verl_lite.config.diffusion import FlowRewardConfig, RewardFlowConfig
+from verl_lite.config.diffusion_checks import validate_reward_flow as validate
+from verl_lite.device import device_type
+from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, join, values
 from verl_lite.protocol import DataProto
-from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from verl_lite.registry import foreign_modules
+from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.worker_group import WorkerGroup
+from verl_lite.visual_rewards.base import VISUAL_REWARDS, build_visual_reward, score_frames
+from workers.diffusion.actor import ActorWorker
 
 LORA = "lora"
 """The folder of a checkpoint that diffusers' `load_lora_weights` reads."""
+
+SHOWN_CLIPS = 3
+PANELS = (
+    series_panel("Score in training, mean over the samples of a step", "score", {"actor/face_score": ""}),
+    draw_validation,
+    series_panel("Divergence from the base model", "KL", {"actor/kl_loss": ""}),
+    draw_time,
+)
 
 
 class RewardFlowTrainer(DiffusionTrainer):
@@ -36,14 +69,12 @@ class RewardFlowTrainer(DiffusionTrainer):
         config: RewardFlowConfig,
         *,
         actor: FlowActorRole,
-        steps: EpochSteps,
         read_batch: Callable[[int], DataProto],
         validation: DataProto,
         videos: VideoWriter | None,
-        tracking: Tracking,
-        saver: Saver,
+        **parts: Any,
     ) -> None:
-        super().__init__(config.trainer, steps=steps, tracking=tracking, saver=saver)
+        super().__init__(config.trainer, **parts)
         self.config, self.actor, self.read_batch = config, actor, read_batch
         self.validation, self.videos = validation, videos
 
@@ -76,46 +107,151 @@ class RewardFlowTrainer(DiffusionTrainer):
 class FlowActorRole(SavedByWorkers):
     """The model with its adapter on a worker group: each call plans the batch, dispatches it and restores its order.
 
-    A row is a sample, whatever its size: what a step's loss is divided by is their number over all ranks.
+    Beside what the workers save, a checkpoint gets the adapter as diffusers reads it, from which nothing is resumed.
     """
 
     def __init__(self, group: WorkerGroup, config: RewardFlowConfig) -> None:
-        self.group, self.config = group, config
+        self.group, self.micro_batch_size = group, config.actor.micro_batch_size_per_gpu
 
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the batch."""
-        return join(self.group.train_step(self._plan(batch).apply(batch)).meta_info["metrics"])
+        plan = plan_samples(len(batch), self.group.world_size, self.micro_batch_size)
+        return join(self.group.train_step(plan.apply(batch)).meta_info["metrics"])
 
     def sample(self, batch: DataProto) -> DataProto:
         """frames (B, F, 3, H, W) in [0, 1], face_score (B,) and counted (B,) of each row, without gradient."""
-        plan = self._plan(batch)
+        plan = plan_samples(len(batch), self.group.world_size, self.micro_batch_size)
         return plan.restore(self.group.sample(plan.apply(batch)))
 
     def last_frames(self) -> DataProto:
         """frames and row of the samples that the last step was trained on, without padding, in no order."""
         return DataProto.concat([part for part in self.group.last_frames() if len(part)])
 
-    def _plan(self, batch: DataProto) -> BatchPlan:
-        """All rows in one optimizer step, cut evenly."""
-        ones = np.ones(len(batch), dtype=np.int64)
-        micro = self.config.actor.micro_batch_size_per_gpu
-        return plan_batch(
-            ones, world_size=self.group.world_size, mini_batch_size=None, micro_batch_size=micro, num_tokens=ones
-        )
-
-
-class AdapterExport:
-    """The adapter as diffusers reads it: a part of each checkpoint, from which nothing is resumed."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
-
     def save(self, folder: str, background: bool = False) -> None:
-        """Writes the adapter alone; it is small, so at once."""
-        self.group.export_lora(folder)
+        """The adapter, optimizer and random states, and beside their folder the one for diffusers."""
+        super().save(folder, background)
+        self.group.export_lora(str(Path(folder).with_name(LORA)))
 
-    def finish_save(self) -> None:
-        """It is written."""
 
-    def load(self, folder: str) -> None:
-        """The adapter comes with the actor's own files."""
+class RewardFlowJob(Job[RewardFlowConfig]):
+    """Reward flow."""
+
+    module, options, default_recipe = "trainer.main_reward_flow", RewardFlowConfig, "reward_flow"
+
+    def prepare(self) -> None:
+        """Options are checked first: what the recipe makes takes minutes."""
+        validate(self.config, count=self.slots, trackers=TRACKERS, files=self.config.recipe is None)
+        super().prepare()
+
+    def check(self, available: int | None) -> None:
+        validate(self.config, count=self.slots, available=available, trackers=TRACKERS)
+
+    def read_data(self) -> int:
+        config, options = self.config, self.config.data
+        self.data = VideoDataset(options)
+        self.data.check()
+        try_reward(config.reward, self.data, self.console.note)
+        self.steps = EpochSteps(
+            len(self.data),
+            options.train_batch_size,
+            config.trainer,
+            shuffle=options.shuffle,
+            repeat=options.repeat,
+            dataset=self.data.fingerprint(),
+        )
+        return self.steps.total
+
+    def check_folder(self) -> None:
+        refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
+
+    def plan(self) -> str:
+        config, sampler = self.config, self.config.sampler
+        first, last = sampler.mid_timestep, sampler.final_timestep
+        learns = f"{last + 1} of {sampler.num_inference_steps} denoising steps, {last - first + 1} with gradient"
+        text = (
+            f"{len(self.data)} clips; {self.steps.total} steps of {config.data.train_batch_size} samples on "
+            f"{self.slots} devices; {learns}"
+        )
+        if device_type(config.trainer.device) == "cuda" and (memory := launch_plan(config, self.slots)):
+            text += f"\nmemory of one device: {memory}   (python -m trainer.diffusion_plan)"
+        return text
+
+    @contextmanager
+    def build(self, tracking: Tracking) -> Iterator[RewardFlowTrainer]:
+        config, data, run_dir = self.config, self.data, self.run_dir
+        with ExitStack() as stack:
+            videos = None
+            if config.trainer.video_freq != 0:
+                videos = stack.enter_context(VideoWriter(run_dir / "videos", tracking.note))
+            loader = stack.enter_context(VideoLoader(data, self.steps, config.sampler.noise_seed))
+            join_ray(config, run_dir.name, tracking.note, stack)
+            roles = {"actor": ClassWithInitArgs(ActorWorker, config, self.steps.total)}
+            # what a worker process imports before it begins: the recipe, and where the reward is registered
+            modules = [*recipe_modules(config), *foreign_modules([VISUAL_REWARDS.get_fn(config.reward.name)])]
+            group = start_workers(config, roles, list(dict.fromkeys(modules)), run_dir / "logs", stack)["actor"]
+            rows = data.validation[: config.trainer.val_clips]
+            seeds = noise_seeds(0, rows, config.trainer.seed, config.sampler.noise_seed)  # step 0 is never trained
+            actor = FlowActorRole(group, config)
+            yield RewardFlowTrainer(
+                config,
+                actor=actor,
+                read_batch=loader.batch,
+                validation=data.batch(rows, seeds),
+                videos=videos,
+                steps=self.steps,
+                tracking=tracking,
+                saver=Saver(run_dir, config, {"actor": actor}, 0, tracking.note),
+            )
+
+    def report(self, trainer: Any, result: FitResult) -> Report:
+        clips = trainer.validation[:SHOWN_CLIPS]
+        groups = [(str(prompt), slice(row, row + 1)) for row, prompt in enumerate(clips.non_tensor_batch["prompt"])]
+        pictures = {
+            "picture": draw_panels(self.run_dir, PANELS),
+            "frames": draw_before_and_after(self.run_dir, result, groups, clips.batch["video"]),
+        }
+        has_two = (Path(str(self.config.model.path)).expanduser() / "transformer_2").is_dir()
+        where = ", load_into_transformer_2=True" * has_two  # of two experts the second has the adapter
+        use = f'pipeline.load_lora_weights("{result.checkpoint}/{LORA}"{where})   # in diffusers'
+        return Report(pictures=pictures, commands={"use it": use})
+
+
+_NOISE = 0.02  # of the trial's frames beside the reference: far enough from the best score for a gradient
+
+
+def try_reward(
+    options: FlowRewardConfig, data: VideoDataset, tell: Callable[[str], None], budget_s: float = 20.0
+) -> None:
+    """Tries the reward before anything heavy starts: each reference clip can be compared with, and the score of the
+    first one has a gradient.
+
+    Args:
+        tell: hears how many clips were not tried in `budget_s` seconds (on a CPU a real face detector takes seconds for
+            a clip). Those the workers see when they come.
+
+    Raises:
+        UserError: the reward cannot be made, gives no gradient, or finds nothing to compare with in a clip.
+    """
+    reward, started, count = build_visual_reward(options), time.monotonic(), len(data.rows)
+    for row in range(count):
+        frames = data.batch([row], [0]).batch["video"][0]
+        try:
+            with torch.no_grad():
+                reference = reward.prepare(frames)
+        except ValueError as error:
+            sentence = data.sentence(row, error)
+            raise UserError(f"{sentence}. Take this clip out, or choose another reward.name") from error
+        if row == 0:
+            noise = torch.from_numpy(np.random.default_rng(0).standard_normal(frames.shape, dtype=np.float32))
+            given = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
+            score = score_frames(reward, given, reference)
+            gradient = torch.autograd.grad(score.value, given, allow_unused=True)[0] if score.counted else noise
+            if gradient is None or not gradient.isfinite().all() or not gradient.any():
+                raise UserError(
+                    f"reward.name={options.name!r} cannot be learnt from: the score of the first clip has no gradient "
+                    "towards its frames, or one that is 0 or not finite. Compute it by differentiable torch operations "
+                    "on the frames; for a reward without a gradient use recipes/flow_grpo"
+                )
+        if time.monotonic() - started > budget_s and row + 1 < count:
+            tell(f"the reward was tried on {row + 1} of {count} clips in {budget_s:g} s; the others come untried")
+            return

@@ -178,9 +178,7 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
         *_gradient_phases(config, step, decode, shape.transformer.num_layers, kept, frames),
         Phase("optimizer step", {}),
     ]
-    host = dict(kept) if config.model.activation_offload else {}
-    if brought:
-        host |= {"high-noise expert": high, "text encoder": text}
+    host = {"high-noise expert": high, "text encoder": text} if brought else {}
     return Plan((frames, height, width), tokens, adapter, always, phases, {k: v for k, v in host.items() if v})
 
 
@@ -224,7 +222,7 @@ def _decoding(
     config: RewardFlowConfig, shape: PipelineShape, latents: tuple[int, int, int], pixels: int, size: int
 ) -> DecodeMemory:
     if shape.vae is not None:
-        return decode_memory(shape.vae, latents, size, tiling=config.model.vae_tiling)
+        return decode_memory(shape.vae, latents, size)
     frames = 3 * pixels * FP32  # another decoder: taken for one layer of the clip's size
     return DecodeMemory(chunk=2 * frames, cache=0, chunks=2 * frames, caches=0, work=frames, frames=frames)
 
@@ -252,17 +250,16 @@ def _gradient_phases(
     frames: int,
 ) -> Iterator[Phase]:
     model, samples = config.model, config.actor.micro_batch_size_per_gpu
-    of_steps, of_decode = (0.0, 0.0) if model.activation_offload else kept.values()
+    of_steps, of_decode = kept.values()
     clip = {"frames": 3.0 * samples * decode.frames}
     yield Phase("steps with gradient", {"kept": of_steps, "block": samples * step.forward_work})
     after = {"kept of the steps": of_steps, "kept of decoding": of_decode}
     yield Phase("decoding", after | clip | {"chunk": samples * decode.work})
     faces = FACE_BYTES_PER_FRAME * frames * _has_face_models(config)
     yield Phase("reward", after | clip | {"one clip's faces": float(faces)})
-    chunk = decode.chunk + (2 * decode.cache if model.activation_offload else 0)
     yield Phase(
         "backward of decoding",
-        after | clip | {"chunk": samples * (chunk * model.checkpoint_decode + 1.5 * decode.work)},
+        after | clip | {"chunk": samples * (decode.chunk * model.checkpoint_decode + 1.5 * decode.work)},
     )
     block = samples * (step.block * model.enable_gradient_checkpointing + step.backward_work)
     inside = layers * (step.block_input if model.enable_gradient_checkpointing else step.block) + step.shared

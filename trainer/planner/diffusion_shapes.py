@@ -294,14 +294,9 @@ class DecodeMemory:
     frames: int
 
 
-def decode_memory(shape: VaeShape, latents: tuple[int, int, int], size: int, *, tiling: bool) -> DecodeMemory:
-    """Of latents (T, h, w). tiling: in tiles of 256 pixels, each 192, whose chunks come one after the other."""
+def decode_memory(shape: VaeShape, latents: tuple[int, int, int], size: int) -> DecodeMemory:
+    """Of latents (T, h, w)."""
     time, height, width = latents
-    rows = columns = [1.0]
-    if tiling and max(height, width) * shape.scale_factor_spatial > TILE:
-        side, stride = TILE // shape.scale_factor_spatial, STRIDE // shape.scale_factor_spatial
-        rows, columns = _tiles(height, side, stride), _tiles(width, side, stride)
-    largest, area = max(rows) * max(columns), sum(rows) * sum(columns)
     layers = list(shape.decoder())
     chunk = sum(layer.kept(height, width, size) for layer in layers)
     first = sum(layer.kept(height, width, size, is_first=True) for layer in layers)
@@ -309,21 +304,13 @@ def decode_memory(shape: VaeShape, latents: tuple[int, int, int], size: int, *, 
     frames = (time - 1) * shape.scale_factor_temporal + 1
     work = max(layer.inputs * layer.frames * layer.scale**2 for layer in layers) * height * width * (FP32 + 2 * size)
     return DecodeMemory(
-        chunk=int(chunk * largest),
-        cache=int(cache * largest),
-        chunks=int((first + (time - 1) * chunk) * area),
-        caches=int(max(0.0, time - 1.5) * cache * area),  # the first hands on one frame in place of two
-        work=int(work * largest),
+        chunk=int(chunk),
+        cache=int(cache),
+        chunks=int(first + (time - 1) * chunk),
+        caches=int(max(0.0, time - 1.5) * cache),  # the first hands on one frame in place of two
+        work=int(work),
         frames=FP32 * 3 * frames * height * width * shape.scale_factor_spatial**2,
     )
-
-
-TILE, STRIDE = 256, 192  # pixels, of AutoencoderKLWan's own tiles
-
-
-def _tiles(length: int, side: int, stride: int) -> list[float]:
-    """The tiles along one side, as shares of it."""
-    return [min(side, length - start) / length for start in range(0, length, stride)]
 
 
 # -- the text encoder --------------------------------------------------------------------------------------------------

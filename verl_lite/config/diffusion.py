@@ -45,9 +45,7 @@ class DiffusionModelConfig(Options):
     enable_gradient_checkpointing: bool = opt(True, "recompute activations inside the blocks in the backward pass")
     checkpoint_steps: bool = opt(True, "recompute each denoising step in the backward pass")
     checkpoint_decode: bool = opt(True, "recompute the decoding into frames in the backward pass")
-    activation_offload: bool = opt(False, "keep what the backward pass needs in host memory meanwhile")
     offload_frozen: bool = opt(False, "keep what is not at work (high-noise expert, text encoder) in host memory")
-    vae_tiling: bool = opt(False, "decode in tiles: less memory, more time")
 
     def check(self) -> Problems:
         if not self.target_modules:

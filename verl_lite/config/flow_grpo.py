@@ -37,7 +37,6 @@ class FlowModelConfig(Options):
     lora_rank: int = opt(0, "rank of a LoRA adapter, which alone learns; 0 = all parameters learn", at_least(0))
     lora_alpha: int = opt(16, "the adapter counts lora_alpha / lora_rank", at_least(1))
     target_modules: list[str] = opt(["all-linear"], "linear layers with an adapter: all-linear, or ends of their names")
-    checkpoint_steps: bool = opt(False, "one denoising step at a time, recomputed in the backward pass: memory of one")
 
 
 @dataclass
@@ -65,7 +64,7 @@ class FlowRolloutConfig(Options):
 
 @dataclass
 class FlowScoreConfig(Options):
-    name: str | None = opt(None, "pkg.module:function(frames (B, F, 3, H, W), prompts, **kwargs), or a visual reward")
+    name: str | None = opt(None, "pkg.module:function(frames (B, F, 3, H, W), prompts, **kwargs): B scores")
     kwargs: dict[str, Any] = opt({}, "its further arguments")
 
 

@@ -1,10 +1,9 @@
 """Rewards for generated clips: how frames become a number through which the gradient flows.
 
-`base` says what a reward is, `identity` scores a likeness, `colour` what needs no face, `arcface` is the door for real
-face models, `contract` the promises of every reward, as a check for one of your own. The guide: trainer/DIFFUSION.md.
+`base` says what a reward is, `identity` scores a likeness, `arcface` is the door for real face models, `contract` the
+promises of every reward, as a check for one of your own. The guide: trainer/DIFFUSION.md.
 """
 
-from verl_lite.visual_rewards import colour  # files its rewards
 from verl_lite.visual_rewards.base import (
     VISUAL_REWARDS,
     VisualScore,
@@ -13,8 +12,7 @@ from verl_lite.visual_rewards.base import (
     register_visual_reward,
     score_frames,
 )
-from verl_lite.visual_rewards.faces import Faces
-from verl_lite.visual_rewards.identity import CosineIdentityReward
+from verl_lite.visual_rewards.identity import CosineIdentityReward, Faces
 
 __all__ = ["VISUAL_REWARDS", "CosineIdentityReward", "Faces", "VisualScore", "as_pixels", "build_visual_reward"]
-__all__ += ["colour", "register_visual_reward", "score_frames"]
+__all__ += ["register_visual_reward", "score_frames"]

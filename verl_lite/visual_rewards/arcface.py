@@ -10,24 +10,23 @@ licence of the weights. `onnx2torch` makes torch modules of the files, so that t
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from verl_lite.errors import UserError
-from verl_lite.visual_rewards.faces import Faces
+from verl_lite.visual_rewards.identity import Faces
 
 STRIDES = (8, 16, 32)
 ANCHORS = 2
-DETECTION_SIZE = 640
-CHANNELS = ("rgb", "bgr")
+NUMBERS = (1, 4, 10)
+"""Of an anchor: its score, the distances of its box, those of its five points."""
 
 
 class ArcFaceEmbedder(nn.Module):
@@ -41,13 +40,13 @@ class ArcFaceEmbedder(nn.Module):
 
     def __init__(self, path: str, channels: str = "rgb") -> None:
         super().__init__()
-        self.channels = _known_channels("embedder", channels)
+        self.is_flipped = _is_flipped("embedder", channels)
         self.network = load_onnx(path, "reward.kwargs.embedder")
 
     def forward(self, crops: torch.Tensor) -> torch.Tensor:
         """crops: (n, 3, 112, 112) in [0, 1], RGB. Gives (n, D)."""
-        given = _ordered(crops, self.channels) * 2 - 1
-        return self.network(given).flatten(1)
+        given = crops.flip(-3) if self.is_flipped else crops
+        return self.network(given * 2 - 1).flatten(1)
 
 
 class ScrfdDetector(nn.Module):
@@ -59,18 +58,13 @@ class ScrfdDetector(nn.Module):
     """
 
     def __init__(
-        self,
-        path: str,
-        threshold: float = 0.5,
-        overlap: float = 0.4,
-        size: int = DETECTION_SIZE,
-        channels: str = "rgb",
+        self, path: str, threshold: float = 0.5, overlap: float = 0.4, size: int = 640, channels: str = "rgb"
     ) -> None:
         super().__init__()
         if size <= 0 or size % STRIDES[-1]:
             raise UserError(f"reward.kwargs.detector size={size}; expected a multiple of {STRIDES[-1]}")
         self.threshold, self.overlap, self.size = threshold, overlap, size
-        self.channels = _known_channels("detector", channels)
+        self.is_flipped = _is_flipped("detector", channels)
         self.network = load_onnx(path, "reward.kwargs.detector")
 
     @torch.no_grad()
@@ -80,9 +74,8 @@ class ScrfdDetector(nn.Module):
         ratio = self.size / max(height, width)
         inside = max(round(height * ratio), 1), max(round(width * ratio), 1)
         shrunk = F.interpolate(frames.float(), inside, mode="bilinear", antialias=True, align_corners=False)
-        canvas = (_ordered(shrunk, self.channels) * 255 - 127.5) / 128
-        right, below = self.size - inside[1], self.size - inside[0]
-        canvas = F.pad(canvas, (0, right, 0, below), value=-127.5 / 128)  # black
+        canvas = ((shrunk.flip(-3) if self.is_flipped else shrunk) * 255 - 127.5) / 128
+        canvas = F.pad(canvas, (0, self.size - inside[1], 0, self.size - inside[0]), value=-127.5 / 128)  # black
         # the files of InsightFace take one picture at a time
         largest = [self.largest(self.network(picture[None])) for picture in canvas]
         points = torch.stack([shrunk.new_zeros(5, 2) if one is None else one for one in largest])
@@ -94,48 +87,45 @@ class ScrfdDetector(nn.Module):
         """The five points (5, 2) of the largest face in one picture, or None."""
         scores, boxes, points = decode_scrfd(outputs, self.size, self.threshold)
         kept = suppress(boxes, scores, self.overlap)
-        if len(kept) == 0:
-            return None
-        boxes, points = boxes[kept], points[kept]
-        area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-        return points[area.argmax()]
+        return points[kept[_areas(boxes[kept]).argmax()]] if len(kept) else None
 
 
 def decode_scrfd(
     outputs: Sequence[torch.Tensor], size: int, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores (n,), boxes (n, 4) as left, top, right, bottom, and points (n, 5, 2), in pixels, of what scores at least
-    `threshold`.
+    """What scores at least `threshold`, in pixels.
 
-    outputs: nine, for strides 8, 16, 32 each: scores, box distances, point distances; (cells * ANCHORS, 1 | 4 | 10) or
-    the same with a leading 1. Cells run along rows; a cell's anchors stand at (column, row) * stride; distances are in
-    units of the stride. Raises UserError if there are not nine, or of another size.
+    Args:
+        outputs: for strides 8, 16, 32 each: scores, box distances, point distances; (cells * ANCHORS, 1 | 4 | 10) or
+            the same with a leading 1. Cells run along rows; a cell's anchors stand at (column, row) * stride; distances
+            are in units of the stride.
+
+    Returns:
+        Scores (n,), boxes (n, 4) as left, top, right, bottom, and points (n, 5, 2).
+
+    Raises:
+        UserError: there are not nine outputs, or of another size.
     """
-    levels = len(STRIDES)
-    if len(outputs) != 3 * levels:
+    anchors = [(size // stride) ** 2 * ANCHORS for stride in STRIDES]
+    expected = [count * numbers for numbers in NUMBERS for count in anchors]
+    sizes = [part.numel() for part in outputs]
+    if sizes != expected:
         raise UserError(
-            f"reward.kwargs.detector: the model gives {len(outputs)} outputs; expected {3 * levels} (scores, boxes and "
-            "five points at strides 8, 16, 32). Use an SCRFD file with points, as scrfd_10g_bnkps.onnx"
+            f"reward.kwargs.detector: the model gives {len(outputs)} outputs of sizes {sizes}; "
+            f"for {size} x {size} pixels 9 with {expected} numbers are expected (scores, boxes and five points at "
+            "strides 8, 16, 32). Use an SCRFD file with points, as scrfd_10g_bnkps.onnx"
         )
     found = []
     for level, stride in enumerate(STRIDES):
-        side = size // stride
-        parts = [outputs[level + levels * kind] for kind in range(3)]
-        wanted = side * side * ANCHORS
-        shapes = [tuple(part.shape) for part in parts]
-        if [part.numel() for part in parts] != [wanted, 4 * wanted, 10 * wanted]:
-            raise UserError(
-                f"reward.kwargs.detector: at stride {stride} the model gives {shapes} for {size} x {size} pixels; "
-                f"expected {wanted} anchors with 1, 4 and 10 numbers"
-            )
-        scores, distances, offsets = parts[0].reshape(-1), parts[1].reshape(-1, 4), parts[2].reshape(-1, 5, 2)
-        steps = torch.arange(side, device=scores.device, dtype=torch.float32) * stride
-        rows, columns = torch.meshgrid(steps, steps, indexing="ij")
-        centres = torch.stack([columns, rows], -1).reshape(-1, 1, 2).expand(-1, ANCHORS, 2).reshape(-1, 2)
+        scores, distances, offsets = (
+            outputs[level + len(STRIDES) * kind].reshape(-1, numbers) for kind, numbers in enumerate(NUMBERS)
+        )
+        steps = torch.arange(size // stride, device=scores.device, dtype=torch.float32) * stride
+        centres = torch.cartesian_prod(steps, steps).flip(-1).repeat_interleave(ANCHORS, 0)  # (column, row)
         boxes = torch.cat([centres - distances[:, :2] * stride, centres + distances[:, 2:] * stride], -1)
-        points = centres[:, None] + offsets * stride
-        good = scores >= threshold
-        found.append((scores[good], boxes[good], points[good]))
+        points = centres[:, None] + offsets.unflatten(-1, (5, 2)) * stride
+        good = scores[:, 0] >= threshold
+        found.append((scores[good, 0], boxes[good], points[good]))
     scores, boxes, points = (torch.cat(parts) for parts in zip(*found, strict=True))
     return scores, boxes, points
 
@@ -144,73 +134,52 @@ def suppress(boxes: torch.Tensor, scores: torch.Tensor, overlap: float) -> torch
     """Indices of the boxes that stay, best first: each drops those after it whose intersection over union with it is
     above `overlap`. boxes: (n, 4) as left, top, right, bottom. scores: (n,)."""
     order = scores.argsort(descending=True)
-    boxes = boxes[order]
-    area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    corner = torch.maximum(boxes[:, None, :2], boxes[None, :, :2])
-    opposite = torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    common = (opposite - corner).clamp_min(0).prod(-1)  # (n, n)
-    share = common / (area[:, None] + area[None, :] - common).clamp_min(1e-12)
-    stays = torch.ones(len(boxes), dtype=torch.bool, device=boxes.device)
-    for index in range(len(boxes)):
-        if stays[index]:
-            stays[index + 1 :] &= share[index, index + 1 :] <= overlap
-    return order[stays]
+    kept = []
+    while len(order):
+        best, order = order[0], order[1:]
+        kept.append(best)
+        corners = torch.maximum(boxes[best, :2], boxes[order, :2]), torch.minimum(boxes[best, 2:], boxes[order, 2:])
+        common = (corners[1] - corners[0]).clamp_min(0).prod(-1)
+        whole = _areas(boxes[best]) + _areas(boxes[order]) - common
+        order = order[common / whole.clamp_min(1e-12) <= overlap]
+    return torch.stack(kept) if kept else order
+
+
+def _areas(boxes: torch.Tensor) -> torch.Tensor:
+    return (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
 
 
 def load_onnx(path: str, option: str) -> nn.Module:
     """The model of an ONNX file as a frozen torch module. option: the key that names it, for messages.
 
-    Raises UserError if there is no such file, onnx2torch is not installed, or it cannot convert the file.
+    Raises:
+        UserError: there is no such file, onnx2torch is not installed, or it cannot convert the file.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"{option}={path!r}: no such file (looked for {file.absolute()}); expected an ONNX file")
-    with _stand_in_for_torchvision():
-        try:
-            from onnx2torch import convert
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"{option} is an ONNX file, and {error.name} is not installed, which makes a torch module of it: "
-                "pip install verl_lite[diffusion]"
-            ) from None
+    stand_ins: dict[str, ModuleType] = {}
+    if importlib.util.find_spec("torchvision") is None:
+        # onnx2torch imports it for two operators that no face model has, NonMaxSuppression and RoiAlign
+        operators = ModuleType("torchvision.ops")
+        operators.__dict__.update(dict.fromkeys(("roi_align", "nms", "box_convert")))
+        stand_ins = {"torchvision": ModuleType("torchvision"), "torchvision.ops": operators}
+        stand_ins["torchvision"].__dict__["ops"] = operators
+    sys.modules.update(stand_ins)
+    try:
+        from onnx2torch import convert
+    except ModuleNotFoundError as error:
+        raise UserError(f"{option}: {error.name} is missing: pip install verl_lite[diffusion]") from None
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
     try:
         return convert(file).eval().requires_grad_(False)
     except NotImplementedError as error:
         raise UserError(f"{option}={path!r}: onnx2torch cannot convert it: {error}") from error
 
 
-@contextmanager
-def _stand_in_for_torchvision() -> Iterator[None]:
-    """onnx2torch imports torchvision for two operators, NonMaxSuppression and RoiAlign, which no face model here has
-    (NMS is done above). Where torchvision is not installed, its import is given an empty one, and nothing else is."""
-    import importlib.util
-
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
-        yield
-        return
-    package, operators = ModuleType("torchvision"), ModuleType("torchvision.ops")
-
-    def missing(*_: Any, **__: Any) -> Any:
-        raise UserError("this ONNX model has an operator that needs torchvision: pip install torchvision")
-
-    for name in ("roi_align", "nms", "box_convert"):
-        setattr(operators, name, missing)
-    package.ops = operators  # type: ignore[attr-defined]
-    stand_ins = {"torchvision": package, "torchvision.ops": operators}
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]
-
-
-def _known_channels(role: str, channels: str) -> str:
-    if channels not in CHANNELS:
-        raise UserError(f"reward.kwargs.{role} channels={channels!r}; expected one of {', '.join(CHANNELS)}")
-    return channels
-
-
-def _ordered(pixels: torch.Tensor, channels: str) -> torch.Tensor:
-    """(..., 3, H, W) from RGB to the order asked for."""
-    return pixels if channels == "rgb" else pixels.flip(-3)
+def _is_flipped(role: str, channels: str) -> bool:
+    if channels not in ("rgb", "bgr"):
+        raise UserError(f"reward.kwargs.{role} channels={channels!r}; expected rgb or bgr")
+    return channels == "bgr"

@@ -1,10 +1,7 @@
 """What every visual reward promises, as a check for one of your own.
 
-    from verl_lite.visual_rewards.contract import check_visual_reward
-    check_visual_reward(MyReward())
-
-in a test of yours; the project's tests run it over every registered reward. It raises `BrokenPromise` (an
-AssertionError) that says which promise does not hold.
+from verl_lite.visual_rewards.contract import check_visual_reward
+check_visual_reward(MyReward())
 """
 
 from __future__ import annotations
@@ -31,10 +28,11 @@ def check_visual_reward(
     *,
     depends_on_reference: bool = True,
 ) -> None:
-    """Raises `BrokenPromise` unless the reward does what a run relies on.
+    """Raises `BrokenPromise` (an AssertionError), which says the promise, unless the reward does what a run relies on.
 
-    clip, other: (F, 3, H, W) in [0, 1], two clips that differ in what is scored; None = random colours.
-    depends_on_reference: False for a reward that judges a clip by itself.
+    Args:
+        clip, other: (F, 3, H, W) in [0, 1], two clips that differ in what is scored; None = random colours.
+        depends_on_reference: False for a reward that judges a clip by itself.
     """
     clip = random_clip(1) if clip is None else clip
     other = random_clip(2) if other is None else other
@@ -46,23 +44,22 @@ def check_visual_reward(
         again, own, half = (score_frames(reward, x, reference).value for x in (frames, frames, frames.bfloat16()))
     except UserError as error:
         raise BrokenPromise(str(error)) from None
-    _require(score.counted, "the clip that it was prepared for counts")
-    (gradient,) = torch.autograd.grad(score.value, leaf, allow_unused=True)
-    _require(gradient is not None and bool(gradient.abs().sum() > 0), "the score is differentiable in the frames")
-    _require(bool(torch.isfinite(gradient).all()), "the gradient is finite")
-    _require(torch.equal(own, again), "the same frames have the same score")
-    _require({own.dtype, half.dtype} == {torch.float32}, "the score is fp32, of frames of any precision")
+    (gradient,) = torch.autograd.grad(score.value, leaf, allow_unused=True) if score.counted else (None,)
+    promises = {
+        "the clip that it was prepared for counts": score.counted,
+        "the score is differentiable in the frames": gradient is not None and bool(gradient.abs().sum() > 0),
+        "the gradient is finite": gradient is not None and bool(torch.isfinite(gradient).all()),
+        "the same frames have the same score": torch.equal(own, again),
+        "the score is fp32, of frames of any precision": {own.dtype, half.dtype} == {torch.float32},
+    }
     if depends_on_reference:
-        unlike = score_frames(reward, other * 2 - 1, reference).value.item()
-        _require(
-            unlike < own.item(),
-            "the reference's own frames score best (prepare takes them in [0, 1], score in [-1, 1])",
-            f"own {own.item():.4f}, those of another clip {unlike:.4f}",
-        )
-        moved = score_frames(reward, frames, foreign).value.item()
-        _require(moved != own.item(), "the score depends on the reference", f"{moved:.4f} with either")
-
-
-def _require(holds: bool, promise: str, found: str = "") -> None:
-    if not holds:
-        raise BrokenPromise(f"broken promise: {promise}" + (f"; found {found}" if found else ""))
+        unlike, moved = score_frames(reward, other * 2 - 1, reference), score_frames(reward, frames, foreign)
+        promises |= {
+            "the reference's own frames score best (prepare takes them in [0, 1], score in [-1, 1])": bool(
+                unlike.value < own
+            ),
+            "the score depends on the reference": not torch.equal(moved.value, own),
+        }
+    for promise, holds in promises.items():
+        if not holds:
+            raise BrokenPromise(f"broken promise: {promise}")

@@ -27,10 +27,6 @@ class ActorWorker(TrainingWorker):
 
     config: RewardFlowConfig
 
-    def __init__(self, config: RewardFlowConfig, total_training_steps: int) -> None:
-        super().__init__(config, total_training_steps)
-        self._frames: list[DataProto] = []
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine and the frozen parts of the pipeline."""
@@ -46,7 +42,7 @@ class ActorWorker(TrainingWorker):
         actor/no_face_frac, the share of those that do not count; actor/grad_norm, actor/lr.
         """
         self.phases.enter(Phase.TRAIN, self.engine)
-        self._frames = []
+        self._frames: list[DataProto] = []
         metrics = self.engine.train(data, self._loss, epochs=1)
         result = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
         result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
@@ -58,16 +54,9 @@ class ActorWorker(TrainingWorker):
         A sample that does not count has weight 0 there and stays in the divisor, which is known before sampling; so
         the gradient does not depend on how the batch was cut.
         """
-        is_real = ~data.batch["is_padding"]
-        self._frames.append(
-            DataProto.from_dict(
-                {
-                    "frames": output_tensor["frames"][is_real].cpu(),
-                    "row": data.batch["row"][is_real].cpu(),
-                    "face_score": output_tensor["face_score"].detach()[is_real].cpu(),
-                }
-            )
-        )
+        is_real, row = ~data.batch["is_padding"], data.batch["row"]
+        frames = {"frames": output_tensor["frames"], "row": row, "face_score": output_tensor["face_score"].detach()}
+        self._frames.append(DataProto.from_dict({name: value[is_real].cpu() for name, value in frames.items()}))
         loss = output_tensor["loss"].sum() / data.meta_info["num_tokens"]
         counts, scores, kl = (output_tensor[name].cpu() for name in ("counted", "face_score", "kl_loss"))
         loss, metrics = self.loss_func(data, loss, scores[counts > 0], kl[is_real])
@@ -78,7 +67,7 @@ class ActorWorker(TrainingWorker):
     def loss_func(
         self, data: DataProto, loss: torch.Tensor, face_score: torch.Tensor, kl_loss: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The seed's one loss entry: passes the loss of a micro-batch through, with its metrics.
+        """ROLL's one loss entry: passes the loss of a micro-batch through, with its metrics.
 
         loss: scalar, this micro-batch's part of the step's loss. face_score: (n,) of the samples that count. kl_loss:
         (m,) of those that are no padding. Metrics: actor/loss, the sum of the parts; actor/face_score and
@@ -102,18 +91,16 @@ class ActorWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def last_frames(self) -> DataProto:
         """What this rank sampled in the last train step: frames (n, F, 3, H, W) in [0, 1], row and face_score (n,)."""
-        return DataProto.concat(self._frames) if self._frames else DataProto()
+        return DataProto.concat(self._frames)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_lora(self, path: str) -> None:
         """Writes the adapter, fp32, into the folder `path` as diffusers' `load_lora_weights` reads it."""
         self.phases.enter(Phase.TRAIN, self.engine)
-        group = self.engine.shard_group
-        whole = {
-            name: value.cpu()
-            for name, value in gather_full(self.engine.trained, torch.float32, group, EXPORT_BUCKET_BYTES)
-        }
-        adapter = self.engine.policy.adapter
+        engine = self.engine
+        gathered = gather_full(engine.trained, torch.float32, engine.shard_group, EXPORT_BUCKET_BYTES)
+        whole = {name: value.cpu() for name, value in gathered}
+        adapter = engine.policy.adapter
         assert adapter is not None
         if dist.get_rank() == 0:
             write_lora(path, whole, adapter)

@@ -22,8 +22,6 @@ from workers.policy.adapter import ALL_LINEAR
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_IN_NETWORK = ".default."  # peft's name of the one adapter, in the parameters' names but not in files
-
 
 def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
     """Puts an adapter beside the linear layers that `model.target_modules` names, and freezes all else.
@@ -47,8 +45,6 @@ def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> 
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
         target_modules=targets,
-        lora_dropout=0.0,
-        bias="none",
         base_model_name_or_path=str(model.path),
     )
     network.requires_grad_(False)
@@ -65,13 +61,12 @@ def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> 
 
 
 class _InputDtypeLinear(nn.Linear):
-    """A linear layer with fp32 weights that computes in its input's dtype.
+    """A linear layer with fp32 weights that computes in its input's dtype, as mixed precision does.
 
-    As mixed precision does. peft would take the input, which is far larger than the weights, to fp32 instead.
+    peft would take the input, which is far larger than the weights, to fp32 instead.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out)."""
         return F.linear(input, self.weight.to(input.dtype))
 
 
@@ -86,6 +81,6 @@ def write_lora(path: str, weights: Mapping[str, torch.Tensor], config: LoraConfi
     Path(path).mkdir(parents=True, exist_ok=True)
     WanLoraLoaderMixin.save_lora_weights(
         path,
-        transformer_lora_layers={name.replace(_IN_NETWORK, "."): value.cpu() for name, value in weights.items()},
+        transformer_lora_layers={name.replace(".default.", "."): value.cpu() for name, value in weights.items()},
         transformer_lora_adapter_metadata=config.to_dict(),
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,13 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from verl_lite.config.diffusion import DiffusionModelConfig
+from verl_lite.config.diffusion import EXPERTS, DiffusionModelConfig
 from verl_lite.errors import UserError
 from workers.diffusion.memory import Placement
 from workers.policy.guarded import told_as
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-EXPERTS = ("transformer", "transformer_2")
 LONGEST_PROMPT = 512  # tokens that a Wan transformer reads
 
 
@@ -54,19 +53,14 @@ class LatentCodec:
 
         Raises UserError for a clip that the VAE cannot bring back at its own size.
         """
-        latent_frames, rest = divmod(frames - 1, self.temporal_factor)
-        if frames < 1 or rest:
-            raise UserError(
-                f"data.num_frames={frames}: this pipeline takes {self.temporal_factor} k + 1 frames, such as "
-                f"{latent_frames * self.temporal_factor + 1}"
-            )
         sides = self.spatial_factor * multiple
-        if height % sides or width % sides:
+        if (frames - 1) % self.temporal_factor or height % sides or width % sides:
             raise UserError(
-                f"data.height={height}, data.width={width}: this pipeline takes multiples of {sides} "
-                "(data.side_multiple)"
+                f"data.num_frames={frames}, data.height={height}, data.width={width}: this pipeline takes "
+                f"{self.temporal_factor} k + 1 frames whose sides are multiples of {sides} (data.side_multiple)"
             )
-        return self.channels, latent_frames + 1, height // self.spatial_factor, width // self.spatial_factor
+        latent_frames = (frames - 1) // self.temporal_factor + 1
+        return self.channels, latent_frames, height // self.spatial_factor, width // self.spatial_factor
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Normalised latents (b, C, T, h, w) of a clip (b, 3, F, H, W) in [-1, 1]: the most likely ones."""
@@ -99,8 +93,7 @@ class PromptEncoder:
 
     def __call__(self, prompts: Sequence[str], device: torch.device) -> torch.Tensor:
         """(b, L, D) with zeros behind each prompt's tokens, as diffusers' pipeline has them."""
-        new = dict.fromkeys(prompt for prompt in prompts if prompt not in self._known)
-        if new:
+        if new := set(prompts) - set(self._known):
             with self.placement.at_work(self.text_encoder):
                 self._known |= {prompt: self._encode(prompt) for prompt in new}
         rows = [self._known[prompt].to(device) for prompt in prompts]
@@ -134,76 +127,64 @@ class DiffusionParts:
     expand_timesteps: bool
 
 
-def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype, *, with_weights: bool = True) -> DiffusionParts:
+def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionParts:
     """The parts in the folder `model.path`, with `model.fused_loras` merged into their experts.
 
     Args:
         dtype: of all weights but those that a model's class keeps in fp32.
-        with_weights: False leaves the low-noise expert uninitialised, for a rank that gets its shards from another.
 
     Raises:
         UserError: the folder is no such pipeline.
     """
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
-    index = read_index(model)
-    names = EXPERTS[: 1 + _is_there(index, EXPERTS[1])]
-    experts = {}
-    for name in names:
-        make = _empty if name == names[-1] and not with_weights else _load
-        experts[name] = make(folder, name, index[name], dtype)
+    index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    there = {name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
+    if missing := [name for name in NEEDED if name not in there]:
+        raise UserError(
+            f"model.path={model.path!r}: {INDEX} names no {', '.join(missing)}; expected the folder of an "
+            "image-to-video pipeline in diffusers format, as save_pretrained writes it"
+        )
+    names = [name for name in EXPERTS if name in there]
     if unknown := set(model.fused_loras) - set(names):
-        raise UserError(f"model.fused_loras: {sorted(unknown)} name no expert; this pipeline has {list(names)}")
-    for name, file in model.fused_loras.items():
-        if name != names[-1] or with_weights:
-            _fuse(experts[name], file, f"model.fused_loras.{name}")
+        raise UserError(f"model.fused_loras: {sorted(unknown)} name no expert; this pipeline has {names}")
+    experts: dict[str, nn.Module] = {}
+    for name in names:
+        experts[name] = _load(folder, name, index[name], dtype)
+        if name in model.fused_loras:
+            _fuse(experts[name], model.fused_loras[name], f"model.fused_loras.{name}")
     parts = DiffusionParts(
         low_noise=experts[names[-1]],
         high_noise=experts[names[0]] if len(names) > 1 else None,
         codec=LatentCodec(_load(folder, "vae", index["vae"], dtype)),
         text_encoder=_load(folder, "text_encoder", index["text_encoder"], dtype),
         tokenizer=_load(folder, "tokenizer", index["tokenizer"], None),
-        boundary_ratio=boundary_of(model, index),
+        boundary_ratio=model.boundary_ratio or (index.get("boundary_ratio") if len(names) > 1 else None),
         expand_timesteps=bool(index.get("expand_timesteps", False)),
     )
     for module in (*experts.values(), parts.codec.vae, parts.text_encoder):
         module.eval().requires_grad_(False)
-    _check_channels(parts, str(model.path))
+    _check_layout(parts, str(model.path))
     return parts
 
 
-def read_index(model: DiffusionModelConfig) -> dict[str, Any]:
-    """model_index.json: for each component its [library, class], and the pipeline's own settings.
-
-    Raises UserError for one that lacks a component; that there is one, the checks of the options see before.
-    """
-    index: dict[str, Any] = json.loads((Path(str(model.path)).expanduser() / INDEX).read_text(encoding="utf-8"))
-    missing = [name for name in NEEDED if not _is_there(index, name)]
-    if missing:
+def _check_layout(parts: DiffusionParts, path: str) -> None:
+    """Raises UserError unless the experts read what the layout gives them, and their boundary is known."""
+    if (parts.high_noise is None) != (parts.boundary_ratio is None):
         raise UserError(
-            f"model.path={model.path!r}: {INDEX} names no {', '.join(missing)}; expected the folder of an "
-            "image-to-video pipeline in diffusers format, as save_pretrained writes it"
+            f"model.boundary_ratio={parts.boundary_ratio}: expected a number with two experts (0.9), null with one; "
+            f"{path} has {1 + (parts.high_noise is not None)}"
         )
-    return index
-
-
-def boundary_of(model: DiffusionModelConfig, index: Mapping[str, Any]) -> float | None:
-    """Where the experts change: model.boundary_ratio, else the pipeline's own. UserError unless that fits them."""
-    given = model.boundary_ratio if model.boundary_ratio is not None else index.get("boundary_ratio")
-    if _is_there(index, EXPERTS[1]):
-        if given is None:
-            raise UserError("model.boundary_ratio=null: this pipeline has two experts and no boundary; give one (0.9)")
-        return float(given)
-    if model.boundary_ratio is not None:
-        raise UserError(
-            f"model.boundary_ratio={model.boundary_ratio}: this pipeline has one expert; expected null (no boundary)"
-        )
-    return None
-
-
-def _is_there(index: Mapping[str, Any], name: str) -> bool:
-    entry = index.get(name)
-    return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
+    codec = parts.codec
+    expected = codec.channels if parts.expand_timesteps else 2 * codec.channels + codec.temporal_factor
+    for expert in filter(None, (parts.low_noise, parts.high_noise)):
+        config: Any = expert.config
+        if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
+            raise UserError(
+                f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} in "
+                f"Wan2.2's layout, {'TI2V' if parts.expand_timesteps else 'I2V'}, with {codec.channels} latent "
+                "channels, and no embedding of an image encoder (Wan2.1)"
+            )
 
 
 def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) -> Any:
@@ -227,20 +208,6 @@ def _component_class(name: str, entry: list[str]) -> Any:
         raise UserError(f"{INDEX}: {name} is {library}.{class_name}, which cannot be imported: {error}") from error
 
 
-def _empty(folder: Path, name: str, entry: list[str], dtype: torch.dtype) -> Any:
-    """An expert without its weights, each parameter in the dtype that it has with them."""
-    from diffusers.models.modeling_utils import no_init_weights
-
-    component = _component_class(name, entry)
-    with no_init_weights():
-        expert = component.from_config(component.load_config(str(folder / name)))
-    kept = tuple(getattr(component, "_keep_in_fp32_modules", None) or ()) if dtype != torch.float32 else ()
-    for key, parameter in expert.named_parameters():
-        is_kept = any(part in kept for part in key.split("."))
-        parameter.data = parameter.data.to(torch.float32 if is_kept else dtype)
-    return expert
-
-
 def _fuse(expert: Any, file: str, option: str) -> None:
     """Merges an adapter into the expert's weights: diffusers' files, and those it can convert."""
     from diffusers.loaders import WanLoraLoaderMixin
@@ -252,18 +219,3 @@ def _fuse(expert: Any, file: str, option: str) -> None:
             raise UserError(f"{option}={file!r}: none of its weights fits {type(expert).__name__}")
         expert.fuse_lora(adapter_names=["fused"])
         expert.unload_lora()
-
-
-def _check_channels(parts: DiffusionParts, path: str) -> None:
-    """Raises UserError unless the experts read what the layout gives them."""
-    codec = parts.codec
-    expected = codec.channels if parts.expand_timesteps else 2 * codec.channels + codec.temporal_factor
-    for expert in filter(None, (parts.low_noise, parts.high_noise)):
-        config: Any = expert.config
-        if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
-            layout = "TI2V (expand_timesteps)" if parts.expand_timesteps else "I2V"
-            raise UserError(
-                f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} in "
-                f"the layout {layout} of Wan2.2 with {codec.channels} latent channels, and no embedding of an image "
-                "encoder (Wan2.1)"
-            )

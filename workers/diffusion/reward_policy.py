@@ -15,21 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.flow_match import (
-    TRAIN_TIMESTEPS,
-    euler_step,
-    flow_kl,
-    flow_sigmas,
-    high_noise_steps,
-    reward_flow_loss,
-)
+from verl_lite.flow_match import TRAIN_TIMESTEPS, euler_step, flow_kl, flow_sigmas, high_noise_steps, reward_flow_loss
 from verl_lite.protocol import DataProto
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 from workers.diffusion.lora import add_adapter
-from workers.diffusion.memory import Placement, activation_offload, checkpointed_decode, checkpointed_step
+from workers.diffusion.memory import Decode, Placement, checkpointed_decode
 from workers.diffusion.pipeline import DiffusionParts, PromptEncoder, load_pipeline
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.policy.adapter import adapter_off
@@ -107,25 +101,20 @@ class RewardFlowPolicy(EngineNetwork):
         self.model: Any = parts.low_noise
         self.config, self.device, self.codec = config, device, parts.codec
         self.expand_timesteps = parts.expand_timesteps
-        sampler = config.sampler
-        self.sigmas = flow_sigmas(sampler.num_inference_steps, sampler.shift)
+        self.sigmas = flow_sigmas(config.sampler.num_inference_steps, config.sampler.shift)
         self.high_steps = high_noise_steps(self.sigmas, parts.boundary_ratio)
-        self._frozen = _Frozen(parts.high_noise, reward)
+        # in tuples: the engine must not shard, move or save them as parts of this module
+        self._high_noise, self._reward = (parts.high_noise,), (reward,)
         self.placement = Placement(device, config.model.offload_frozen)
         if parts.high_noise is not None:
             self.placement.add(parts.high_noise)
         self.encode_prompts = PromptEncoder(parts.tokenizer, parts.text_encoder, self.placement)
         self.codec.vae.to(device)
-        if config.model.vae_tiling:
-            if not hasattr(self.codec.vae, "enable_tiling"):
-                kind = type(self.codec.vae).__name__
-                raise UserError(f"model.vae_tiling=true: the decoder {kind} has no tiling; set model.vae_tiling=false")
-            self.codec.vae.enable_tiling()
-        self.decode = checkpointed_decode(self.codec.decode, config.model.checkpoint_decode, self.codec.vae)
+        self.decode: Decode = self.codec.decode
+        if config.model.checkpoint_decode:
+            self.decode = checkpointed_decode(self.codec.decode, self.codec.vae)
         reward.to(device)
         self._references: dict[int, Any] = {}
-
-    # -- what the engine asks for --------------------------------------------------------------------------------------
 
     def blocks(self) -> list[nn.Module]:
         """The transformer's blocks."""
@@ -149,8 +138,7 @@ class RewardFlowPolicy(EngineNetwork):
         chosen = micro_batch[places]
         video = chosen.batch["video"].to(device)
         frames, _, height, width = video.shape[1:]
-        patch = int(self.model.config.patch_size[-1])
-        shape = self.codec.latent_shape(frames, height, width, patch)
+        shape = self.codec.latent_shape(frames, height, width, int(self.model.config.patch_size[-1]))
         inputs = FlowInputs(
             noise=noise_of(chosen.batch["noise_seed"].tolist(), shape, device),
             condition=self._condition(video),
@@ -177,15 +165,11 @@ class RewardFlowPolicy(EngineNetwork):
         """What the reward wants to know of a clip of the data, prepared once. clip: (F, 3, H, W) in [0, 1]."""
         if row not in self._references:
             try:
-                self._references[row] = self._frozen.reward.prepare(clip)
+                self._references[row] = self._reward[0].prepare(clip)
             except ValueError as error:
-                raise UserError(
-                    f"data.train_files, data.val_files: row {row} of all: the reward {self.config.reward.name} cannot "
-                    f"use this clip: {error}"
-                ) from error
+                name = self.config.reward.name
+                raise UserError(f"data.train_files, data.val_files: row {row}, {name}: {error}") from error
         return self._references[row]
-
-    # -- sampling ------------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: FlowInputs, *, is_scored: bool = True) -> dict[str, torch.Tensor]:
         """loss, face_score, kl_loss, counted (b,), and frames (b, F, 3, H, W) in [0, 1] without gradient.
@@ -193,11 +177,10 @@ class RewardFlowPolicy(EngineNetwork):
         loss: of each sample that counts, 0 of the others (no face in its frames, padding). is_scored: False gives the
         score without the loss and divergence, as nothing is to be learnt.
         """
-        with activation_offload(self.config.model.activation_offload and torch.is_grad_enabled()):
-            latents, kl = self._sample(inputs, is_scored)
-            decoded = self.decode(latents)
+        latents, kl = self._sample(inputs, is_scored)
+        decoded = self.decode(latents)
         scores = [
-            score_frames(self._frozen.reward, clip, reference)
+            score_frames(self._reward[0], clip, reference)
             for clip, reference in zip(decoded, inputs.references, strict=True)
         ]
         outputs = {
@@ -215,9 +198,14 @@ class RewardFlowPolicy(EngineNetwork):
 
     def _sample(self, inputs: FlowInputs, with_divergence: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents (n, C, T, h, w) after the last step, and the divergence (n,)."""
-        sampler, high = self.config.sampler, self._frozen.high_noise
+        sampler, high = self.config.sampler, self._high_noise[0]
         first, last = sampler.mid_timestep, sampler.final_timestep + 1
-        keep = partial(_first_frame_kept, first=inputs.condition) if self.expand_timesteps else lambda x: x
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            """Latents whose first frame is the clip's, in the layout that has it there."""
+            given = inputs.condition
+            return torch.cat([given.to(x.dtype), x[:, :, given.shape[2] :]], dim=2) if self.expand_timesteps else x
+
         x = keep(inputs.noise)
         if high is not None and self.high_steps:
             with self.placement.at_work(high):
@@ -230,48 +218,30 @@ class RewardFlowPolicy(EngineNetwork):
             with adapter_off(self.model):
                 return velocity(x, sigma)
 
-        learnt = checkpointed_step(velocity, self.config.model.checkpoint_steps)
+        # blocks with checkpoints of their own then hold their inputs for one step at a time instead of for all
+        learnt: Any = partial(checkpoint, velocity, use_reentrant=False)
+        learnt = learnt if self.config.model.checkpoint_steps else velocity
         return denoise(x, self.sigmas, range(first, last), learnt, keep, base if with_divergence else None)
 
     def _velocity(self, expert: Any, inputs: FlowInputs) -> Velocity:
         """What `expert` says of latents of these samples."""
         dtype = expert.patch_embedding.weight.dtype
-        prompts, condition = inputs.prompts.to(dtype), inputs.condition
+        prompts = inputs.prompts.to(dtype)
 
         def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             timestep = torch.full((len(x),), TRAIN_TIMESTEPS * sigma, device=x.device)
-            seen = x
-            if self.expand_timesteps:
-                timestep = self._token_timesteps(x, timestep)
+            if self.expand_timesteps:  # one for each token, 0 for those of the first latent frame, which has no noise
+                _, patch_h, patch_w = self.model.config.patch_size
+                is_noisy = torch.ones(x.shape[2], (x.shape[3] // patch_h) * (x.shape[4] // patch_w), device=x.device)
+                is_noisy[0] = 0
+                seen, timestep = x, timestep.unsqueeze(1) * is_noisy.flatten()
             else:
-                seen = torch.cat([x, condition], dim=1)
-            answer = expert(
+                seen = torch.cat([x, inputs.condition], dim=1)
+            return expert(
                 hidden_states=seen.to(dtype), timestep=timestep, encoder_hidden_states=prompts, return_dict=False
-            )
-            return answer[0]
+            )[0]
 
         return velocity
-
-    def _token_timesteps(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        """(n, tokens): 0 for those of the first latent frame, which is without noise."""
-        _, patch_h, patch_w = self.model.config.patch_size
-        frames, tokens = x.shape[2], (x.shape[3] // patch_h) * (x.shape[4] // patch_w)
-        is_noisy = torch.ones(frames, tokens, device=x.device)
-        is_noisy[0] = 0
-        return timestep.unsqueeze(1) * is_noisy.flatten()
-
-
-@dataclass
-class _Frozen:
-    """Modules that the policy uses and the engine must not see: neither sharded, nor moved, nor saved by it."""
-
-    high_noise: nn.Module | None
-    reward: VisualReward
-
-
-def _first_frame_kept(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Latents whose first frame is the clip's."""
-    return torch.cat([first.to(x.dtype), x[:, :, first.shape[2] :]], dim=2)
 
 
 def _scattered(values: torch.Tensor, inputs: FlowInputs) -> torch.Tensor:
@@ -286,10 +256,10 @@ def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:
     """The network of the engine: the pipeline of `config.model` with an adapter, and the reward of `config.reward`."""
 
     def build(arguments: BuildArguments) -> RewardFlowPolicy:
-        parts = load_pipeline(config.model, arguments.compute_dtype, with_weights=arguments.with_weights)
-        adapter = add_adapter(parts.low_noise, config.model)
+        parts = load_pipeline(config.model, arguments.compute_dtype)
+        expert: Any = parts.low_noise
+        adapter = add_adapter(expert, config.model)
         if arguments.trains and config.model.enable_gradient_checkpointing:
-            expert: Any = parts.low_noise
             expert.enable_gradient_checkpointing()
         policy = RewardFlowPolicy(parts, build_visual_reward(config.reward), config, arguments.device)
         policy.adapter = adapter

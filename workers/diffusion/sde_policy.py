@@ -3,7 +3,8 @@
 As the engine's network it takes rows with a prompt and does one of two things. Sampling: from each row's seeds to
 frames, with the path and the log-probability of each of its T steps. Judging: the log-probabilities (b, T) of stored
 paths under the weights of now, with gradient, and in closed form their KL to the model that training began with. From
-there on a path is what an answer of T tokens is: the same losses, the same update.
+there on a path is what an answer of T tokens is: the same losses, metrics, optimizer steps and checkpoints
+(`workers.losses`, `workers.update`, `workers.engine`) with response_mask 1 on all steps.
 """
 
 from __future__ import annotations
@@ -16,24 +17,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from verl_lite.config.flow_grpo import FlowGRPOConfig, FlowModelConfig
 from verl_lite.errors import UserError
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.flow_sde import step_kl, step_log_prob, step_mean, step_std
+from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import find_entry
+from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import add_adapter
-from workers.diffusion.memory import checkpointed_step
 from workers.diffusion.reward_policy import noise_of
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
+from workers.losses import actor_loss
+from workers.phase import Phase
 from workers.policy.adapter import adapter_off
+from workers.training_worker import TrainingWorker
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-    from workers.engine.fsdp import FSDPEngine
 
 
 REFERENCE = "reference."
@@ -84,8 +88,7 @@ class SDEPolicy(EngineNetwork):
         super().__init__()
         self.adapter = adapter
         self.model: Any = model
-        self.compute_dtype, self.sampler = compute_dtype, config.sampler
-        self.checkpoint_steps = config.model.checkpoint_steps
+        self.compute_dtype, self.shift = compute_dtype, config.sampler.shift
         self.reference: Any = None
         if config.actor.use_kl_loss and adapter is None:
             self.reference = copy.deepcopy(model).requires_grad_(False)
@@ -98,12 +101,8 @@ class SDEPolicy(EngineNetwork):
         """Reads prompt, first_seed, path_seed; latents and response_mask where paths are to be judged."""
         batch = micro_batch.batch
         latents = batch["latents"].to(device) if "latents" in batch.keys() else None
-        rows = FlowRows(
-            [str(prompt) for prompt in micro_batch.non_tensor_batch["prompt"]],
-            batch["first_seed"].tolist(),
-            batch["path_seed"].tolist(),
-            latents,
-        )
+        prompts = [str(prompt) for prompt in micro_batch.non_tensor_batch["prompt"]]
+        rows = FlowRows(prompts, batch["first_seed"].tolist(), batch["path_seed"].tolist(), latents)
         return rows, latents is None or bool(batch["response_mask"].any())
 
     def save_assets(self, path: str) -> None:
@@ -111,7 +110,7 @@ class SDEPolicy(EngineNetwork):
 
     def forward(self, rows: FlowRows, *, steps: int, noise_level: float, with_kl: bool = False) -> dict[str, Any]:
         """Outputs by name: see `sample` and `judge`, one of which is done. steps: T."""
-        sigmas = flow_sigmas(steps, self.sampler.shift)
+        sigmas = flow_sigmas(steps, self.shift)
         with torch.no_grad():
             condition = self.model.encode(rows.prompts)
         if rows.latents is None:
@@ -132,7 +131,8 @@ class SDEPolicy(EngineNetwork):
         condition = condition.to(device)
         path, log_probs = [x], []
         for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
-            mean = step_mean(x, self.velocity(self.model, x, sigma, condition), sigma, sigma_next, noise_level)
+            velocity = self.model(x.to(self.compute_dtype), x.new_full((len(x),), sigma), condition).float()
+            mean = step_mean(x, velocity, sigma, sigma_next, noise_level)
             std = step_std(sigma, sigma_next, noise_level)
             x = mean + std * noise[:, step]
             path.append(x)
@@ -147,8 +147,14 @@ class SDEPolicy(EngineNetwork):
         self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float, with_kl: bool
     ) -> dict[str, torch.Tensor]:
         """log_probs (b, T) of stored paths, with gradient; with_kl: also kl (b, T) to the reference, with gradient."""
-        stds = [step_std(*pair, noise_level) for pair in pairwise(sigmas)]
-        others = self._reference_means(latents, condition, sigmas, noise_level) if with_kl else []
+        stds, others = [step_std(*pair, noise_level) for pair in pairwise(sigmas)], []
+        if with_kl:
+            with torch.no_grad():
+                if self.reference is not None:
+                    others = self._means(self.reference, latents, condition, sigmas, noise_level)
+                else:
+                    with adapter_off(self.model):
+                        others = self._means(self.model, latents, condition, sigmas, noise_level)
         own = self._means(self.model, latents, condition, sigmas, noise_level)
         log_probs = [step_log_prob(latents[:, t + 1], own[t], std) for t, std in enumerate(stds)]
         outputs = {"log_probs": torch.stack(log_probs, dim=1)}
@@ -156,40 +162,17 @@ class SDEPolicy(EngineNetwork):
             outputs["kl"] = torch.stack([step_kl(own[t], others[t], std) for t, std in enumerate(stds)], dim=1)
         return outputs
 
-    def velocity(self, model: Any, x: torch.Tensor, sigma: float, condition: torch.Tensor) -> torch.Tensor:
-        """v (n, *latent_shape) fp32 at one sigma."""
-        sigma_of_rows = torch.full((len(x),), sigma, device=x.device)
-        return model(x.to(self.compute_dtype), sigma_of_rows, condition).float()
-
-    @torch.no_grad()
-    def _reference_means(
-        self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float
-    ) -> list[torch.Tensor]:
-        if self.reference is not None:
-            return self._means(self.reference, latents, condition, sigmas, noise_level)
-        with adapter_off(self.model):
-            return self._means(self.model, latents, condition, sigmas, noise_level)
-
     def _means(
         self, model: Any, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float
     ) -> list[torch.Tensor]:
-        """Means (b, *latent_shape) of the T steps from the stored latents."""
-        if self.checkpoint_steps:
-            velocity = checkpointed_step(self.velocity, True)
-            velocities = [velocity(model, latents[:, t], sigma, condition) for t, sigma in enumerate(sigmas[:-1])]
-        else:
-            velocities = self._all_velocities(model, latents, condition, sigmas)
-        return [step_mean(latents[:, t], velocities[t], *pair, noise_level) for t, pair in enumerate(pairwise(sigmas))]
-
-    def _all_velocities(
-        self, model: Any, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float]
-    ) -> list[torch.Tensor]:
-        """All steps in one call of the network, which knows of none that another one's state is its input."""
+        """Means (b, *latent_shape) of the T steps from the stored latents, by one call of the network: none of them
+        has another one's state as its input."""
         count, steps = len(latents), len(sigmas) - 1
         inputs = latents[:, :-1].flatten(0, 1).to(self.compute_dtype)
         sigma_of_rows = torch.tensor(sigmas[:-1], device=latents.device).repeat(count)
         found = model(inputs, sigma_of_rows, condition.repeat_interleave(steps, dim=0)).float()
-        return list(found.unflatten(0, (count, steps)).unbind(1))
+        velocities = found.unflatten(0, (count, steps)).unbind(1)
+        return [step_mean(latents[:, t], velocities[t], *pair, noise_level) for t, pair in enumerate(pairwise(sigmas))]
 
 
 def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
@@ -213,23 +196,74 @@ def load_network(options: FlowModelConfig) -> nn.Module:
 
     Raises UserError if there is no such class or folder, or the class has not what `FlowNetwork` asks for.
     """
+    name = f"model.network={options.network!r}"
     try:
         found: Any = find_entry({}, "network", str(options.network))
     except ValueError as error:
-        raise UserError(f"model.network={options.network!r}: {error}") from None
-    missing = [name for name in ("from_pretrained", "latent_shape", "encode", "decode") if not hasattr(found, name)]
-    if missing:
+        raise UserError(f"{name}: {error}") from None
+    missing = [part for part in ("from_pretrained", "latent_shape", "encode", "decode") if not hasattr(found, part)]
+    if missing or not Path(str(options.path)).is_dir():
         raise UserError(
-            f"model.network={options.network!r} has no {', '.join(missing)}; a flow network has latent_shape, encode, "
-            "decode, forward(latents, sigma, condition) and from_pretrained(folder)"
+            f"{name}, model.path={options.path!r}: expected a folder and a class with latent_shape, encode, decode, "
+            f"forward(latents, sigma, condition) and from_pretrained(folder); missing: {missing or 'the folder'}"
         )
-    if not Path(str(options.path)).is_dir():
-        raise UserError(f"model.path={options.path!r}: there is no such folder")
     network = found.from_pretrained(options.path)
     assert isinstance(network, nn.Module)
     return network
 
 
-def network_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """The network's weights under its own names, an adapter merged into them; all ranks call it."""
-    return {name: value for name, value in engine.full_params() if not name.startswith(REFERENCE)}
+class FlowActorWorker(TrainingWorker):
+    """One rank of the policy. The engine that learns is the one that samples, so nothing is ever out of date."""
+
+    config: FlowGRPOConfig
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engine."""
+        self.build_engine(sde_policy(self.config), self.config.actor.fsdp_config, self.config.actor.optim)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate(self, data: DataProto) -> DataProto:
+        """One sample for each row of a planned batch: frames (B, F, 3, H, W) in [0, 1] and, with noise on the way,
+        latents (B, T + 1, ...) and old_log_probs (B, T).
+
+        Reads prompt, first_seed, path_seed; meta_info steps and noise_level.
+        """
+        self.phases.enter(Phase.ROLLOUT, self.engine)
+        outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
+        if "log_probs" in outputs:
+            outputs["old_log_probs"] = outputs.pop("log_probs")
+        return DataProto.from_dict(tensors=outputs)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Trains on a planned batch of paths, one optimizer step per mini-batch. Gives actor/* metrics in meta_info.
+
+        Reads what `generate` read and latents, response_mask, advantages; old_log_probs where there are several
+        optimizer steps.
+        """
+        self.phases.enter(Phase.TRAIN, self.engine)
+        sampler, actor = self.config.sampler, self.config.actor
+        metrics = self.engine.train(
+            data,
+            self.loss_func,
+            epochs=actor.ppo_epochs,
+            steps=sampler.num_train_steps,
+            noise_level=sampler.noise_level,
+            with_kl=actor.use_kl_loss,
+        )
+        return DataProto(meta_info={"metrics": {f"actor/{name}": metric for name, metric in metrics.items()}})
+
+    def loss_func(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The loss of language models, over steps: see `workers.losses.actor_loss`."""
+        return actor_loss(data, outputs, self.config.actor)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, path: str) -> None:
+        """Writes the network of now, an adapter merged into it, by its own save_pretrained into the folder `path`."""
+        weights = {n: value.cpu() for n, value in self.engine.full_params() if not n.startswith(REFERENCE)}
+        if dist.get_rank() == 0:
+            network = load_network(self.config.model)
+            network.load_state_dict(weights)
+            network.save_pretrained(path)  # type: ignore[operator]
+        dist.barrier()

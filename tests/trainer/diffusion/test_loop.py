@@ -1,4 +1,5 @@
-"""`RewardFlowTrainer.fit` with fake workers: the order of calls, what is due, checkpoints, resume, stop, validation."""
+"""`RewardFlowTrainer.fit` with fake workers: the order of calls, what is due, checkpoints, resume, stop, validation;
+and the trial of a reward on the clips before anything starts."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.made_clips import options, write_folder, write_table
+from trainer.clips.dataset import VideoDataset
 from trainer.diffusion.loop import EpochSteps, refuse_other_data
-from trainer.diffusion.reward_flow import AdapterExport, FlowActorRole, RewardFlowTrainer
-from trainer.saving import Checkpointable, Saver
-from verl_lite.config.diffusion import RewardFlowConfig
+from trainer.diffusion.reward_flow import FlowActorRole, RewardFlowTrainer, try_reward
+from trainer.saving import Saver
+from verl_lite.config.diffusion import FlowRewardConfig, FlowTrainerConfig, RewardFlowConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from verl_lite.visual_rewards.base import VisualScore
 
 CLIPS, FRAMES, SIDE = 3, 2, 4
 
@@ -119,7 +123,8 @@ class Run:
 
     def __init__(self, run_dir: Path, group: FakeGroup | None = None, total: int = 3, **settings: Any) -> None:
         config = RewardFlowConfig()
-        for name, value in ({"save_freq": 0, "video_freq": 0, "test_freq": 0} | settings).items():
+        usual = {"save_freq": 0, "video_freq": 0, "test_freq": 0, "total_training_steps": total, "seed": 1}
+        for name, value in (usual | settings).items():
             assert hasattr(config.trainer, name), name
             setattr(config.trainer, name, value)
         self.group, self.tracking, self.videos = group or FakeGroup(), FakeTracking(), FakeVideos()
@@ -127,16 +132,15 @@ class Run:
         tracking: Any = self.tracking
         videos: Any = self.videos
         actor = FlowActorRole(fake, config)
-        learners: dict[str, Checkpointable] = {"actor": actor, "lora": AdapterExport(fake)}
         self.trainer = RewardFlowTrainer(
             config,
             actor=actor,
-            steps=EpochSteps(2 * CLIPS, CLIPS, epochs=1, limit=total, seed=1, dataset="same"),
+            steps=EpochSteps(2 * CLIPS, CLIPS, config.trainer, shuffle=True, dataset="same"),
             read_batch=lambda step: clips(step, list(range(CLIPS))),
             validation=clips(0, [0, 1]),
             videos=videos,
             tracking=tracking,
-            saver=Saver(run_dir, config, learners, 0, self.tracking.notes.append),
+            saver=Saver(run_dir, config, {"actor": actor}, 0, self.tracking.notes.append),
         )
 
 
@@ -150,13 +154,8 @@ def test_a_step_is_one_call_of_the_workers(tmp_path: Path) -> None:
     assert steps == [1, 2, 3] and first["actor/face_score"] == 0.5  # (1 + 3) / (4 + 4)
     assert {"timing_s/step", "timing_s/data", "timing_s/train", "perf/samples_per_second"} <= set(first)
     assert [metrics["training/epoch"] for _, metrics in run.tracking.logged] == [0, 0, 1]
-
-
-def test_rows_are_planned_for_all_ranks_and_padding_does_not_count(tmp_path: Path) -> None:
-    run = Run(tmp_path, total=1)
-    run.trainer.fit()
-    [(rows, padding, samples)] = run.group.trained
-    assert samples == CLIPS and len(rows) == 4 and sum(padding) == 1  # three rows on two ranks
+    rows, padding, samples = run.group.trained[0]  # three rows on two ranks; padding does not count
+    assert samples == CLIPS and len(rows) == 4 and sum(padding) == 1
     assert sorted(row for row, is_padding in zip(rows, padding, strict=True) if not is_padding) == [0, 1, 2]
 
 
@@ -225,11 +224,13 @@ def test_a_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rows", "size", "repeat"), [(7, 3, 1), (6, 3, 1), (2, 8, 1), (3, 4, 5)])
 def test_an_epoch_has_every_row_as_often_as_asked(rows: int, size: int, repeat: int) -> None:
     def steps_of(**more: Any) -> EpochSteps:
-        return EpochSteps(rows, size, **{"epochs": 2, "limit": None, "seed": 1, "repeat": repeat} | more)
+        shuffle = more.pop("shuffle", True)
+        options = FlowTrainerConfig(**{"total_epochs": 2, "seed": 1} | more)
+        return EpochSteps(rows, size, options, shuffle=shuffle, repeat=repeat)
 
     steps = steps_of()
     drawn = [steps.rows_of(step) for step in steps]
-    assert len(drawn) == steps.total == 2 * -(-rows * repeat // size) and steps_of(limit=5).total == 5
+    assert len(drawn) == steps.total == 2 * -(-rows * repeat // size) and steps_of(total_training_steps=5).total == 5
     epochs = drawn[: steps.per_epoch], drawn[steps.per_epoch :]
     for epoch in epochs:
         assert Counter(row for batch in epoch for row in batch) == {row: repeat for row in range(rows)}
@@ -253,3 +254,50 @@ def test_other_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
         refuse_other_data(options, tmp_path, "other")
     options.resume_allow = ["data.train_files"]
     refuse_other_data(options, tmp_path, "other")
+
+
+class Brightness:
+    """Rises with brightness; finds nothing in what is brighter than `limit`."""
+
+    limit, value_of, counted = 1.0, staticmethod(torch.mean), True
+
+    def prepare(self, reference_frames: torch.Tensor) -> float:
+        if float(reference_frames.mean()) > self.limit:
+            raise ValueError("no face in any of the 4 reference frames after the first")
+        return float(reference_frames.mean())
+
+    def score(self, frames: torch.Tensor, reference: float) -> VisualScore:
+        return VisualScore(self.value_of(frames), self.counted)
+
+    def to(self, device: Any) -> Brightness:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("attributes", "told"),
+    [
+        ({}, ""),
+        ({"counted": False, "value_of": staticmethod(lambda frames: torch.zeros(()))}, ""),  # says nothing of gradients
+        ({"limit": 0.2}, r"data.train_files: .*, row 1, .*clip1: no face in any .* Take this clip out"),
+        ({"value_of": staticmethod(lambda frames: frames.detach().mean())}, "is not differentiable"),
+        ({"value_of": staticmethod(lambda frames: (frames * 4).round().mean())}, "cannot be learnt from"),
+        ({"value_of": staticmethod(lambda frames: torch.zeros(3, requires_grad=True).sum())}, "cannot be learnt from"),
+    ],
+)
+def test_a_reward_is_tried_on_the_clips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attributes: dict[str, Any], told: str
+) -> None:
+    for row in range(3):
+        write_folder(tmp_path / f"clip{row}", np.full((5, 16, 16, 3), 40 * row + 20, dtype=np.uint8))
+    data = VideoDataset(options(write_table(tmp_path, [[f"clip{row}", "a clip"] for row in range(3)])))
+    for name, value in attributes.items():
+        monkeypatch.setattr(Brightness, name, value)
+    chosen, notes = FlowRewardConfig(name=f"{__name__}:Brightness"), list[str]()
+    if told:
+        with pytest.raises(UserError, match=told):
+            try_reward(chosen, data, notes.append)
+        return
+    try_reward(chosen, data, notes.append)
+    assert notes == []
+    try_reward(chosen, data, notes.append, budget_s=-1.0)
+    assert notes == ["the reward was tried on 1 of 3 clips in -1 s; the others come untried"]

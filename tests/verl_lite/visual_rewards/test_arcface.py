@@ -96,31 +96,23 @@ def test_the_gradient_passes_an_embedder_from_onnx(tmp_path: Path) -> None:
     assert bool(torch.isfinite(gradient).all()) and gradient.abs().sum() > 0
 
 
-def test_no_stand_in_for_torchvision_stays_behind(tmp_path: Path) -> None:
-    before = sys.modules.get("torchvision")
-    load_onnx(write_embedder(tmp_path), "reward.kwargs.embedder")
-    assert sys.modules.get("torchvision") is before
-
-
 def test_without_onnx2torch_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_embedder(tmp_path)
     monkeypatch.setitem(sys.modules, "onnx2torch", None)
-    with pytest.raises(
-        UserError, match=r"reward.kwargs.embedder .*onnx2torch is not installed.*verl_lite\[diffusion\]"
-    ):
+    with pytest.raises(UserError, match=r"reward.kwargs.embedder: .*onnx2torch is missing.*verl_lite\[diffusion\]"):
         ArcFaceEmbedder(path)
+    with pytest.raises(UserError, match="reward.kwargs.embedder channels='gbr'; expected rgb or bgr"):
+        ArcFaceEmbedder("unread.onnx", channels="gbr")
+    with pytest.raises(UserError, match="size=100; expected a multiple of 32"):
+        ScrfdDetector("any.onnx", size=100)
 
 
 def test_what_onnx2torch_cannot_convert_is_named(tmp_path: Path) -> None:
-    make = pytest.importorskip("onnx").helper
+    make, before = pytest.importorskip("onnx").helper, sys.modules.get("torchvision")
     path = write_onnx(tmp_path / "odd.onnx", [make.make_node("Det", ["input"], ["out"])], {}, ["out"], 8)
     with pytest.raises(UserError, match="reward.kwargs.detector=.*onnx2torch cannot convert it"):
         load_onnx(path, "reward.kwargs.detector")
-
-
-def test_an_unknown_order_of_channels(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="reward.kwargs.embedder channels='gbr'; expected one of rgb, bgr"):
-        ArcFaceEmbedder("unread.onnx", channels="gbr")
+    assert sys.modules.get("torchvision") is before  # no stand-in stays behind
 
 
 # --------------------------------------------------------------------------------------------------------- SCRFD
@@ -155,9 +147,9 @@ def test_decoding_by_hand() -> None:
 
 
 def test_decoding_refuses_outputs_of_another_model() -> None:
-    with pytest.raises(UserError, match="gives 6 outputs; expected 9"):
+    with pytest.raises(UserError, match="gives 6 outputs of .* 9 with"):
         decode_scrfd(empty_outputs(64)[:6], 64, 0.5)
-    with pytest.raises(UserError, match="at stride 8 the model gives .* for 96 x 96 pixels; expected 288 anchors"):
+    with pytest.raises(UserError, match="for 96 x 96 pixels 9 with .288, "):
         decode_scrfd(empty_outputs(64), 96, 0.5)
 
 
@@ -248,8 +240,3 @@ def test_a_detector_from_onnx_sees_a_bright_square(tmp_path: Path) -> None:
     faces = ScrfdDetector(path, threshold=0.9, size=64)(frames)
     assert faces.found.tolist() == [False, True]
     assert faces.keypoints[1].tolist() == [[24.0, 40.0]] * 5  # the cell of stride 16 at (16, 32), half a stride further
-
-
-def test_a_size_that_scrfd_cannot_take() -> None:
-    with pytest.raises(UserError, match="size=100; expected a multiple of 32"):
-        ScrfdDetector("any.onnx", size=100)

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from tests.verl_lite.visual_rewards.rewards import MeanColour, TopLeftVector, bright_frames
-from verl_lite.visual_rewards.faces import ARCFACE_TEMPLATE, align, similarity_transform, whole_frame
-from verl_lite.visual_rewards.identity import CosineIdentityReward, pooled_similarity
+from verl_lite.visual_rewards.identity import (
+    ARCFACE_TEMPLATE,
+    CosineIdentityReward,
+    align,
+    pooled_similarity,
+    similarity_transform,
+    whole_frame,
+)
 
 # ------------------------------------------------------------------------------------------------------- pooling
 

@@ -15,7 +15,7 @@ from verl_lite.config import WrapPolicyConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
-from workers.diffusion.sde_policy import network_weights, sde_policy
+from workers.diffusion.sde_policy import REFERENCE, sde_policy
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss
 
@@ -88,6 +88,11 @@ def engine_of(config: FlowGRPOConfig) -> FSDPEngine:
     )
 
 
+def network_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """As `FlowActorWorker.export` writes them."""
+    return {name: value.clone() for name, value in engine.full_params() if not name.startswith(REFERENCE)}
+
+
 def seeds_of(rows: int) -> DataProto:
     return DataProto.from_dict(
         tensors={"first_seed": torch.arange(rows), "path_seed": torch.arange(rows) + 100},
@@ -147,7 +152,7 @@ def paths_of(path: str, rows: int) -> DataProto:
 
 def update(path: str, rows: int, micro_batch_size: int | None, steps: int = 2, **options: Any) -> dict[str, Any]:
     """Weights and metrics after `steps` calls of train with two mini-batches each. options: of actor, by name."""
-    model = {name: options.pop(name) for name in ("lora_rank", "checkpoint_steps") if name in options}
+    model = {name: options.pop(name) for name in ("lora_rank",) if name in options}
     config = config_of(path, **model)
     for name, value in options.items():
         setattr(config.actor, name, value)
@@ -164,5 +169,5 @@ def update(path: str, rows: int, micro_batch_size: int | None, steps: int = 2, *
             with_kl=config.actor.use_kl_loss,
         )
         metrics = {name: metric.value for name, metric in found.items()}
-    weights = {name: value.clone().numpy() for name, value in network_weights(engine).items()}
+    weights = {name: value.numpy() for name, value in network_weights(engine).items()}
     return {"weights": weights, "metrics": metrics}

@@ -107,7 +107,6 @@ def test_learning_on_fixed_samples(path: str) -> None:
 
 def test_frames_of_the_last_step_are_those_it_was_trained_on(path: str) -> None:
     worker = worker_of(path)
-    assert len(worker.last_frames()) == 0
     data = part(3, 2)
     expected = worker.sample(data).batch["frames"]
     worker.train_step(data)
@@ -134,7 +133,7 @@ def test_resuming_is_exact(path: str, tmp_path: Path) -> None:
     found = trained(path, 1, load=folder)
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], value) for name, value in expected.items())
-    with pytest.raises(UserError, match="model.lora_rank=4"):
+    with pytest.raises(UserError, match="Size mismatch"):
         trained(path, 0, load=folder, lora_rank=2)
 
 

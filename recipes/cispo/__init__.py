@@ -1,1 +1,0 @@
-"""CISPO (2506.13585) on the common task."""

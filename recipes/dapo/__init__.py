@@ -1,1 +1,0 @@
-"""DAPO on the task of the quickstart."""

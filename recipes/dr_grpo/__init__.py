@@ -1,1 +1,0 @@
-"""Dr.GRPO (2503.20783) on the common task."""

@@ -1,1 +1,0 @@
-"""GRPO (2402.03300) on the common task."""

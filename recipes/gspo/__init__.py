@@ -1,1 +1,0 @@
-"""GSPO (2507.18071) on the common task."""

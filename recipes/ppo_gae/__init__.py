@@ -1,1 +1,0 @@
-"""PPO with a critic on the task of the quickstart."""

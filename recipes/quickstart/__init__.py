@@ -1,1 +1,0 @@
-"""The embedded default: a tiny model learns to sort and to add."""

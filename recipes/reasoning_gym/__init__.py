@@ -1,1 +1,0 @@
-"""Several tasks of reasoning-gym, mixed by weight, with a curriculum."""

@@ -1,1 +1,0 @@
-"""REINFORCE++ (2501.03262) on the common task."""

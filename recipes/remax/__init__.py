@@ -1,1 +1,0 @@
-"""ReMax (2310.10505) on the common task."""

@@ -1,1 +1,0 @@
-"""A reward model is trained from pairs of answers, and a policy by it."""

@@ -1,1 +1,0 @@
-"""RLOO (2402.14740) on the common task."""
