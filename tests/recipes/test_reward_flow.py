@@ -21,7 +21,7 @@ def test_the_settings_are_known_and_fit(tmp_path: Path, monkeypatch: pytest.Monk
     pytest.importorskip("av")
     for part in ("model_index.json", "transformer/config.json", "vae/config.json"):
         (tmp_path / "model" / part).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "model" / part).write_text("{}")
+        (tmp_path / "model" / part).write_text('{"some": 1}')
     monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path)
     loaded = load_schema([], RewardFlowConfig, recipe_loader=recipe_overrides, default_recipe="reward_flow")
     assert loaded.provenance["model.path"] == "recipe:reward_flow"

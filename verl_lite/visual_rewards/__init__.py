@@ -6,13 +6,14 @@ promises of every reward, as a check for one of your own. The guide: trainer/DIF
 
 from verl_lite.visual_rewards.base import (
     VISUAL_REWARDS,
+    Faces,
     VisualScore,
     as_pixels,
     build_visual_reward,
     register_visual_reward,
     score_frames,
 )
-from verl_lite.visual_rewards.identity import CosineIdentityReward, Faces
+from verl_lite.visual_rewards.identity import CosineIdentityReward
 
 __all__ = ["VISUAL_REWARDS", "CosineIdentityReward", "Faces", "VisualScore", "as_pixels", "build_visual_reward"]
 __all__ += ["register_visual_reward", "score_frames"]

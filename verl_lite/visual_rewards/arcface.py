@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl_lite.errors import UserError
-from verl_lite.visual_rewards.identity import Faces
+from verl_lite.visual_rewards.base import Faces
 
 STRIDES = (8, 16, 32)
 ANCHORS = 2

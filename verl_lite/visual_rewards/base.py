@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,14 @@ class VisualScore:
 
     value: torch.Tensor
     counted: bool = True
+
+
+class Faces(NamedTuple):
+    """The largest face of each frame. found: (F,) bool. keypoints: (F, 5, 2), x and y in pixels, in the template's
+    order, pixel centres at whole numbers; what stands where nothing was found is never read."""
+
+    found: torch.Tensor
+    keypoints: torch.Tensor
 
 
 class VisualReward(Protocol):

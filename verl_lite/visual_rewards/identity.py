@@ -8,7 +8,7 @@ between the vectors of generated and reference frames. Real detectors and embedd
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +16,13 @@ from torch import nn
 
 from verl_lite.errors import UserError
 from verl_lite.registry import find_entry
-from verl_lite.visual_rewards.base import VisualScore, as_pixels, register_visual_reward
+from verl_lite.visual_rewards.arcface import ArcFaceEmbedder, ScrfdDetector
+from verl_lite.visual_rewards.base import Faces, VisualScore, as_pixels, register_visual_reward
 
 TEMPLATE_SIZE = 112
 ARCFACE_TEMPLATE = ((38.2946, 51.6963), (73.5318, 51.5014), (56.0252, 71.7366), (41.5493, 92.3655), (70.7299, 92.2041))
 """Left eye, right eye, nose, left and right corner of the mouth, as seen in the picture: (x, y) in pixels of a crop of
 112 x 112, pixel centres at whole numbers. The layout on which ArcFace (Deng et al. 2019) and its successors train."""
-
-
-class Faces(NamedTuple):
-    """The largest face of each frame. found: (F,) bool. keypoints: (F, 5, 2), x and y in pixels, in the template's
-    order, pixel centres at whole numbers; what stands where nothing was found is never read."""
-
-    found: torch.Tensor
-    keypoints: torch.Tensor
 
 
 Detector = Callable[[torch.Tensor], Faces]
@@ -108,8 +101,6 @@ def make_part(role: str, given: Any) -> Any:
     arguments = {"name": given} if isinstance(given, str) else dict(given)
     name = str(arguments.pop("name", ""))
     if name.endswith(".onnx"):
-        from verl_lite.visual_rewards.arcface import ArcFaceEmbedder, ScrfdDetector
-
         return {"embedder": ArcFaceEmbedder, "detector": ScrfdDetector}[role](path=name, **arguments)
     if ":" not in name:
         raise UserError(
