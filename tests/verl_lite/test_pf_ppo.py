@@ -28,11 +28,6 @@ def test_weights_by_hand(method: str, power: float, expected: list[float]) -> No
     assert weights.tolist() == pytest.approx([weight + 1e-8 for weight in expected] + [0.0], rel=1e-12)
 
 
-def test_an_unknown_method_is_named() -> None:
-    with pytest.raises(ValueError, match="reweight_method='max': expected one of pow, max_min, max_random"):
-        pf_ppo_weights(SCORES, VALID, "max")
-
-
 def batch(scores: torch.Tensor, valid: torch.Tensor) -> DataProto:
     mask = torch.tensor([[1, 1, 0]]) * valid[:, None]
     token_level_scores = torch.zeros(len(scores), 3)

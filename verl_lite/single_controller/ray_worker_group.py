@@ -101,12 +101,13 @@ class RayResourcePool(ResourcePool):
         """What is asked for, what there is, and what to change. present: machines; free: in all of them together."""
         asked = max(self.bundles, key=lambda bundle: bundle["CPU"])
         fitting, wanted = sum(machine.has(asked) for machine in present), len(self.bundles)
+        fewer = f"trainer.nnodes={fitting}" if 0 < fitting < wanted else "a lower trainer.n_gpus_per_node"
         listed = "".join(f"\n  {machine.name}: {_listed(machine.resources)}" for machine in present)
         return (
             f"{self.world_size} slots are asked for, on {wanted} machine{'s' * (wanted > 1)} with {_listed(asked)} "
             f"each; {fitting} of the {len(present)} machines there can hold that:{listed}\n  free now, in all: "
-            f"{_listed(free)}\nAdd machines (`ray start --address=...`), wait for those who use them, or lower "
-            "trainer.nnodes or trainer.n_gpus_per_node: any number of devices can load a checkpoint"
+            f"{_listed(free)}\nAdd machines (`ray start --address=...`), wait for those who use them, or go on with "
+            f"{fewer}: any number of devices can load a checkpoint"
         )
 
     def release(self) -> None:

@@ -20,7 +20,6 @@ from tests.verl_lite.naive_losses import (
     naive_value_loss,
 )
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS, select_clip_cov, select_kl_cov
-from verl_lite.algos.policy_losses import SEQUENCE_MEANS
 from verl_lite.config import ActorConfig, PolicyLossConfig
 from verl_lite.contracts import ROWS, WIDTH, loss_batch
 from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, compute_value_loss, get_policy_loss_fn
@@ -100,12 +99,6 @@ def test_segment_ratios_equal_a_plain_loop() -> None:
     expected = naive_policy_loss("vanilla", columns | {"log_prob": moved}, "token-mean", CONFIG)
     assert loss.item() == pytest.approx(expected, rel=1e-9)
     assert loss.item() != pytest.approx(call("vanilla", columns)[0].item(), rel=1e-3)
-
-
-@pytest.mark.parametrize("name", sorted(SEQUENCE_MEANS))
-def test_sequence_losses_read_no_mode(name: str) -> None:
-    columns = batch(name)
-    assert torch.equal(call(name, columns, mode="token-mean")[0], call(name, columns, mode="seq-mean-token-mean")[0])
 
 
 @pytest.mark.parametrize("name", ["vanilla", "sapo", "geo_mean", "kimi15", "dro", "gpg", "clip_cov", "kl_cov"])
@@ -230,19 +223,6 @@ def test_clip_cov_draws_among_the_candidates() -> None:
     for row, t in found.nonzero().tolist():
         r, x = float((new - old)[row, t].exp()), float(a[row, t])
         assert not (-x * clip(r, 0.9, 1.3) > -x * r)
-
-
-@pytest.mark.parametrize("name", sorted(TOKEN_SELECTIONS))
-def test_a_whole_mini_batch_chooses_by_itself(name: str) -> None:
-    columns = loss_batch(5)
-    own = TOKEN_SELECTIONS[name](
-        columns["old_log_prob"], columns["advantages"], columns["response_mask"], CONFIG, log_prob=columns["log_prob"]
-    )
-    _, metrics = call(name, columns, selected=None)
-    if name == "clip_cov":
-        assert metrics["pg_clipfrac"].total == int(own.sum())
-    else:
-        assert torch.equal(call(name, columns, selected=None)[0], call(name, columns, selected=own)[0])
 
 
 def value_columns(seed: int = 1) -> dict[str, torch.Tensor]:

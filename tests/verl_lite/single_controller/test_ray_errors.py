@@ -101,7 +101,7 @@ def test_a_missing_machine_is_named_with_what_to_do() -> None:
     said = pool.shortage(there, {"CPU": 8.0, "GPU": 3.0})
     assert "on 2 machines with 4 CPU, 4 GPU each; 1 of the 2 machines there can hold that" in said
     assert "10.0.0.2 (gpu-a): 8 CPU, 4 GPU" in said and "free now, in all: 8 CPU, 3 GPU" in said
-    assert "trainer.nnodes" in said
+    assert "go on with trainer.nnodes=1" in said
 
 
 def test_an_address_where_nobody_answers_is_an_error_soon() -> None:
