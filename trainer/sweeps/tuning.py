@@ -38,8 +38,7 @@ from verl_lite.device import device_type
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import is_busy, list_gpus, other_users, visible_gpus
 from verl_lite.single_controller.guard import guarded, set_environment
-from verl_lite.single_controller.ray_cluster import joined_cluster, ray_running
-from verl_lite.single_controller.ray_joined import machines
+from verl_lite.single_controller.ray_cluster import joined_cluster, machines, ray_running
 
 Tell = Callable[[str], None]
 

@@ -26,11 +26,19 @@ from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from verl_lite.batch.columns import tensor_dict
 from verl_lite.errors import ClusterLostError, NoRoomError, WorkerDiedError, add_circumstances
+from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
 from verl_lite.single_controller.local_worker_group import LocalService
-from verl_lite.single_controller.ray_cluster import cluster_answers, joined_cluster, require_head, worker_env
+from verl_lite.single_controller.ray_cluster import (
+    Machine,
+    cluster_answers,
+    joined_cluster,
+    machines,
+    require_head,
+    silence_of,
+    worker_env,
+)
 from verl_lite.single_controller.ray_errors import (
     cause_of_death,
     death,
@@ -40,7 +48,6 @@ from verl_lite.single_controller.ray_errors import (
     stacks_if_it_stalls,
     stalled,
 )
-from verl_lite.single_controller.ray_joined import Machine, machines, silence_of
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 from verl_lite.single_controller.worker_group import ClassWithInitArgs, ResourcePool
 

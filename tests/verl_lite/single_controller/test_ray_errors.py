@@ -13,8 +13,15 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 
 from verl_lite.errors import NoRoomError, UserError, circumstances
 from verl_lite.single_controller import ray_cluster
+from verl_lite.single_controller.ray_cluster import (
+    LOST_AFTER_S,
+    Address,
+    Machine,
+    NodeWatch,
+    require_answer,
+    silence_of,
+)
 from verl_lite.single_controller.ray_errors import cause_of_death, death, is_consequence
-from verl_lite.single_controller.ray_joined import LOST_AFTER_S, Address, Machine, NodeWatch, require_answer, silence_of
 from verl_lite.single_controller.ray_worker_group import RayResourcePool, interface_of
 
 A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
