@@ -17,17 +17,12 @@ from verl_lite.single_controller import (
     register_dispatch_mode,
 )
 
-
-def _reversed_numbers(group, numbers):
-    return [((number,), {}) for number in reversed(numbers)]
-
-
-def _add_up(group, answers):
-    return sum(answers)
-
-
 if not hasattr(Dispatch, "REVERSED"):
-    register_dispatch_mode("REVERSED", _reversed_numbers, _add_up)
+    register_dispatch_mode(
+        "REVERSED", lambda group, numbers: [((n,), {}) for n in reversed(numbers)], lambda group, answers: sum(answers)
+    )
+everywhere = register(dispatch_mode=Dispatch.ONE_TO_ALL)
+split = register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
 
 
 class OddError(Exception):
@@ -47,7 +42,7 @@ class Calculator(Worker):
         if broken_rank == self.rank:
             raise KeyError(f"no such thing on rank {self.rank}")
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def whoami(self, *args, **kwargs):
         return (*self.seen_in_constructor, args, kwargs)
 
@@ -71,7 +66,7 @@ class Calculator(Worker):
     def weighted(self, number):
         return number * (self.rank + 1)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @split
     def add(self, data: DataProto, amount: float = 0.0, other: DataProto | None = None) -> DataProto:
         data.batch["x"] += amount + self.offset  # in place: the caller must not see it
         data.meta_info["touched"] = True
@@ -82,7 +77,7 @@ class Calculator(Worker):
             result["is_padding"] = data.batch["is_padding"]
         return DataProto.from_dict(result, meta_info={"metrics": {"rows": len(data), "rank": self.rank}})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @split
     def three_each(self, data: DataProto) -> DataProto:
         return data.repeat(3)
 
@@ -92,40 +87,37 @@ class Calculator(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def count(self, data: DataProto) -> dict:
-        mask = data.batch["response_mask"]
         padding = data.batch["is_padding"] if "is_padding" in data.batch.keys() else torch.zeros(len(data))
-        return {"rows": len(data), "tokens": int(mask.sum()), "padding": int(padding.sum())}
+        return {"tokens": int(data.batch["response_mask"].sum()), "padding": int(padding.sum())}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @split
     def not_a_batch(self, data: DataProto) -> int:
         return 1
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def fail_on(self, rank: int, kind: str = "value"):
         if rank == self.rank:
-            if kind == "odd":
-                raise OddError(7, "odd")
-            raise ValueError(f"bad luck on {self.rank}")
+            raise OddError(7, "odd") if kind == "odd" else ValueError(f"bad luck on {self.rank}")
         return "fine"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     async def asynchronous(self) -> int:
         return self.rank
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def say(self, text: str) -> None:
         print(text, flush=True)
         os.system(f"echo child says {text}")
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def process(self) -> int:
         return os.getpid()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def object_of(self, data: DataProto) -> float:
         return float(data.batch["x"].sum())
 
@@ -133,21 +125,16 @@ class Calculator(Worker):
 class Neighbour(Worker):
     """A second role in the same slots."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def neighbours_offset(self) -> int:
-        return self.slot.roles["calculator"].offset
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def process(self) -> int:
-        return os.getpid()
+    @everywhere
+    def neighbours_offset(self) -> tuple[int, int]:
+        return self.slot.roles["calculator"].offset, os.getpid()
 
 
 class TensorParallel(Worker):
     """Four ranks: two parts of two peers each, numbered so that part order is not rank order."""
 
     def __init__(self) -> None:
-        part = 1 - self.rank // 2
-        self.register_mesh("model", dp_rank=part, dp_size=2, is_collect=self.rank % 2 == 0)
+        self.register_mesh("model", dp_rank=1 - self.rank // 2, dp_size=2, is_collect=self.rank % 2 == 0)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("model"))
     def mark(self, data: DataProto) -> DataProto:
@@ -161,7 +148,7 @@ class TensorParallel(Worker):
 class Collective(Worker):
     """Ranks that wait for each other."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def sum_of_ranks(self) -> float:
         self.init_process_group("gloo", timeout_s=60)
         self.init_process_group("gloo")
@@ -169,7 +156,7 @@ class Collective(Worker):
         torch.distributed.all_reduce(value)
         return value.item()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def fail_before_collective(self, rank: int, how: str) -> None:
         self.init_process_group("gloo", timeout_s=60)
         if self.rank == rank:
@@ -179,7 +166,7 @@ class Collective(Worker):
             raise LookupError(f"rank {rank} gives up")
         torch.distributed.barrier()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def hang(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(600)
@@ -209,7 +196,7 @@ class Client(Worker):
     def __init__(self, service) -> None:
         self.service = service
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @everywhere
     def add(self, amount: int) -> int:
         self.service.send("add", amount)
         return self.service.call("value")
