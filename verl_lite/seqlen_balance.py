@@ -13,6 +13,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +31,7 @@ BALANCE_TOLERANCE = 1.002  # heaviest rank over mean at which swapping stops
 MAX_SWAPS_PER_SET = 8
 
 
-@dataclass(frozen=True)
-class _Bounds:
+class _Bounds(NamedTuple):
     """Of one micro-batch on one rank."""
 
     max_tokens: int
@@ -72,7 +72,8 @@ class BatchPlan:
         Adds is_padding (n,) bool, mini_batch and micro_batch (n, epochs) int64, meta_info["schedule"]; response_mask,
         where present, is 0 on padding. Raises ValueError unless data has the rows that were planned.
         """
-        _require_rows(data, self.num_rows)
+        if len(data) != self.num_rows:
+            raise ValueError(f"BatchPlan.apply: the batch has {len(data)} rows, {self.num_rows} were planned.")
         planned = data.select_idxs(self.order)
         columns = {name: torch.from_numpy(getattr(self, name)).clone() for name in (*PLAN_COLUMNS, "is_padding")}
         if "is_padding" in planned:
@@ -89,7 +90,8 @@ class BatchPlan:
 
         The columns that `apply` added are gone, if they are there. Raises ValueError unless data has n rows.
         """
-        _require_rows(data, len(self.order))
+        if len(data) != len(self.order):
+            raise ValueError(f"BatchPlan.restore: the batch has {len(data)} rows, {len(self.order)} were planned.")
         places = np.flatnonzero(~self.is_padding)
         restored = data.select_idxs(places[np.argsort(self.order[places])])
         added = [name for name in PLAN_COLUMNS if name in restored]
@@ -125,18 +127,12 @@ def plan_batch(
     batch.
     """
     sizes, tokens = np.asarray(lengths, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
-    given = mini_batch_size if isinstance(mini_batch_size, Sequence) else []
-    _check(
-        sizes,
-        tokens,
-        max_token_len,
-        given,
-        world_size=world_size,
-        mini_batch_size=min(given) if isinstance(mini_batch_size, Sequence) else mini_batch_size,
-        micro_batch_size=micro_batch_size,
-        epochs=epochs,
-    )
     num_rows = len(sizes)
+    _check(sizes, tokens, max_token_len, mini_batch_size)
+    at_least_one = {"world_size": world_size, "micro_batch_size": micro_batch_size, "epochs": epochs}
+    for name, value in (at_least_one | {"mini_batch_size": mini_batch_size}).items():
+        if value is not None and (min(value) if isinstance(value, Sequence) else value) < 1:
+            raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
     bounds = _Bounds(max_token_len or int(sizes.sum() + num_rows * sizes.max()), micro_batch_size or num_rows)
     steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
     owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
@@ -366,16 +362,11 @@ def _split(bins: list[list[int]], number: int) -> list[list[int]]:
     return bins
 
 
-def _check(
-    lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: Sequence[int], **bounds: int | None
-) -> None:
+def _check(lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: int | Sequence[int] | None) -> None:
     if lengths.ndim != 1 or lengths.shape != num_tokens.shape or not len(lengths):
         raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must be (B,), B > 0.")
-    if steps and sum(steps) != len(lengths):
+    if isinstance(steps, Sequence) and sum(steps) != len(lengths):
         raise ValueError(f"plan_batch: {steps=} are {sum(steps)} sequences; the batch has {len(lengths)}.")
-    for name, value in bounds.items():
-        if value is not None and value < 1:
-            raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
     longest = int(lengths.max())
     if max_token_len is not None and longest > max_token_len:
         raise ValueError(
@@ -383,8 +374,3 @@ def _check(
             f"Set it (or the log_prob_max_token_len_per_gpu of this pass) to at least {longest}, "
             "or lower data.max_prompt_length or data.max_response_length."
         )
-
-
-def _require_rows(data: DataProto, planned: int) -> None:
-    if len(data) != planned:
-        raise ValueError(f"BatchPlan: the batch has {len(data)} rows, {planned} were planned.")

@@ -47,13 +47,6 @@ def test_marginals_do_not_depend_on_the_noise(noise_level: float, stop: float) -
     assert float(x.std()) == pytest.approx(math.sqrt(variance), abs=0.02)
 
 
-@pytest.mark.parametrize("noise_level", [0.7, 1.0])
-def test_from_pure_noise_to_the_data(noise_level: float) -> None:
-    x = run(1.0, 0.0, steps=200, noise_level=noise_level)
-    assert float(x.mean()) == pytest.approx(MEAN, abs=0.02)
-    assert float(x.std()) == pytest.approx(STD, abs=0.02)
-
-
 def test_the_path_is_random_where_there_is_noise() -> None:
     """Equal marginals are no proof by themselves: the ODE has them too, and keeps the order of its starts."""
     generator = torch.Generator().manual_seed(0)
@@ -103,17 +96,13 @@ def test_kl_by_formula_and_by_samples() -> None:
     assert not step_kl(mean, mean, std).any()
 
 
-@pytest.mark.parametrize(("sigma", "sigma_next"), [(0.5, 0.5), (0.4, 0.5), (1.2, 0.5), (0.5, -0.1)])
-def test_a_step_goes_down(sigma: float, sigma_next: float) -> None:
-    with pytest.raises(ValueError, match="a step goes down"):
-        step_std(sigma, sigma_next, 0.7)
-
-
 def test_a_step_without_noise_is_no_action() -> None:
     x = torch.zeros(1, 2)
     with pytest.raises(ValueError, match="noise_level must be > 0"):
         step_log_prob(x, x, 0.0)
     with pytest.raises(ValueError, match="noise_level must be > 0"):
         step_kl(x, x, 0.0)
+    with pytest.raises(ValueError, match="a step goes down"):
+        step_std(0.4, 0.5, 0.7)
     with pytest.raises(ValueError, match="noise_level=-1"):
         step_mean(x, x, 0.5, 0.4, -1)
