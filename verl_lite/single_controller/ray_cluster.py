@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -48,10 +48,8 @@ LOST_AFTER_S = 15.0
 _LOOK_EVERY_S = 2.0
 _LEAST_FAILURES = 4  # in a row: after the driver itself was suspended one look says nothing
 _CONNECT_TIMEOUT_S = 3.0
-_FIRST_ANSWER_S = 10.0
 _KEY = "ray_kwargs.ray_init.address="
 _STORE_LOST_AFTER_S = 6.0  # the control store is on this machine: it answers, or it is gone
-
 
 Address = tuple[str, int]
 
@@ -74,16 +72,6 @@ def silence_of(address: Address) -> str | None:
         return f"{address[0]}:{address[1]} does not answer ({error.strerror or error})"
 
 
-def answers_within(address: Address, patience_s: float) -> bool:
-    """True if somebody takes a connection there, tried again until then."""
-    deadline = time.monotonic() + patience_s
-    while silence_of(address) is not None:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-    return True
-
-
 class NodeWatch:
     """Looks at addresses until it is closed.
 
@@ -101,7 +89,7 @@ class NodeWatch:
         clock: Callable[[], float] = time.monotonic,
         look: Callable[[Address], str | None] = silence_of,
     ) -> None:
-        self._places, self._lost_after_s, self._clock, self._look = dict(places), lost_after_s, clock, look
+        self.places, self._lost_after_s, self._clock, self._look = places, lost_after_s, clock, look
         self._silent: dict[str, tuple[int, float, str]] = {}  # failed looks in a row, time of the first, last reason
         self._closed = threading.Event()
 
@@ -125,7 +113,7 @@ class NodeWatch:
 
     def look_once(self) -> None:
         """Try all places."""
-        for name, address in self._places.items():
+        for name, address in self.places.items():
             begun, reason = self._clock(), self._look(address)
             failures, since, _ = self._silent.pop(name, (0, begun, ""))
             if reason is not None:
@@ -163,25 +151,29 @@ def machines() -> list[Machine]:
     return [machine for machine in known if silence_of(machine.address) is None]
 
 
-def head_address() -> Address:
-    """Where the control store of the cluster answers."""
-    host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-    return host, int(port)
+@dataclass
+class Cluster:
+    """The cluster that this process works in: its own, or one of somebody else that it has joined.
 
+    address: None for its own. wait_s: how long to wait for machines. log: takes sentences.
+    """
 
-class JoinedCluster:
-    """The cluster that this process has joined. wait_s: how long to wait for machines. log: takes sentences."""
+    address: str | None
+    wait_s: float
+    log: Callable[[str], None]
+    watch: NodeWatch = field(default_factory=lambda: NodeWatch({}))
+    guard: Guard | None = None
+    owns_guard: bool = False  # it was started for the cluster alone, and ends with it
+    environment: dict[str, str | None] = field(default_factory=dict)  # what the variables we set were before
 
-    def __init__(self, address: str, wait_s: float, log: Callable[[str], None]) -> None:
-        self.address, self.wait_s, self.log = address, wait_s, log
-        self.head = head_address()
-        self.watch = NodeWatch({HEAD: self.head}).start()
+    def start_watch(self, lost_after_s: float) -> None:
+        """Watch the head from now on."""
+        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+        self.watch = NodeWatch({HEAD: (host, int(port))}, lost_after_s=lost_after_s).start()
 
     def follow(self, machines: list[Machine]) -> None:
         """Watch the head, and from now on these machines."""
-        self.watch.close()
-        places = {HEAD: self.head} | {machine.name: machine.address for machine in machines}
-        self.watch = NodeWatch(places).start()
+        self.watch.places = {HEAD: self.watch.places[HEAD]} | {one.name: one.address for one in machines}
 
     @property
     def is_headless(self) -> bool:
@@ -189,49 +181,35 @@ class JoinedCluster:
         return HEAD in self.watch.lost()
 
     def require_head(self) -> None:
-        """Raises ClusterLostError if the head is gone."""
+        """Raises ClusterLostError if the head is gone. Ray itself would wait for a minute and then end the process
+        without a word."""
         if reason := self.watch.lost().get(HEAD):
+            if self.address is None:
+                lost = f"the run's own Ray has lost its control store ({reason}): was it killed, or is memory short?"
+            else:
+                lost = f"the Ray cluster at {self.address} is gone: its head {reason}. Start a cluster."
             raise ClusterLostError(
-                f"the Ray cluster at {self.address} is gone: its head {reason}. To go on from the last "
-                "checkpoint: start a cluster, then the same command with trainer.resume_mode=auto"
+                f"{lost} To go on from the last checkpoint: the same command with trainer.resume_mode=auto"
             )
 
 
-@dataclass
-class _Cluster:
-    """The private cluster of this process."""
-
-    guard: Guard
-    owns_guard: bool  # it was started for the cluster alone, and ends with it
-    environment: dict[str, str | None]  # what the variables we set were before
-    watch: NodeWatch  # of its control store
+_cluster: Cluster | None = None
 
 
-_cluster: _Cluster | None = None
-_joined: JoinedCluster | None = None
-
-
-def joined_cluster() -> JoinedCluster | None:
+def joined_cluster() -> Cluster | None:
     """The cluster of somebody else that this process works in; None with one of its own, or none."""
-    return _joined
+    return None if _cluster is None or _cluster.address is None else _cluster
 
 
 def cluster_answers() -> bool:
     """True if Ray is up and can be asked to do something; its calls wait for many minutes for a head that is gone."""
-    cluster = _joined or _cluster
-    return ray.is_initialized() and (cluster is None or HEAD not in cluster.watch.lost())
+    return ray.is_initialized() and (_cluster is None or not _cluster.is_headless)
 
 
 def require_head() -> None:
-    """Raises ClusterLostError if the head of the joined cluster, or the control store of the run's own, is gone. Ray
-    itself would wait for a minute and then end the process without a word."""
-    if _joined is not None:
-        _joined.require_head()
-    elif _cluster is not None and (reason := _cluster.watch.lost().get(HEAD)):
-        raise ClusterLostError(
-            f"the run's own Ray has lost its control store ({reason}): it was killed, or the machine ran out of memory "
-            "(`dmesg` knows). To go on from the last checkpoint: the same command with trainer.resume_mode=auto"
-        )
+    """See `Cluster.require_head`."""
+    if _cluster is not None:
+        _cluster.require_head()
 
 
 @contextmanager
@@ -260,22 +238,24 @@ def start_ray(
             Ray finds.
         log: takes what is waited for in a joined cluster.
     """
-    global _joined
+    global _cluster
     if ray.is_initialized():
         return
+    cluster = Cluster(ray_init.address, ray_init.wait_for_nodes_s, log)
     with _signal_handlers_kept():
-        if ray_init.address is not None:
-            _joined = join(ray_init.address, run_id, ray_init.wait_for_nodes_s, log)
+        if cluster.address is not None:
+            _join(cluster, cluster.address, run_id)
+            _cluster = cluster
         else:
-            _start_private(ray_init, run_id, num_gpus)
+            _cluster = cluster
+            _start_private(cluster, ray_init, run_id, num_gpus)
     atexit.register(stop_ray)
 
 
-def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> None:
-    global _cluster
-    owns_guard = current_guard() is None
-    guard = current_guard() or start_guard()
-    previous = set_environment(
+def _start_private(cluster: Cluster, ray_init: RayInit, run_id: str, num_gpus: int | None) -> None:
+    cluster.owns_guard = current_guard() is None
+    cluster.guard = guard = current_guard() or start_guard()
+    cluster.environment = set_environment(
         {
             watcher.CLUSTER_MARK: guard.token,
             "RAY_AUTH_MODE": None,  # Ray then turns it on itself; set from outside it would be read too early
@@ -288,7 +268,6 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> None
             "AUTOSCALER_METRIC_PORT": "0",  # else 44217, which only one cluster of a machine can have
         }
     )
-    _cluster = _Cluster(guard, owns_guard, previous, NodeWatch({}))
     # Daemons, and so workers, are in process groups of their own: else what a terminal that closes, `timeout` or a
     # batch system sends to the driver's group ends them before the driver can save.
     in_own_groups = functools.partial(services.ConsolePopen, process_group=0)
@@ -315,7 +294,7 @@ def _start_private(ray_init: RayInit, run_id: str, num_gpus: int | None) -> None
     except BaseException:
         stop_ray()
         raise
-    _cluster.watch = NodeWatch({HEAD: head_address()}, lost_after_s=_STORE_LOST_AFTER_S).start()
+    cluster.start_watch(_STORE_LOST_AFTER_S)
     del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
 
 
@@ -365,21 +344,20 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def stop_ray() -> None:
     """End this run's cluster and what it left; leave a joined one. Calling it again does nothing."""
-    global _cluster, _joined
-    joined, cluster, _joined, _cluster = _joined, _cluster, None, None
-    both = [one.watch for one in (joined, cluster) if one is not None]
-    is_headless = any(HEAD in watch.lost() for watch in both)
-    for watch in both:
-        watch.close()
-    if is_headless:  # Ray's own shutdown would wait for it with the interpreter's lock held
+    global _cluster
+    cluster, _cluster = _cluster, None
+    if cluster is None:
+        return
+    cluster.watch.close()
+    if cluster.is_headless:  # Ray's own shutdown would wait for it with the interpreter's lock held
         atexit.unregister(ray.shutdown)
-    elif joined is not None:
-        ray.shutdown()
-    if cluster is not None:
-        _end_processes(cluster.guard, is_headless)
+    if cluster.guard is not None:
+        _end_processes(cluster.guard, cluster.is_headless)
         set_environment(cluster.environment)
         if cluster.owns_guard:
             stop_guard()
+    elif not cluster.is_headless:
+        ray.shutdown()
 
 
 def _end_processes(guard: Guard, headless: bool = False) -> None:
@@ -398,9 +376,9 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def join(address: str, run_id: str, wait_s: float, log: Callable[[str], None]) -> JoinedCluster:
+def _join(cluster: Cluster, address: str, run_id: str) -> None:
     """Join the cluster at HOST:PORT. Raises NoRoomError if nobody answers for `wait_s`, UserError if Ray refuses."""
-    require_answer(address, wait_s, log)
+    require_answer(address, cluster.wait_s, cluster.log)
     try:  # below CRITICAL are Ray's own words about machines that leave, with the end of their logs
         ray.init(address=address, namespace=run_id, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -408,7 +386,7 @@ def join(address: str, run_id: str, wait_s: float, log: Callable[[str], None]) -
             f"{_KEY}{address}: {error}\nThis machine must be one of the cluster's: "
             f"`ray start --address={address} --num-cpus=0` makes it one without giving it work"
         ) from error
-    return JoinedCluster(address, wait_s, log)
+    cluster.start_watch(LOST_AFTER_S)
 
 
 def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> None:
@@ -420,11 +398,14 @@ def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> N
         raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
     is_local = host in ("localhost", "127.0.0.1", "::1")
     asked = (ray.util.get_node_ip_address() if is_local else host, int(port))  # as Ray reads it
-    if answers_within(asked, min(_FIRST_ANSWER_S, wait_s)):
-        return
-    log(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)")
-    if not answers_within(asked, max(0.0, wait_s - _FIRST_ANSWER_S)):
-        raise NoRoomError(
-            f"{_KEY}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start a cluster with "
-            "`ray start --head`, and give the address that it prints"
-        )
+    deadline, said = time.monotonic() + wait_s, False
+    while silence_of(asked) is not None:
+        if time.monotonic() >= deadline:
+            raise NoRoomError(
+                f"{_KEY}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start a cluster with "
+                "`ray start --head`, and give the address that it prints"
+            )
+        if not said:
+            log(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s (ray_init.wait_for_nodes_s)")
+        said = True
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
