@@ -79,25 +79,19 @@ class RayResourcePool(ResourcePool):
         """Where the process of each rank goes. Raises NoRoomError if there is no room, in a joined cluster after
         `ray_kwargs.ray_init.wait_for_nodes_s`."""
         joined = joined_cluster()
-        total = ray.cluster_resources()
-        asked = {name: sum(bundle[name] for bundle in self.bundles) for name in self.bundles[0]}
-        if joined is None and any(amount > total.get(name, 0.0) + 1e-6 for name, amount in asked.items()):
-            raise NoRoomError(  # a private cluster grows no more
-                f"{self.world_size} workers need {_listed(asked)}, the cluster has {_listed(total)}: "
-                "lower trainer.n_gpus_per_node or raise ray_kwargs.ray_init.num_cpus"
-            )
         patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s
+        if joined is None and not any(machine.has(self.bundles[0]) for machine in machines()):
+            patience_s = 0.0  # it grows no more
         group = placement_group(self.bundles, strategy="STRICT_SPREAD" if len(self.bundles) > 1 else "STRICT_PACK")
         self._group, begun, said = group, time.monotonic(), False
         while not group.wait(timeout_seconds=1.0):
             waited_s = time.monotonic() - begun
-            if joined is not None:
-                joined.require_head()
+            require_head()
             if waited_s >= patience_s:
                 self.release()
-                limit = f"{patience_s:g} s{' (ray_kwargs.ray_init.wait_for_nodes_s)' if joined else ''}"
+                limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)" if joined else ""
                 shortage = self.shortage(machines(), ray.available_resources())
-                raise NoRoomError(f"there is no room for the run after {limit}: {shortage}")
+                raise NoRoomError(f"there is no room for the run{limit}: {shortage}")
             if joined is not None and not said and waited_s >= _SILENT_PATIENCE_S:
                 said = True
                 shortage = self.shortage(machines(), ray.available_resources())
@@ -108,7 +102,7 @@ class RayResourcePool(ResourcePool):
         """What is asked for, what there is, and what to change. present: machines; free: in all of them together."""
         asked = max(self.bundles, key=lambda bundle: bundle["CPU"])
         fitting, wanted = sum(machine.has(asked) for machine in present), len(self.bundles)
-        fewer = f"trainer.nnodes={fitting}" if 0 < fitting < wanted else "a lower trainer.n_gpus_per_node"
+        fewer = f"trainer.nnodes={fitting}" if 0 < fitting < wanted else "less (trainer.n_gpus_per_node)"
         listed = "".join(f"\n  {machine.name}: {_listed(machine.resources)}" for machine in present)
         return (
             f"{self.world_size} slots are asked for, on {wanted} machine{'s' * (wanted > 1)} with {_listed(asked)} "
