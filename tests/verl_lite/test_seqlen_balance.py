@@ -181,7 +181,7 @@ def test_apply_and_restore_refuse_another_batch():
         plan.restore(batch(3))
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+@pytest.mark.parametrize("world_size", [2, 8, 64])
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
 @pytest.mark.parametrize("extra", [0, 1])
 def test_ranks_get_equal_work(world_size, sigma, extra):

@@ -105,11 +105,6 @@ class Packed:
             buffer[place] = array.reshape(-1).view(np.uint8)
         return buffer
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors on the wire, schema included, objects and meta_info not."""
-        return len(self.schema_bytes()) + self._buffer().nbytes
-
     def unpack(self) -> dict[str, torch.Tensor]:
         """The columns as CPU tensors that own their memory."""
         indices: dict[int, np.ndarray] = {}

@@ -129,7 +129,7 @@ def test_padding_rows_multi_turn_masks_and_results_stay_packed() -> None:
     log_probs = data.batch["old_log_probs"]
     result = DataProto.from_dict({"old_log_probs": log_probs, "entropys": -log_probs})
     assert_bits_equal(through_the_wire(result, 4), result)
-    assert result.pack().nbytes < 1.2 * 8 * sum(response)
+    assert len(pickle.dumps(result)) < 1.2 * 8 * sum(response)
 
 
 @pytest.mark.parametrize("workers", [1, 8, 64])

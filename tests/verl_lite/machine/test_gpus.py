@@ -90,14 +90,6 @@ def four(*processes: tuple[int, int | None]) -> list[Gpu]:
     return found
 
 
-def test_what_others_leave_of_a_device() -> None:
-    gpus = list_gpus(FakeNvml(device("GPU-a", (7, 20 * GIB), (8, 4 * GIB))))
-    assert gpus is not None
-    left = without_processes(gpus[0], {7, 99})
-    assert left.processes == (GpuProcess(8, 4 * GIB),) and left.free_bytes == gpus[0].free_bytes + 20 * GIB
-    assert without_processes(gpus[0], {99}) == gpus[0]
-
-
 def test_devices_and_parts_are_listed() -> None:
     parts = [device("MIG-1"), device("MIG-2", (7, GIB))]
     nvml = FakeNvml(device("GPU-a"), device("GPU-b", parts=parts), device("GPU-c", parts=[]), {"uuid": "GPU-d"})
@@ -108,6 +100,9 @@ def test_devices_and_parts_are_listed() -> None:
     ]  # fmt: skip
     assert gpus[2].processes == (GpuProcess(7, GIB),) and str(gpus[0]) == "GPU 0 (NVIDIA H200, GPU-a)"
     assert list_gpus(FakeNvml(driver=False)) is None
+    (one,) = list_gpus(FakeNvml(device("GPU-a", (7, 20 * GIB), (8, 4 * GIB)))) or []
+    left = without_processes(one, {7, 99})
+    assert left.processes == (GpuProcess(8, 4 * GIB),) and left.free_bytes == one.free_bytes + 20 * GIB
 
 
 @pytest.mark.parametrize(
