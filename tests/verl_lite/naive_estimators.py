@@ -86,9 +86,6 @@ def std(numbers: Row) -> float:
     return math.sqrt(math.fsum((x - centre) ** 2 for x in numbers) / (len(numbers) - 1))
 
 
-# ---------------------------------------------------------------------------------------------------- along a row
-
-
 def gae(given: Given) -> Pair:
     values, gamma, lam = given.listed("values"), given.option("gamma", 1.0), given.option("lam", 1.0)
     advantages, returns = [], []
@@ -148,9 +145,6 @@ def agentic_reinforce(given: Given) -> Pair:
             result[t] = running if inside else 0.0
         returns.append(result)
     return returns, returns
-
-
-# ---------------------------------------------------------------------------------------------------- outcomes
 
 
 def outcome(function: Callable[[Given, Row, list[int], int], float]) -> Callable[[Given], Pair]:
@@ -232,9 +226,6 @@ def gdpo(given: Given) -> Pair:
     return advantages, advantages
 
 
-# ---------------------------------------------------------------------------------------------------- token baselines
-
-
 def optimal_token_baseline(given: Given) -> Pair:
     """By group and time step. A row's time goes on under mask 0."""
     returns = discounted(given, given.rewards, 1.0, gaps=False)
@@ -283,9 +274,6 @@ def tir_optimal_token_baseline(given: Given) -> Pair:
                 result[row][t] = rows[row][k]
         results.append(result)
     return results[0], results[1]
-
-
-# ---------------------------------------------------------------------------------------------------- episodes of steps
 
 
 def step_returns(given: Given, scores: Row) -> Row:
