@@ -56,10 +56,8 @@ actor/kl_coef | | actor.use_kl_loss | | actor.kl_loss_coef
 actor/kl_loss | nats | use_kl_loss, reward flow | <= 0.5 | KL(pi || reference) by kl_loss_type; reward flow: of latents
 actor/no_face_frac | share | reward flow | <= 0.5 | samples in which the reward found nothing to score / samples
 actor/perf/host_peak_gb | GiB | | | the most host memory that a worker had so far; `trainer.plan` expects it
-actor/perf/{host_rss,max_memory_allocated,max_memory_reserved}_gb | GiB | | <= 1.5 x first | fullest worker; update's
-    peak
-actor/pg_clipfrac | share | losses that clip | <= 0.3 | tokens where the loss clips or leaves out its ratio / valid
-    tokens
+actor/perf/{host_rss,max_memory_allocated,max_memory_reserved}_gb | GiB | | <= 1.5 x first | fullest worker; its peak
+actor/pg_clipfrac | share | losses that clip | <= 0.3 | tokens where the loss clips or leaves out its ratio / all
 actor/pg_clipfrac_lower | share | vanilla, geo_mean, dppo | | tokens bounded from the other side / valid tokens
 actor/pg_loss | | | | the policy loss by actor.policy_loss.loss_mode, aggregated as loss_agg_mode says
 actor/policykl | nats | | | d = log pi - log pi_old, aggregated as loss_agg_mode says
@@ -76,27 +74,21 @@ pf_ppo/distinct_rows_frac | share | use_pf_ppo | >= 0.2 | distinct answers among
 ## Rollout engine against trainer
 rollout_corr/chi2_{seq,token} | | calculate_log_probs | | e^(2 sum x) - 1, mean over answers; e^(2x) - 1, over tokens
 rollout_corr/k3_kl | nats | calculate_log_probs | <= 0.01 | e^x - 1 - x, mean over valid tokens: KL(rollout || trainer)
-rollout_corr/kl | nats | calculate_log_probs | | -x, x = log p_trainer - log p_rollout within +-20, mean over valid
-    tokens
+rollout_corr/kl | nats | calculate_log_probs | | -x, x = log p_trainer - log p_rollout within +-20, mean over tokens
 rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min} | nats | calculate_log_probs | | d = training_ - rollout_log_ppl
 rollout_corr/ppl_ratio | | calculate_log_probs | | e^d, mean over answers
 rollout_corr/rollout_is_batch_norm_factor | | rollout_is_batch_normalize | | mean weight that all are divided by
 rollout_corr/rollout_is_eff_sample_size | share | rollout_is | >= 0.5 | (mean w)^2 / mean w^2 over valid tokens
 rollout_corr/rollout_is_oob_ratio | share | rollout_is | | tokens whose weight is beyond either threshold
 rollout_corr/rollout_is_seq_{mean,std,max,min,max_deviation} | | rollout_is | | the same of answers' means
-rollout_corr/rollout_is_{mean,std,max,min} | | rollout_is | | weights after bounding (max, min of answers: before),
-    tokens
-rollout_corr/rollout_is_{ratio,seq}_fraction_{high,low} | share | rollout_is | | weights of tokens or answers beyond a
-    threshold
-rollout_corr/rollout_rs_{,seq_}masked_fraction | share | rollout_rs | <= 0.3 | tokens, answers that any option rejects /
-    all
+rollout_corr/rollout_is_{mean,std,max,min} | | rollout_is | | weights after bounding (max, min: before); tokens
+rollout_corr/rollout_is_{ratio,seq}_fraction_{high,low} | share | rollout_is | | weights beyond a threshold
+rollout_corr/rollout_rs_{,seq_}masked_fraction | share | rollout_rs | <= 0.3 | tokens, answers that any rejects / all
 rollout_corr/rollout_rs_{option}_seq_{mean,std,max,min,max_deviation} | | rollout_rs | | the same of answers' means
-rollout_corr/rollout_rs_{option}_{,seq_}fraction_{high,low} | share | rollout_rs | | tokens, answers beyond its bounds /
-    all
+rollout_corr/rollout_rs_{option}_{,seq_}fraction_{high,low} | share | rollout_rs | | tokens, answers beyond bounds
 rollout_corr/rollout_rs_{option}_{,seq_}masked_fraction | share | rollout_rs | | tokens, answers that it rejects / all
 rollout_corr/rollout_rs_{option}_{mean,std,max,min} | | rollout_rs | | what it rejects by (k1, ratio: logarithm), tokens
-rollout_corr/{training,rollout}_{log_,}ppl | | calculate_log_probs | | -mean log p of the answer, or e^ that; mean over
-    answers
+rollout_corr/{training,rollout}_{log_,}ppl | | calculate_log_probs | | -mean log p of the answer, or e^ that; of answers
 training/rollout_probs_diff_max | share | calculate_log_probs | | the largest |p_trainer - p_rollout|
 training/rollout_probs_diff_mean | share | calculate_log_probs | <= 0.005 | |p_trainer - p_rollout|, over valid tokens
 ## Lengths
@@ -112,8 +104,7 @@ rollout/{response_length,prompt_length,non_prompt_length}/{mean,max,min} | token
 groups/{all_right,all_wrong} | share | | <= 0.6 | groups whose answers are all right, all wrong / groups
 groups/gen_batches | | filter_groups | <= 4 | generation batches of the step
 groups/generated | | filter_groups | | groups asked for to fill the step
-groups/{kept,unjudged} | share | | | groups whose answers differ in outcome, or of which fewer than two have one /
-    groups
+groups/{kept,unjudged} | share | | | groups whose answers differ in outcome, of which fewer than two have one / all
 groups/wasted_tokens_frac | share | filter_groups | | generated tokens that no row of the step has / generated
 sampler/{name} | | data.sampler | | what the update of a sampler of yours returns
 training/filter_groups/{discarded_surplus,evicted}_samples | rows | filter_groups | | beyond the batch; teach nothing
