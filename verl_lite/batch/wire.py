@@ -179,11 +179,12 @@ class _Packer:
         if (derived := self._derived(column)) is not None:
             return derived
         spans = [number for number, width in self.spans.items() if width == bits.shape[1]]
-        own = self._own_span(name)
-        if own not in spans and self.arrays[own][:, 1].sum(dtype=np.int64) <= _WORTH_PACKING * bits.size:
-            spans.append(own)
-        for span in spans:
-            if (fitting := self._fit(column._replace(kind="span", span=span))) is not None:
+        for span in (*spans, None):
+            number = self._own_span(name) if span is None else span
+            is_wide = self.arrays[number][:, 1].sum(dtype=np.int64) > _WORTH_PACKING * bits.size
+            if span is None and (number in spans or is_wide):
+                break
+            if (fitting := self._fit(column._replace(kind="span", span=number))) is not None:
                 return fitting
         return column._replace(values=self._add(bits, Section(bits.dtype.str, column.tail)))
 

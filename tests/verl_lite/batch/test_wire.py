@@ -126,7 +126,7 @@ def test_padding_rows_multi_turn_masks_and_results_stay_packed() -> None:
     assert "dense" not in {kind for name, kind in kinds.items() if name != "is_padding"}
     assert kinds["prompts"] == kinds["responses"] == "part" and kinds["position_ids"] == "hold"
     odd = data.select(deepcopy=True)
-    odd.batch["input_ids"][0, 0] = 0  # a zero among the padding is no -0.0
+    odd.batch["input_ids"][1, 0] = 0  # a zero among the padding is no -0.0
     assert_bits_equal(through_the_wire(odd), odd)
     # what a worker returns has no masks beside it
     log_probs = data.batch["old_log_probs"]
