@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.agentic.build import episode_parts, try_environments
+from trainer.agentic.agentic_pipeline import episode_parts, try_environments
 from trainer.cli import worker_environment
 from trainer.console import Console
 from trainer.data.order import build_order

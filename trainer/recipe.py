@@ -104,7 +104,7 @@ def recipe_modules(config: RunOptions) -> list[str]:
 def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     """The trainer of the recipe, else the one that the configuration asks for. Raises UserError if the recipe's is
     not one of that kind."""
-    from trainer.agentic.build import trainer_for
+    from trainer.agentic.agentic_pipeline import trainer_for
 
     usual = trainer_for(config)
     chosen = getattr(load_recipe(config.recipe), "trainer_class", usual) if config.recipe else usual

@@ -67,7 +67,7 @@ def test_killed_evaluations_and_generations_go_on(run: Path, capsys: pytest.Capt
     assert main_eval([str(run), "--all-checkpoints", "data.val_batch_size=3", shown]) == 0
     output = capsys.readouterr().out
     assert "2 of 8 prompts are answered" in output or "4 of 8 prompts are answered" in output
-    assert "Evaluations: acc mean@2" in output and "global_step_1" in output
+    assert "Validation: acc mean@2" in output and "global_step_1" in output
     assert kept[0].read_bytes() == first
     continued = json.loads((folder / "results.json").read_text())
     assert continued["step"] == 2

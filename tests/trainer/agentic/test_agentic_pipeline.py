@@ -16,8 +16,7 @@ import pytest
 
 from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainer.test_fit import Parts
-from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards
-from trainer.agentic.build import try_environments
+from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards, try_environments
 from trainer.agentic.episode_log import samples_of
 from trainer.final_report import validation_line
 from trainer.rollout_scheduler import RolloutScheduler
