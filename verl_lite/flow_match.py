@@ -29,12 +29,8 @@ def flow_sigmas(num_inference_steps: int, shift: float) -> list[float]:
 
     For N = 8 and shift 5 the timesteps are 1000, 972.22, 937.5, 892.86, 833.33, 750, 625, 416.67, 0. A scheduler of
     diffusers gives these for set_timesteps(sigmas=[1 - i / N ...]); set_timesteps(N) is another grid, because it
-    shifts ends that were shifted already. Raises ValueError for fewer than one step or a shift that is not above 0.
+    shifts ends that were shifted already.
     """
-    if num_inference_steps < 1:
-        raise ValueError(f"sampler.num_inference_steps={num_inference_steps}: expected at least 1")
-    if not shift > 0:
-        raise ValueError(f"sampler.shift={shift}: expected a number above 0")
     places = [1 - i / num_inference_steps for i in range(num_inference_steps + 1)]
     return [shift * s / (1 + (shift - 1) * s) for s in places]
 

@@ -74,7 +74,7 @@ def test_it_is_made_where_the_run_takes_model_or_data_from_it(
 def test_words_are_one_token_and_nothing_is_lost() -> None:
     tokenizer = byte_tokenizer(("Left",))
     assert len(tokenizer("Left")["input_ids"]) == 1 and len(tokenizer("Lef")["input_ids"]) == 3
-    for text in ("Left, Grüße", "sort 1\n\x00"):
+    for text in ("Left, Grüße, 世界!", "sort 1\n\x00", "".join(map(chr, range(32, 127)))):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 

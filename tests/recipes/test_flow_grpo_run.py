@@ -108,6 +108,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, capsys: pytest.Captur
             assert metrics[name] == whole[step][name]
 
 
+@pytest.mark.long
 def test_two_ranks_under_ray(tmp_path: Path) -> None:
     """The same samples as in one process, and so the same scores; the update differs by rounding alone."""
     common = {"trainer__total_training_steps": 2, "trainer__val_before_train": "false", "trainer__test_freq": 0}

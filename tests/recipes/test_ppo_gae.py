@@ -11,7 +11,7 @@ from tests.e2e.test_main_job import metrics, run
 SMALL = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "critic.ppo_mini_batch_size=16"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_command_trains_both_networks_on_two_ranks(tmp_path: Path) -> None:
     options = ["trainer.total_training_steps=2", "trainer.critic_warmup=1", "data.val_max_samples=16"]
     folder = tmp_path / "run"

@@ -36,14 +36,6 @@ def settings() -> PPOConfig:
 # -------------------------------------------------------------------------------------------------------------- model
 
 
-def test_any_text_goes_through_the_tokenizer_unchanged() -> None:
-    tokenizer = byte_tokenizer()
-    for text in ("sort 52817", "Grüße, 世界!\n\t\x00", "".join(map(chr, range(32, 127)))):
-        tokens = tokenizer(text)["input_ids"]
-        assert len(tokens) == len(text.encode())
-        assert tokenizer.decode(tokens) == text
-
-
 def test_the_model_is_a_hugging_face_folder_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     for name in ("one", "two"):
         recipe.START.write_random_model(tmp_path / name)
@@ -121,7 +113,3 @@ def test_the_same_seed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> Non
     data.write_data(tmp_path, seed=3)
     for split in SPLITS:
         assert (tmp_path / f"{split}.parquet").read_bytes() == (folder / f"{split}.parquet").read_bytes()
-
-
-def test_the_warm_start_sees_each_demonstration_at_most_twice() -> None:
-    assert recipe.START.steps * recipe.START.rows <= 2 * data.DEMONSTRATIONS

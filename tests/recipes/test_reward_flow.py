@@ -49,14 +49,14 @@ def test_the_command_learns_and_leaves_pictures(tmp_path: Path, capsys: pytest.C
 
     run_dir = tmp_path / "run"
     arguments = ["trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[console,jsonl]"]
-    arguments += ["trainer.total_training_steps=40", "trainer.video_freq=-1", f"trainer.default_local_dir={run_dir}"]
+    arguments += ["trainer.total_training_steps=20", "trainer.video_freq=-1", f"trainer.default_local_dir={run_dir}"]
     assert run(RewardFlowJob, arguments) == 0
     steps = read_metrics(run_dir / "metrics.jsonl")
-    assert steps[1]["actor/kl_loss"] == 0 and steps[40]["actor/kl_loss"] > 0
-    assert abs(steps[0][CORE]) < 0.15 and steps[40][CORE] > 0.3, steps[40]
+    assert steps[1]["actor/kl_loss"] == 0 and steps[20]["actor/kl_loss"] > 0
+    assert abs(steps[0][CORE]) < 0.2 and steps[20][CORE] > steps[0][CORE] + 0.15, steps[20]
     for name in ("curve.png", "before_after.png", "config.yaml"):
         assert (run_dir / name).stat().st_size > 1000, name
-    assert len(list((run_dir / "videos" / "step_40").glob("*.mp4"))) == 16
-    assert (run_dir / "global_step_40" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert len(list((run_dir / "videos" / "step_20").glob("*.mp4"))) == 16
+    assert (run_dir / "global_step_20" / "lora" / "pytorch_lora_weights.safetensors").is_file()
     printed = capsys.readouterr().out
-    assert "step 40/40  score" in printed and "load_lora_weights" in printed
+    assert "step 20/20  score" in printed and "load_lora_weights" in printed

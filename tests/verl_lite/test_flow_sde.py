@@ -94,15 +94,3 @@ def test_kl_by_formula_and_by_samples() -> None:
         ratio = step_log_prob(x, own, std) - step_log_prob(x, others, std)
         assert float(ratio.mean()) == pytest.approx(float(step_kl(mean, other, std)[row]), rel=0.02)
     assert not step_kl(mean, mean, std).any()
-
-
-def test_a_step_without_noise_is_no_action() -> None:
-    x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="noise_level must be > 0"):
-        step_log_prob(x, x, 0.0)
-    with pytest.raises(ValueError, match="noise_level must be > 0"):
-        step_kl(x, x, 0.0)
-    with pytest.raises(ValueError, match="a step goes down"):
-        step_std(0.4, 0.5, 0.7)
-    with pytest.raises(ValueError, match="noise_level=-1"):
-        step_mean(x, x, 0.5, 0.4, -1)
