@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,27 +32,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def breaks(answer: str) -> bool:
-    return sum(map(ord, answer)) % 9 <= 4
-
-
-def hangs(answer: str) -> bool:
-    return sum(map(ord, answer)) % 9 == 4
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     tiny_qwen2(folder / "policy", hidden=32, layers=1)
     rows = [
-        {
-            "data_source": "talk",
-            "prompt": [{"role": "user", "content": text}],
-            "reward_model": {"ground_truth": "truth"},
-            "extra_info": {"index": index},
-        }
+        {"data_source": "talk", "prompt": [{"role": "user", "content": text}],
+         "reward_model": {"ground_truth": "truth"}, "extra_info": {"index": index}}
         for index, text in enumerate(QUESTIONS)
-    ]
+    ]  # fmt: skip
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(REWARD)
     return folder
@@ -85,18 +72,16 @@ def run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
     return [json.loads(line)["data"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def samples(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name / "samples" / "1.jsonl").read_text().splitlines()]
-
-
 def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [metrics] = run(folder, "broken")
     [batch] = Watched.batches
-    answers = [sample["output"] for sample in samples(folder, "broken")]
-    lost = np.array([breaks(answer) for answer in answers])
-    assert 5 < lost.sum() < 27 and any(map(hangs, answers)), "the test needs both kinds"
+    samples = [json.loads(line) for line in (folder / "broken" / "samples" / "1.jsonl").read_text().splitlines()]
+    answers = [sample["output"] for sample in samples]
+    cases = np.array([sum(map(ord, answer)) % 9 for answer in answers])
+    lost, late = cases <= 4, cases == 4
+    assert 5 < lost.sum() < 27 and late.any(), "the test needs both kinds"
     assert batch.non_tensor_batch["reward_failed"].tolist() == lost.tolist()
-    assert [sample["score"] is None for sample in samples(folder, "broken")] == lost.tolist()
+    assert [sample["score"] is None for sample in samples] == lost.tolist()
     assert (batch.batch["response_mask"].sum(1).numpy() == 0).tolist() == lost.tolist(), "out of every loss"
 
     scores = np.array([sum(map(ord, answer)) % 5 / 5 for answer in answers])
@@ -109,15 +94,15 @@ def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, caps
     assert np.abs(batch.batch["advantages"].numpy()[lost]).sum() == 0
 
     assert metrics["reward/error_rate"] == pytest.approx(lost.mean())
-    assert metrics["reward/timeout_rate"] == pytest.approx(np.mean([hangs(answer) for answer in answers]))
+    assert metrics["reward/timeout_rate"] == pytest.approx(late.mean())
     assert metrics["reward/processes_replaced"] > 0
     assert metrics["critic/score/mean"] == pytest.approx(scores[~lost].mean())
     assert metrics["critic/score/max"] == pytest.approx(scores[~lost].max())
 
     text = (folder / "broken" / "reward_failures.jsonl").read_text()
     kept = [json.loads(line) for line in text.splitlines()]
-    assert sorted(line["response"] for line in kept) == sorted(answer for answer in answers if breaks(answer))
-    assert all(line["timed_out"] == hangs(line["response"]) for line in kept)
+    expected = sorted((answers[row], bool(late[row])) for row in np.flatnonzero(lost))
+    assert sorted((line["response"], line["timed_out"]) for line in kept) == expected
     shown = capsys.readouterr().out
     assert shown.count("a reward failed") == 1 and kept[0]["response"] in shown and "Traceback" in text
 
@@ -158,18 +143,6 @@ def test_validation_counts_failures_and_leaves_them_out(folder: Path, capsys: py
         assert before[f"val-aux/talk/{prefix}reward/error_rate"] == 3 / 8
         assert before[f"val-aux/talk/{prefix}reward/timeout_rate"] == 0.0
     assert "val-aux/talk/reward/error_rate 37.5%" in capsys.readouterr().out
-
-
-def test_a_validation_without_any_score_ends_no_run(folder: Path) -> None:
-    (folder / "lose_all.py").write_text(
-        "def compute_score(solution_str, ground_truth, extra_info, **rest):\n"
-        "    if solution_str != ground_truth: raise ValueError('lost')\n"
-        "    return 0.5\n"
-    )
-    options = [f"data.val_files={folder}/prompts.jsonl", "trainer.test_freq=1", "trainer.val_before_train=false"]
-    reward = f"reward.custom_reward_function.path={folder}/lose_all.py"
-    metrics, *_ = run(folder, "no_score", reward, *options)
-    assert metrics["val-aux/talk/reward/error_rate"] == 1.0 and not [x for x in metrics if x.startswith("val-core")]
 
 
 def test_past_the_limit_the_run_stops_and_shows_answer_and_error(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,14 @@ def compute_score(
     text, is the schema. fenced: whether a fenced block with text around it is an answer.
     Raises ValueError for what is no schema, and what jsonschema raises for a reference that leads nowhere.
     """
-    validator = _validator(_schema_text(ground_truth if schema is None else schema))
+    wanted = ground_truth if schema is None else schema
+    if isinstance(wanted, Mapping):
+        wanted = json.dumps(wanted, sort_keys=True)
+    elif isinstance(wanted, str) and wanted.strip().endswith(".json"):
+        wanted = Path(wanted).expanduser().read_text(encoding="utf-8")
+    if not isinstance(wanted, str):
+        raise ValueError(f"the schema is {wanted!r:.200}; a mapping, JSON text or the path of a .json file is expected")
+    validator = _validator(wanted)
     try:
         value = parse_json(solution_str, fenced)
     except ValueError as error:
@@ -75,41 +82,25 @@ def last_fenced(text: str) -> str | None:
 
 def _parsed(text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_number, parse_int=_number)
+        value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_number)
     except RecursionError:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from None
     layer = [value]
     for _ in range(DEEPEST):
-        layer = [inner for each in layer for inner in _inside(each)]
+        inside = (each.values() if isinstance(each, dict) else each for each in layer if isinstance(each, dict | list))
+        layer = [inner for each in inside for inner in each]
     if layer:
         raise ValueError(f"nested deeper than {DEEPEST} levels")
     return value
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
 def _number(digits: str) -> float:
-    """The number as written. Raises ValueError beyond 1e300, where a schema's arithmetic (multipleOf) may overflow."""
+    """The number as written. Raises ValueError for what JSON does not have, and beyond 1e300, where a schema's
+    arithmetic (multipleOf) may overflow."""
     number = float(digits)
-    if abs(number) > LARGEST:
-        raise ValueError(f"a number beyond {LARGEST:g}")
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{digits:.20} is not JSON, or a number beyond {LARGEST:g}")
     return int(digits) if digits.lstrip("-").isdigit() else number
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _schema_text(schema: Any) -> str:
-    if isinstance(schema, Mapping):
-        return json.dumps(schema, sort_keys=True)
-    if isinstance(schema, str) and schema.strip().endswith(".json"):
-        return Path(schema).expanduser().read_text(encoding="utf-8")
-    if isinstance(schema, str):
-        return schema
-    raise ValueError(f"the schema is {schema!r:.200}; a mapping, JSON text or the path of a .json file is expected")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,13 +111,10 @@ def _validator(text: str) -> Any:
 
     try:
         schema = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"the schema is no JSON ({error}): {text:.200}") from error
-    if not isinstance(schema, dict | bool):
-        raise ValueError(f"the schema is {schema!r:.200}; an object is expected")
-    kind = validator_for(schema)
-    try:
+        if not isinstance(schema, dict | bool):
+            raise ValueError("an object is expected")
+        kind = validator_for(schema)
         kind.check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(f"the schema is none: {error.message}") from error
+    except (ValueError, SchemaError) as error:
+        raise ValueError(f"the schema is none ({getattr(error, 'message', error)}): {text:.200}") from error
     return kind(schema, registry=Registry())

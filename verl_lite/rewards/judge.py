@@ -170,7 +170,9 @@ class Endpoint:
     """
 
     def __init__(self, url: str, *, max_retries: int, api_key_env: str | None, option: str) -> None:
-        self.url, self._max_retries = url, max_retries
+        import openai  # now, and not within the deadline of a call
+
+        self.url, self._max_retries, self._openai = url, max_retries, openai
         self._key = os.environ.get(api_key_env) if api_key_env else "none"  # a client without a key is refused
         self._clients: dict[asyncio.AbstractEventLoop, tuple[AsyncOpenAI, AsyncGenerator[AsyncOpenAI, None]]] = {}
         if not self._key:
@@ -178,9 +180,7 @@ class Endpoint:
 
     async def post(self, body: dict[str, Any]) -> Any:
         """What the server answered, read as JSON. Raises RemoteRewardError with the status and the beginning of it."""
-        import openai
-
-        loop = asyncio.get_running_loop()
+        openai, loop = self._openai, asyncio.get_running_loop()
         if loop not in self._clients:
             lasting = self._lasting_client(loop)
             self._clients[loop] = (await anext(lasting), lasting)
@@ -198,9 +198,7 @@ class Endpoint:
 
     async def _lasting_client(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[AsyncOpenAI, None]:
         """A client that is closed with its event loop: `asyncio.run` ends generators that are still open."""
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(api_key=self._key, base_url=self.url, max_retries=self._max_retries) as client:
+        async with self._openai.AsyncOpenAI(api_key=self._key, base_url=self.url, max_retries=self._max_retries) as client:
             try:
                 yield client
             finally:

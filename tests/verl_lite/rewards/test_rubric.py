@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,14 +57,6 @@ def test_with_an_async_function_it_is_async(tmp_path: Path) -> None:
     assert loaded.score_all([ITEM])[0].score == 2.0
 
 
-def test_it_can_be_one_of_several_rewards(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    functions = {"rubric": {"path": str(tmp_path / "mine.py"), "weight": 10}, "exact": {"reward": "exact_match"}}
-    [result] = load_scorer(RewardConfig(functions=functions)).score_all([ITEM])  # type: ignore[union-attr]
-    assert result.score == pytest.approx(10 * (1.0 + 0.2 / 6) + 1)
-    assert result.extra["right"] == 1.0 and result.extra["exact"] == 1.0 and result.extra["acc"] == 1.0
-
-
 def test_functions_get_what_they_name() -> None:
     seen: dict[str, Any] = {}
 
@@ -108,14 +99,6 @@ def test_state_goes_from_function_to_function_and_is_new_for_each_sample() -> No
 
     rubric = Rubric([counts, reads], [1.0, 10.0])
     assert [rubric("s", "a", "t")["score"] for _ in range(3)] == [11.0] * 3  # type: ignore[index]
-
-
-def test_a_rubric_of_verifiers_gives_its_functions_and_weights() -> None:
-    def right(completion: Any, answer: str, **kwargs: Any) -> float:
-        return float(completion[0]["content"].strip() == answer)
-
-    theirs = SimpleNamespace(funcs=[right], weights=[0.5])
-    assert Rubric(theirs.funcs, theirs.weights)("s", "yes", "yes") == {"acc": 1.0, "right": 1.0, "score": 0.5}
 
 
 def test_a_function_that_raises_or_returns_nonsense_fails_the_sample() -> None:

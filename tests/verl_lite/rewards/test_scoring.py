@@ -1,0 +1,322 @@
+"""From a configuration to scores: registry, the user's own functions, ways of calling, several rewards, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl_lite.config import CustomRewardConfig, RewardConfig
+from verl_lite.errors import UserError
+from verl_lite.rewards import (
+    REWARDS,
+    RewardItem,
+    RewardResult,
+    Scorer,
+    asks_by_source,
+    default_compute_score,
+    load_scorer,
+    read_score,
+    register_reward,
+)
+from verl_lite.rewards.scoring import Caller, weighted_sum
+from workers.rewards.pool import RewardPool
+
+QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
+RIGHT = "<think>70 + 2</think><answer>#### 72</answer>"
+MINE = """
+import asyncio
+
+def short(data_source, solution_str, ground_truth, extra_info=None, limit=10):
+    if solution_str == "boom": raise KeyError("no such answer")
+    return {"score": len(solution_str) <= limit, "length": len(solution_str), "pred": "mine"}
+
+def compute_score(solution_str, prompt, **rest):
+    return len(prompt[0]["content"])
+
+async def judge(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.01)
+    return 0.5
+
+class Judge:
+    async def __call__(self, solution_str, bonus=0, **rest):
+        return len(solution_str) + bonus
+as_object = Judge()
+
+def lists(data_sources, solution_strs, ground_truths, extra_infos):
+    if "boom" in solution_strs and len(solution_strs) > 1: raise ValueError("as a whole")
+    return [None if answer == "none" else len(solution_strs) for answer in solution_strs]
+
+def entries(data_sources, solution_strs, ground_truths, extra_infos, bonus=0):
+    bad = {'nan': float('nan'), 'none': None, 'text': '1.0', 'dict': {'acc': 1}}
+    rows = zip(solution_strs, ground_truths, extra_infos, strict=True)
+    return [bad.get(a, {'score': len(a) + bonus, 'truth': t, 'index': e['index']}) for a, t, e in rows]
+
+def trl(prompts, completions, ground_truth, difficulty, **columns):
+    assert prompts == [[{'role': 'user', 'content': 'What is 70 + 2?'}]] * 2
+    assert sorted(columns) == ['data_source', 'index']
+    assert difficulty == ['easy', None]
+    return [float(messages[0]["content"] == truth) for messages, truth in zip(completions, ground_truth)]
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("mine") / "mine.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    before = dict(REWARDS)
+    yield
+    REWARDS.clear()
+    REWARDS.update(before)
+
+
+def items(*answers: str, source: str = "openai/gsm8k", truth: str = "72") -> list[RewardItem]:
+    return [RewardItem(i, source, answer, truth, {"index": i}, QUESTION) for i, answer in enumerate(answers)]
+
+
+def load(functions: dict[str, Any]) -> Scorer:
+    return load_scorer(RewardConfig(functions=functions))
+
+
+def custom(path: str, name: str = "compute_score", style: str = "sample", **kwargs: Any) -> Scorer:
+    own = CustomRewardConfig(path=path, name=name, style=style)
+    return load_scorer(RewardConfig(custom_reward_function=own, reward_kwargs=kwargs))
+
+
+def scores(results: list[RewardResult]) -> list[float | None]:
+    return [None if result.failed else result.score for result in results]
+
+
+# ------------------------------------------------------------------------------------------------------- the registry
+
+
+@pytest.mark.parametrize("pattern", sorted(REWARDS))
+def test_every_registered_reward_has_the_signature_that_callers_use(pattern: str) -> None:
+    inspect.signature(REWARDS[pattern]).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+
+
+def test_names_and_patterns_find_their_function(clean_registry: None) -> None:
+    with pytest.raises(ValueError) as caught:
+        default_compute_score("openai/gsm9k", "1", "1")
+    for part in ("openai/gsm9k", "openai/gsm8k", "reward.custom_reward_function", "@register_reward", "math*"):
+        assert part in str(caught.value)
+    for number, pattern in enumerate(("zoo/*", "zoo/cat*", "zoo/cat"), 1):
+        register_reward(pattern)(lambda number=number, **call: number)
+    assert [default_compute_score(f"zoo/{name}", "", "") for name in ("dog", "cats", "cat")] == [1, 2, 3]
+    with pytest.raises(ValueError, match="already registered"):
+        register_reward("openai/gsm8k")(lambda **call: 1)
+
+
+def test_an_async_reward_makes_a_run_async_unless_it_is_only_there_to_be_named(clean_registry: None) -> None:
+    async def judge(**call: Any) -> float:
+        return 0.5
+
+    register_reward("rule/slow_judge")(judge)
+    assert load_scorer(RewardConfig()).style == "sample" and load({"j": {"reward": "slow_judge"}}).style == "async"
+    [result] = load_scorer(RewardConfig()).score_all(items("x", source="rule/slow_judge"))
+    assert result.score == 0.5, "as a data source it works, one sample at a time"
+    register_reward("slow/judge")(judge)
+    loaded = load_scorer(RewardConfig())
+    mixed = [RewardItem(0, "slow/judge", "x", "x"), RewardItem(1, "exact_match", "x", "x")]
+    assert loaded.style == "async" and scores(loaded.score_all(mixed)) == [0.5, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------- what a function returns
+
+
+@pytest.mark.parametrize("returned", [1, 1.5, True, np.float32(0.5), np.bool_(True), np.array(2.0), {"score": 1}])
+def test_numbers_are_scores(returned: Any) -> None:
+    score, extra = read_score(returned)
+    assert score == float(returned["score"] if isinstance(returned, dict) else returned) and extra == {}
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, "1.0", math.nan, math.inf, [1, 2], {}, {"acc": 1}, {"score": None}, {"score": math.nan}, object()],
+)
+def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
+    with pytest.raises(ValueError):
+        read_score(returned)
+    [result] = Scorer((Caller(lambda **call: returned),)).score_all(items("a"))
+    assert result.failed and math.isnan(result.score) and "The reward function returned" in (result.error or "")
+
+
+def test_extras_are_numbers_and_strings_of_bounded_length() -> None:
+    returned = {"score": 1, "acc": True, "length": np.int64(3), "pred": "4", "x": math.nan, "y": None, "z": [1]}
+    assert read_score(returned) == (1.0, {"acc": 1.0, "length": 3.0, "pred": "4"})
+    assert len(read_score({"score": 1, "pred": "x" * 10_000_000})[1]["pred"]) == 10_000  # type: ignore[arg-type]
+
+
+def test_an_exception_is_the_samples_outcome_with_a_traceback_of_bounded_length() -> None:
+    def shout(**call: Any) -> float:
+        raise ValueError("x" * 10_000_000)
+
+    error = Scorer((Caller(shout),)).score_all(items("a"))[0].error or ""
+    assert len(error) < 21_000 and "Traceback" in error and "in shout" in error and "characters left out" in error
+
+
+# ---------------------------------------------------------------------------------------------------- ways of calling
+
+
+def test_custom_functions_get_verls_arguments_and_reward_kwargs_win(mine: str) -> None:
+    [result] = custom(mine, "short", limit=2).score_all(items("abc"))
+    assert (result.score, result.extra) == (0.0, {"length": 3.0, "pred": "mine"})
+    assert scores(custom(mine).score_all(items("a"))) == [len("What is 70 + 2?")], "the prompt, because it is named"
+    assert scores(custom(mine, "judge").score_all(items("a"))) == [0.5]
+    loaded = custom(mine, "as_object", bonus=3)
+    assert loaded.style == "async" and asyncio.run(loaded.score(items("four")[0])).score == 7
+    assert scores(custom("pkg://verl_lite.rewards.rules", "exact_match").score_all(items("72"))) == [1.0]
+
+
+def test_verls_lists_come_in_order_and_a_bad_entry_fails_its_own_sample_only(mine: str) -> None:
+    loaded = custom(mine, "entries", "batch", bonus=10)
+    results = loaded.score_list(items("a", "nan", "none", "text", "dict", "bb"))
+    assert loaded.style == "batch" and scores(results) == [11, None, None, None, None, 12]
+    assert results[5].extra == {"truth": "72", "index": 5.0}
+    assert "expected a finite number" in (results[1].error or "") and "without 'score'" in (results[4].error or "")
+
+
+def test_trls_lists_have_prompts_completions_and_the_columns_of_the_data(mine: str) -> None:
+    loaded = custom(mine, "trl", "trl")
+    first, second = items("72", "nonsense")
+    easy = RewardItem(0, "src", "72", "72", {"index": 0, "difficulty": "easy"}, QUESTION)
+    assert scores(loaded.score_all([easy, second])) == [1.0, 0.0]
+    failed = loaded.score_all([first])[0]
+    assert "difficulty" in (failed.error or ""), "a column that no row has is missing, and the error says so"
+
+
+@pytest.mark.parametrize("returned", [[1.0, 1.0], [1.0] * 4, 1.0, "abc", {"score": 1}, None, iter([1.0] * 3)])
+def test_a_wrong_number_of_results_is_told_with_both_numbers(returned: Any) -> None:
+    loaded = Scorer((Caller(lambda items: returned, as_lists=lambda items: {"items": items}),))
+    with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected a list of so many"):
+        loaded.score_list(items("a", "b", "c"))
+
+
+# ----------------------------------------------------------------------------------------------------- several rewards
+
+
+def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(mine: str) -> None:
+    scorer = load(
+        {
+            "accuracy": {"weight": 2},  # by data_source: GSM8K
+            "format": {"reward": "format", "weight": 0.5},
+            "short": {"path": mine, "name": "short", "weight": -0.1, "kwargs": {"limit": 100}},
+        }
+    )
+    both, format_only, neither, bad = scorer.score_all(items(RIGHT, RIGHT.replace("72", "71"), "71", "boom"))
+    assert both.score == pytest.approx(2 * 1 + 0.5 * 1 - 0.1 * 1)
+    assert format_only.score == pytest.approx(2 * 0 + 0.5 * 1 - 0.1 * 1)
+    assert neither.score == pytest.approx(-0.1)
+    assert both.extra == {
+        "accuracy": 1.0, "format": 1.0, "short": 1.0, "acc": 1.0, "short.length": float(len(RIGHT)),
+        "short.pred": "mine",
+    }  # fmt: skip
+    assert bad.failed and bad.extra == {} and "no such answer" in (bad.error or "")
+    assert "The part 'short' of reward.functions failed." in (bad.error or "")
+
+
+def test_the_outcome_gives_acc_and_pred_and_names_never_clash() -> None:
+    def parts(outcome: int) -> tuple[Caller, ...]:
+        return tuple(Caller(len, name, 10.0**place, place == outcome) for place, name in enumerate("abc"))
+
+    extras: list[dict[str, float | str]] = [
+        {"acc": 0.25, "pred": "x", "b": 7.0}, {"acc": 0.75, "pred": "y"}, {"other": 3.0},
+    ]  # fmt: skip
+    returned = [RewardResult(float(place), extra) for place, extra in enumerate(extras)]
+    first = weighted_sum(parts(0), returned)
+    assert first.score == 0 * 1 + 1 * 10 + 2 * 100
+    assert first.extra == {
+        "a": 0.0, "b": 1.0, "c": 2.0, "acc": 0.25, "pred": "x", "a.b": 7.0, "b.acc": 0.75, "b.pred": "y",
+        "c.other": 3.0,
+    }  # fmt: skip
+    third = weighted_sum(parts(2), returned)
+    assert third.extra["acc"] == 2.0, "an outcome without acc is the outcome itself"
+    assert third.extra["other"] == 3.0 and "pred" not in third.extra and third.extra["a.acc"] == 0.25
+
+
+def test_parts_that_await_do_so_together_and_many_samples_at_once(mine: str) -> None:
+    scorer = load({"judge": {"path": mine, "name": "judge"}, "again": {"path": mine, "name": "judge"}, "format": {}})
+
+    async def all_of_them() -> list[RewardResult]:
+        return list(await asyncio.gather(*(scorer.score(item) for item in items(*["x"] * 200))))
+
+    assert scorer.style == "async" and scores(asyncio.run(all_of_them())) == [1.0] * 200
+
+
+def test_parts_in_lists_and_one_by_one_beside_each_other(mine: str) -> None:
+    scorer = load(
+        {
+            "accuracy": {},
+            "lists": {"path": mine, "name": "lists", "style": "batch", "weight": 0.0},
+            "judge": {"path": mine, "name": "judge"},
+        }
+    )
+    first, none, other = scorer.score_all(items("#### 72", "none", "72"))
+    assert scorer.style == "batch" and (first.score, other.score) == (1.5, 0.5) and first.extra["lists"] == 3.0
+    assert none.failed and "The part 'lists'" in (none.error or "")
+    alone = scorer.score_all(items("boom", "72"))
+    assert [result.extra["lists"] for result in alone] == [1.0, 1.0], "a list that fails as a whole: each alone"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("name", "worth"), [("short", 1.0), ("judge", 0.5), ("lists", 2.0)])
+def test_in_reward_processes_and_in_the_driver(mine: str, num_workers: int, name: str, worth: float) -> None:
+    own = {"path": mine, "name": name, "style": "batch" if name == "lists" else "sample", "weight": 10}
+    pool = RewardPool(RewardConfig(functions={"accuracy": {}, "own": own}), num_workers)
+    try:
+        pool.submit(items("#### 72", "71"))
+        right, wrong = pool.collect([0, 1]).values()
+    finally:
+        pool.close()
+    assert (right.score, wrong.score) == (1 + 10 * worth, 10 * worth)
+    assert right.extra["own"] == worth and right.extra["acc"] == 1.0
+
+
+def test_only_parts_by_data_source_ask_for_known_sources() -> None:
+    assert asks_by_source(RewardConfig(functions={"a": {"reward": "format"}, "b": {}}))
+    assert not asks_by_source(RewardConfig(custom_reward_function=CustomRewardConfig(path="x.py")))
+    row = {"data_source": "nobody/knows", "reward_model": {"ground_truth": "1"}}
+    RewardPool(RewardConfig(functions={"a": {"reward": "format"}}), 0).dry_run([row], ["nobody/knows"])
+    with pytest.raises(UserError, match="No reward function for data_source='nobody/knows'"):
+        RewardPool(RewardConfig(), 0).dry_run([row], ["nobody/knows"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"path": "{mine}", "name": "shrt"}, r"reward.functions.a.name='shrt'.*compute_score, entries, judge"),
+        ({"path": "none.py"}, "reward.functions.a.path='none.py': no such file"),
+        ({"path": "{mine}", "name": "short", "kwargs": {"limt": 3}}, "kwargs.limt: .* did you mean limit"),
+        ({"reward": "frmat"}, "no reward has this name; did you mean format"),
+        ({"reward": "format", "path": "x.py"}, "one of them can be the function"),
+        ({"reward": "format", "weight": math.nan}, "a.weight=nan: a finite number is expected"),
+        ({"wait": 1}, "a.wait: there is no such entry"),
+    ],
+)
+def test_what_does_not_load_is_said_with_its_key(mine: str, entry: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load({"a": {**entry, "path": mine} if entry.get("path") == "{mine}" else entry})
+
+
+def test_a_file_with_two_parts_runs_once_and_files_of_one_name_stay_apart(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "r.py").write_text(
+            "import pathlib\nwith open(pathlib.Path(__file__).parent / 'runs', 'a') as f: f.write('x')\n"
+            "class C: pass\ndef f(**call):\n    import sys\n    return float(sys.modules[C.__module__].C is C)\ng = f\n"
+        )
+    paths = [str(tmp_path / folder / "r.py") for folder in ("one", "two")]
+    functions = {f"{name}{i}": {"path": path, "name": name} for i, path in enumerate(paths) for name in "fg"}
+    assert load(functions).score_all(items("x"))[0].score == 4.0
+    assert [(tmp_path / folder / "runs").read_text() for folder in ("one", "two")] == ["x", "x"]
