@@ -187,18 +187,20 @@ class Endpoint:
         client = self._clients[loop][0]
         try:
             answer = await client.post(self.url, cast_to=object, body=json.loads(json.dumps(body, default=str)))
-            return json.loads(answer) if isinstance(answer, str) else answer
         except openai.APIStatusError as error:
             told = f"answered with status {error.status_code}: {error.response.text[:_SHOWN_CHARACTERS]}"
             raise RemoteRewardError(f"{self.url} {told}") from error
         except openai.APIConnectionError as error:
             raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r})") from error
+        try:
+            return json.loads(answer) if isinstance(answer, str) else answer
         except ValueError as error:
             raise RemoteRewardError(f"{self.url} answered without JSON: {answer!s:.{_SHOWN_CHARACTERS}}") from error
 
     async def _lasting_client(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[AsyncOpenAI, None]:
         """A client that is closed with its event loop: `asyncio.run` ends generators that are still open."""
-        async with self._openai.AsyncOpenAI(api_key=self._key, base_url=self.url, max_retries=self._max_retries) as client:
+        client = self._openai.AsyncOpenAI(api_key=self._key, base_url=self.url, max_retries=self._max_retries)
+        async with client:
             try:
                 yield client
             finally:

@@ -174,12 +174,12 @@ class EnvPool:
         episode = self._episodes[number]
         episode.is_busy = True
         template = self._templates[episode.tag]
-        limit = template.max_env_step_concurrent
+        limit = 1 if template.use_thread_lock else template.max_env_step_concurrent
         if limit is not None and self._running[episode.tag] >= limit:
             self._waiting[episode.tag].append((number, call))
             return
         self._running[episode.tag] += 1
-        self._started().submit(number, call, episode.tag if template.use_thread_lock else None)
+        self._started().submit(number, call)
 
     def _settle(self, reply: Reply) -> EnvReply | None:
         """A reply as the caller gets it; None if nobody wants it."""

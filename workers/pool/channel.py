@@ -35,12 +35,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a session, which has one under way at most. lane: of calls with the same, one runs at a time in each
-    process; None = any number."""
+    """A call of a session, which has one under way at most."""
 
     session: int
     payload: Any
-    lane: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import faulthandler
 import io
 import os
 import pickle
+import queue
 import signal
 import sys
 import threading
 import time
 import traceback
 import types
-from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -128,48 +128,28 @@ def perform(handler: Handler, call: Call) -> Reply:
 
 
 class ThreadRunner:
-    """Runs calls in at most `threads` threads; the first of them is the caller of `serve`."""
+    """Runs calls in at most `threads` threads; the first of them is the caller of `serve`, the main thread, in which
+    user code may use signals."""
 
     def __init__(self, handler: Handler, threads: int, deliver: Deliver, note: Note) -> None:
         self._handler, self._deliver, self._note = handler, deliver, note
-        self._changed = threading.Condition()
-        self._queue: deque[Call] = deque()
-        self._busy_lanes: set[str] = set()
-        self._threads_max, self._threads, self._idle = threads, 1, 0
+        self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._slots = iter(range(1, threads))  # of threads that are not started yet
 
     def submit(self, call: Call) -> None:
         """Queues a call and returns at once."""
-        with self._changed:
-            self._queue.append(call)
-            if len(self._queue) > self._idle and self._threads < self._threads_max:
-                threading.Thread(target=self.serve, args=(self._threads,), daemon=True).start()
-                self._threads += 1
-            self._changed.notify()
+        self._queue.put(call)
+        if (slot := next(self._slots, None)) is not None:
+            threading.Thread(target=self.serve, args=(slot,), daemon=True).start()
 
     def serve(self, slot: int = 0) -> None:
         """Runs calls for ever."""
         while True:
-            call = self._next()
+            call = self._queue.get()
             self._note(slot, call.session)
             reply = perform(self._handler, call)
             self._note(slot, CONTROL)
-            with self._changed:
-                self._busy_lanes.discard(call.lane or "")
-                self._changed.notify()
             self._deliver(reply)
-
-    def _next(self) -> Call:
-        """The first call in the queue that may run now. Blocks until there is one."""
-        with self._changed:
-            self._idle += 1
-            while True:
-                for place, call in enumerate(self._queue):
-                    if call.lane not in self._busy_lanes:
-                        del self._queue[place]
-                        self._busy_lanes |= {call.lane} if call.lane else set()
-                        self._idle -= 1
-                        return call
-                self._changed.wait()
 
 
 class LoopRunner:

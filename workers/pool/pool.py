@@ -81,8 +81,8 @@ class InlinePool:
         self.end = self.handler.end
         self._replies: list[Reply] = []
 
-    def submit(self, number: int, payload: Any, lane: str | None = None) -> None:
-        self._replies.append(perform(self.handler, Call(number, payload, lane)))
+    def submit(self, number: int, payload: Any) -> None:
+        self._replies.append(perform(self.handler, Call(number, payload)))
 
     def poll(self, timeout_s: float) -> list[Reply]:
         replies, self._replies = self._replies, []
@@ -117,14 +117,14 @@ class ProcessPool:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._fill()
 
-    def submit(self, number: int, payload: Any, lane: str | None = None) -> None:
+    def submit(self, number: int, payload: Any) -> None:
         """Sends the next call of a session, or begins it, in the process with the fewest others; its reply comes from
-        `poll`. An error ends the session. lane: see `Call`."""
+        `poll`. An error ends the session."""
         session = self._sessions.get(number)
         if session is None:
             session = self._sessions[number] = _Session(number, self._emptiest())
             session.process.sessions.add(number)
-        session.call = Call(number, payload, lane)
+        session.call = Call(number, payload)
         self._advance(session)
 
     def end(self, number: int) -> None:

@@ -30,12 +30,8 @@ def batch() -> DataProto:
 def test_the_score_loses_the_penalty_and_the_outcome_does_not() -> None:
     before = batch()
     punished, metrics = punish_overlong(before, configured())
-    assert punished.batch["token_level_scores"].tolist() == [
-        [0, 1.0, 0, 0],
-        [0, 0, 0.75, 0],
-        [0, 0, 0, 0.5],
-        [0, 0, 0, 0],
-    ]
+    expected = [[0, 1.0, 0, 0], [0, 0, 0.75, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]]
+    assert punished.batch["token_level_scores"].tolist() == expected
     assert punished.batch["outcomes"].tolist() == [1, 1, 1, 0]
     assert metrics == {} and not punished.non_tensor_batch
     assert before.batch["token_level_scores"].equal(batch().batch["token_level_scores"]) and "outcomes" not in before

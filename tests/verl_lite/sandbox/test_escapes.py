@@ -49,6 +49,7 @@ def test_every_protection_holds_on_this_machine(sandbox: Sandbox) -> None:
 REFUSED = [
     # network
     "import socket; socket.socket()",
+    "import socket; socket.socket(socket.AF_UNIX)",
     "import socket; socket.socketpair()",
     "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1/', timeout=1)",
     # processes
@@ -56,6 +57,7 @@ REFUSED = [
     "import os; os.posix_spawn('/bin/sh', ['sh', '-c', 'sleep 100'], {})",
     "import os; os.execv('/bin/sh', ['sh'])",
     "import subprocess; subprocess.run(['sleep', '100'])",
+    "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start()",
     "import os; os.setsid()",
     # others
     "import os; os.kill(os.getppid(), 9)",
@@ -69,12 +71,15 @@ REFUSED = [
     # files
     "open('/tmp/verl_lite-escaped', 'w')",
     "import os; open(os.path.join(os.path.expanduser('~'), 'verl_lite-escaped'), 'w')",
+    "open('/dev/shm/verl_lite-escaped', 'w')",
     "open('../verl_lite-escaped', 'w')",
     "import os; os.symlink('/etc/passwd', 'link')",
     "import os; os.link('/etc/hostname', 'link')",
     "import os; os.mkfifo('pipe')",
     "import os; os.mkdir('folder')",
     "import os; os.chmod('.', 0o777)",
+    "import os; os.chmod('/tmp', 0o700)",
+    "import os; os.utime('/tmp')",
     "import os; os.truncate('/etc/hostname', 0)",
     "import os; os.rename('/etc/hostname', 'mine')",
     "import os; os.setxattr('/tmp', 'user.x', b'1')",
@@ -182,6 +187,14 @@ def test_memory_and_files_are_limited(sandbox: Sandbox) -> None:
         assert "MemoryError" in ended.stderr and ended.exit_code == 1
     big = "with open('big', 'wb') as f:\n for _ in range(100): f.write(bytes(1 << 20)); f.flush()"
     assert "File too large" in run(sandbox, big).stderr or sandbox.could
+
+
+@pytest.mark.parametrize(
+    "deep", ["f = lambda n: f(n + 1)\nf(0)", "import re; re.compile('(' * 10**6)", "eval('-' * 10**6)"]
+)
+def test_deep_recursion_ends_only_itself(hasty: Sandbox, deep: str) -> None:
+    assert run(hasty, f"import sys; sys.setrecursionlimit(10**9)\n{deep}").exit_code != 0
+    assert hasty.run_script("print(1)").value == "1\n"
 
 
 def test_input_and_output_are_text_or_bytes(sandbox: Sandbox) -> None:
