@@ -87,11 +87,11 @@ function chartCard({ title, unit, wide, traces, layout = {} }) {
     const base = {
       width: plot.clientWidth, height: wide ? 270 : 220, margin: { l: 48, r: 10, t: 8, b: 24 }, colorway: COLORS,
       paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { family: "system-ui, sans-serif", size: 11, color },
-      hovermode: "x unified", hoverlabel: { bgcolor: backgroundColor },
+      hovermode: "x unified", hoverlabel: { bgcolor: backgroundColor, namelength: -1 },
       showlegend: traces.length > 1 && isOverSteps, legend: { orientation: "h", y: -0.12, yanchor: "top" },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", ...layout,
       xaxis: { showgrid: false, zeroline: false, ...range, ...layout.xaxis },
-      yaxis: { nticks: 6, gridcolor: borderTopColor, zeroline: false, exponentformat: "e", rangemode: "tozero", ...layout.yaxis },
+      yaxis: { nticks: 6, gridcolor: borderTopColor, zeroline: false, exponentformat: "e", ...layout.yaxis },
     };
     const isFirst = !plot.data;
     Plotly.react(plot, traces.flatMap(tracesOf), base, { displayModeBar: false });
