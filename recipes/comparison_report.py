@@ -99,8 +99,10 @@ def ranked(results: Sequence[RunResult]) -> list[str]:
 def report(
     results: Sequence[RunResult], names: Sequence[str], failures: Sequence[str], to: Path, *, write: bool
 ) -> None:
-    """Prints the table and draws comparison.png in folder `to`. write: both go into recipes/ too, and table and curve
-    of each recipe into its folder, if its page has the marks. names: the algorithms; failures: a sentence each."""
+    """Prints the table and draws comparison.png in folder `to`; with `write` both go into recipes/ too.
+
+    names: the algorithms. failures: a sentence each.
+    """
     text = markdown(results, names, failures)
     print(f"\n{text}")
     if not results:
@@ -111,11 +113,6 @@ def report(
         return
     put_between_marks(HERE / "COMPARISON.md", text)
     draw(results, ranked(results), HERE / "comparison.png")
-    for name in ranked(results):
-        page = HERE / name / "README.md"
-        if page.exists() and BEGIN in page.read_text():
-            put_between_marks(page, own_table(results, name))
-            draw(results, [name], page.with_name("curve.png"))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -145,21 +142,6 @@ def markdown(results: Sequence[RunResult], names: Sequence[str], failures: Seque
     missing = [name for name in names if name not in order]
     lines += ["", f"Not measured: {', '.join(missing)}."] if missing else []
     return "\n".join([*lines, *(f"Failed: {failure}" for failure in failures)])
-
-
-def own_table(results: Sequence[RunResult], name: str) -> str:
-    """What stands on the page of one recipe."""
-    shown = [name, *(other for other in ranked(results) if other == REFERENCE != name)]
-    start = next(result for result in results if result.algorithm == name).points[0]
-    rows = [
-        [title, f"{before:.3f}", *(str(of(results, each, VALUES[title])) for each in shown)]
-        for title, before in (("sampled", start.sampled), ("greedy", start.greedy))
-    ]
-    head = ["accuracy on 512 held-out questions", "before", "after", *(f"{other}, after" for other in shown[1:])]
-    samples, seconds, seeds = _cost(results, name)
-    steps = max(point.step for result in results if result.algorithm == name for point in result.points)
-    cost = f"{steps} steps, {samples:,.0f} samples, {seconds:.0f} processor seconds"
-    return "\n".join([*_table(head, rows), "", f"Mean and 95% interval of {seeds} seeds; {cost}."])
 
 
 def put_between_marks(page: Path, text: str) -> None:

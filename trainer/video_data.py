@@ -82,7 +82,7 @@ def summary(data: VideoDataset, found: Sequence[Selection | ClipError]) -> str:
     clip = max(len(taken.numbers) * taken.height * taken.width * 3 for taken in usable)
     return (
         f"{line}: steps of an epoch {-(-trained // batch)}, samples of a step {min(batch, trained)}\n"
-        f"memory: {clip / 2**20:.1f} MiB a decoded clip (kept: data.cache_gb={data.config.cache_gb:g}), "
+        f"memory: {clip / 2**20:.1f} MiB a decoded clip, "
         f"{min(batch, trained) * clip * 4 / 2**20:.0f} MiB a batch"
     )
 

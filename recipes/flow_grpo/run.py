@@ -43,26 +43,14 @@ PANELS = (
 NOT_HERE = ("values", "reward_baselines", "sum_pi_squared", "traj_id", "state_hash")
 """Arguments of an estimator that nothing here could give it: there is no critic, greedy answer, vocabulary, episode."""
 
-OFF = (
-    "algorithm.filter_groups.enable",
-    "algorithm.use_pf_ppo",
-    "algorithm.use_kl_in_reward",  # actor.use_kl_loss is there
-    "algorithm.rollout_correction.bypass_mode",  # one engine samples and learns
-    "algorithm.rollout_correction.rollout_is",
-    "algorithm.rollout_correction.rollout_rs",
-    "actor.calculate_entropy",  # of a step it is its noise, which no weight changes
-    "actor.entropy_coeff",
-)
-
 
 def problems_of(config: FlowGRPOConfig) -> Problems:
     """What a model of images has not, and what a run cannot do without; the rest is checked as for language models."""
     for name in ("data.train_files", "model.path", "model.network", "reward.name"):
         if not attrgetter(name)(config):
             yield f"{name} is needed where no recipe gives it; `recipe=flow_grpo` shows how"
-    for name in OFF:
-        if value := attrgetter(name)(config):
-            yield f"{name}={value}: flow_grpo has nothing of the kind; leave it out"
+    if config.algorithm.use_kl_in_reward or config.actor.entropy_coeff:
+        yield "algorithm.use_kl_in_reward, actor.entropy_coeff: not here; actor.use_kl_loss=true is the KL of flow_grpo"
     chosen, actor, steps = config.algorithm.adv_estimator, config.actor, config.sampler.num_train_steps
     function = ADV_ESTIMATOR_REGISTRY.get(chosen)
     if function is None and ":" not in chosen:

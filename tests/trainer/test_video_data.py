@@ -60,7 +60,7 @@ def test_rows_that_cannot_be_used_are_listed_all(folder: Path, capsys: pytest.Ca
 def test_the_memory_that_is_told_is_that_of_clips_and_batches(folder: Path) -> None:
     data = VideoDataset(options(folder, height=512, width=1024, train_batch_size=2))
     # 5 x 512 x 1024 x 3 bytes are 7.5 MiB; in single precision 4 times as many, for each of 2 samples
-    assert "7.5 MiB a decoded clip (kept: data.cache_gb=4), 60 MiB a batch" in summary(data, data.selections())
+    assert "7.5 MiB a decoded clip, 60 MiB a batch" in summary(data, data.selections())
 
 
 def test_damage_behind_the_first_frame_is_found_by_decoding(

@@ -80,9 +80,8 @@ class Selection:
 class VideoDataset:
     """The clips of data.train_files, by row, and after them those of data.val_files.
 
-    Its length is the number of rows to train on. Decoded clips are kept until they take data.cache_gb; those that find
-    no room are decoded again each time. May be read from several threads. Raises UserError for options or csv files
-    that cannot be used.
+    Its length is the number of rows to train on. May be read from several threads. Raises UserError for options or csv
+    files that cannot be used.
     """
 
     def __init__(self, config: VideoDataConfig) -> None:
@@ -93,7 +92,6 @@ class VideoDataset:
         self.rows: list[VideoRow] = trained + read_tables(config, "val")
         self._length = len(trained)
         self._selections: dict[Path, Selection] = {}
-        self._kept: dict[Path, Frames] = {}
 
     def __len__(self) -> int:
         return self._length
@@ -104,18 +102,11 @@ class VideoDataset:
         return range(len(self) if self.config.val_files else 0, len(self.rows))
 
     def frames(self, row: int) -> Frames:
-        """uint8 (F, H, W, 3), not to be written to. Raises UserError for a file that cannot be decoded."""
-        path = self.rows[row].path
-        if path not in self._kept:
-            try:
-                frames = self.decode(row)
-            except ClipError as error:
-                raise UserError(self.sentence(row, error)) from error
-            frames.setflags(write=False)
-            if sum(kept.nbytes for kept in [*self._kept.values(), frames]) > self.config.cache_gb * 2**30:
-                return frames
-            self._kept[path] = frames
-        return self._kept[path]
+        """uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
+        try:
+            return self.decode(row)
+        except ClipError as error:
+            raise UserError(self.sentence(row, error)) from error
 
     def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
         """video (B, F, 3, H, W) float32 in [0, 1]; noise_seed and row (B,) int64; prompt (B,).
@@ -133,7 +124,7 @@ class VideoDataset:
         return DataProto.from_dict(columns, non_tensors={"prompt": prompts})
 
     def decode(self, row: int) -> Frames:
-        """The frames of a row, past the cache. Raises ClipError for a file that is no clip."""
+        """The frames of a row. Raises ClipError for a file that is no clip."""
         taken = self.selection(row)
         return read_frames(self.rows[row].path, taken.numbers, taken.height, taken.width)
 

@@ -113,7 +113,6 @@ class VideoDataConfig(Options):
     side_multiple: int = opt(16, "sides are multiples of this: 16, or 32 for Wan2.2-TI2V-5B", at_least(1))
     video_key: str = opt("video", "column of the clip: mp4 or another video, gif, webp, or a folder of frames")
     prompt_key: str = opt("prompt", "column of the prompt")
-    cache_gb: float = opt(4.0, "memory for decoded clips, which are then decoded once; 0 = none", at_least(0))
 
     def check(self) -> Problems:
         if not self.train_files:
