@@ -3,27 +3,35 @@
 from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
 from verl_lite.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PFPPOConfig
 from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig, source_options
-from verl_lite.config.fields import FINITE, Range, opt, section, unknown_value
+from verl_lite.config.fields import (
+    FINITE,
+    Options,
+    Range,
+    handed_over,
+    opt,
+    option_reads,
+    record_reads,
+    section,
+    uncounted,
+    unknown_value,
+)
 from verl_lite.config.learners import (
     ActorConfig,
     CriticConfig,
     CriticOptimConfig,
-    PolicyLossConfig,
-    RefConfig,
-    RewardModelConfig,
-)
-from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema, parse_value, split_choices
-from verl_lite.config.networks import (
     FSDPConfig,
     MixedPrecisionConfig,
     ModelConfig,
     NetworkConfig,
     OptimConfig,
+    PolicyLossConfig,
+    RefConfig,
+    RewardModelConfig,
     WrapPolicyConfig,
 )
+from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema, parse_value, split_choices
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.printing import help_config, help_text, idle_options, print_config, save_config
-from verl_lite.config.reads import Options, handed_over, option_reads, record_reads, uncounted
 from verl_lite.config.reward import (
     CustomRewardConfig,
     OverlongBufferConfig,

@@ -10,8 +10,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, SHARE, Problems, at_least, opt, section, unknown_value
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import (
+    ALL_OR_SOME,
+    POSITIVE,
+    SHARE,
+    Options,
+    Problems,
+    at_least,
+    opt,
+    section,
+    unknown_value,
+)
 
 _GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")
 _METHODS = ("identity", "mean", "mean_std", "asym_clip")

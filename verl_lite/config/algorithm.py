@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_lite.config.fields import POSITIVE, SHARE, Problems, at_least, opt, section
+from verl_lite.config.fields import POSITIVE, SHARE, Options, Problems, at_least, opt, section
 from verl_lite.config.learners import KL_ESTIMATORS
-from verl_lite.config.reads import Options
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 
 _SCALES = ("batch", "group", "running")

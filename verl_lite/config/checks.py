@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_lite.config.data import python_file
-from verl_lite.config.fields import Problems, unknown_value
+from verl_lite.config.fields import Options, Problems, uncounted, unknown_value
 from verl_lite.config.learners import ActorConfig
 from verl_lite.config.ppo import MODEL_METRICS, PPOConfig
-from verl_lite.config.reads import Options, uncounted
 from verl_lite.config.run import RunOptions
 from verl_lite.config.schema import ConfigError, schema_of, value_of
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY

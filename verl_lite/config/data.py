@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, SEED, Problems, at_least, opt, section, unknown_value
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import ALL_OR_SOME, SEED, Options, Problems, at_least, opt, section, unknown_value
 from verl_lite.errors import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")

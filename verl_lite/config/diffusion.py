@@ -17,13 +17,13 @@ from verl_lite.config.fields import (
     POSITIVE,
     POSITIVE_SHARE,
     SEED,
+    Options,
     Problems,
     at_least,
     opt,
     section,
 )
-from verl_lite.config.networks import FSDPConfig, OptimConfig
-from verl_lite.config.reads import Options
+from verl_lite.config.learners import FSDPConfig, OptimConfig
 from verl_lite.config.run import RayKwargs, RunConfig
 
 EXPERTS = ("transformer", "transformer_2")

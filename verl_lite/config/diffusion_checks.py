@@ -10,8 +10,7 @@ from typing import Any
 
 from verl_lite.config.checks import TRACKERS, machine_problems, section_problems
 from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig, VideoDataConfig
-from verl_lite.config.fields import Problems
-from verl_lite.config.reads import uncounted
+from verl_lite.config.fields import Problems, uncounted
 from verl_lite.config.schema import ConfigError
 from verl_lite.flow_match import flow_sigmas, high_noise_steps, predicts_velocity
 from verl_lite.visual_rewards.base import VISUAL_REWARDS
@@ -59,7 +58,7 @@ def validate_reward_flow(
 def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
     """The folder has a pipeline that predicts a flow's velocity and takes clips of this size, as far as it says."""
     name, index = f"model.path={folder}", _read_json(folder / INDEX)
-    if not index or not all((folder / part).is_dir() for part in ("transformer", "vae")):
+    if not (folder / INDEX).is_file() or not all((folder / part).is_dir() for part in ("transformer", "vae")):
         yield (
             f"{name}: {folder.absolute()} is no image-to-video pipeline in diffusers format ({INDEX}, transformer/, "
             "vae/): fetch one, such as a repository of Wan2.2 whose name ends with -Diffusers, with `hf download`"

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config.algorithm import AlgorithmConfig
-from verl_lite.config.fields import POSITIVE, Range, at_least, opt, section
+from verl_lite.config.fields import POSITIVE, Options, Range, at_least, opt, section
 from verl_lite.config.learners import ActorConfig
-from verl_lite.config.reads import Options
 from verl_lite.config.run import RayKwargs, RunConfig
 
 _TWO = Range("at least 2 is expected: from pure noise in one step the noise has no bound", lambda value: value >= 2)

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from verl_lite.config.agentic import AgenticConfig
 from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.data import DataConfig
-from verl_lite.config.fields import Problems, opt, section
-from verl_lite.config.learners import ActorConfig, CriticConfig, RefConfig, RewardModelConfig
-from verl_lite.config.networks import ModelConfig
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import Options, Problems, opt, section
+from verl_lite.config.learners import ActorConfig, CriticConfig, ModelConfig, RefConfig, RewardModelConfig
 from verl_lite.config.reward import RewardConfig
 from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.run import RayKwargs, TrainerConfig

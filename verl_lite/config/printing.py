@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from verl_lite.config.fields import option_reads, uncounted
 from verl_lite.config.loader import SWITCHES, LoadedConfig
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.reads import option_reads, uncounted
 from verl_lite.config.schema import Schema, join, schema_of, split, value_of
 from verl_lite.errors import UserError
 

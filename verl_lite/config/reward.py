@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config.fields import FINITE, POSITIVE, SHARE, Problems, at_least, opt, section
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import FINITE, POSITIVE, SHARE, Options, Problems, at_least, opt, section
 
 
 @dataclass

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, Problems, Range, at_least, opt, section
-from verl_lite.config.networks import DTYPES
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, Options, Problems, Range, at_least, opt, section
+from verl_lite.config.learners import DTYPES
 
 _TRUNCATED = "samples of a truncated distribution have other log-probs than the trainer's: {} is expected in training"
 _WHOLE_P = Range(_TRUNCATED.format("1"), lambda value: value == 1)

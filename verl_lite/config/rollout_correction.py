@@ -12,8 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config.fields import Problems, opt, unknown_value
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import Options, Problems, opt, unknown_value
 
 WEIGHT_LEVELS = {"token": "token", "segment": "segment", "geometric": "seq_mean", "sequence": "seq_sum"}
 """What an importance weight is taken over, by the name of `rollout_is` (and ROLL's weight_type and agg_type)."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from verl_lite.config.fields import POSITIVE, SEED, Problems, at_least, opt, section
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import POSITIVE, SEED, Options, Problems, at_least, opt, section
 
 _RESUME = ("disable", "auto", "resume_path")
 

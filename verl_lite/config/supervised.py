@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_lite.config.fields import at_least, opt, section
-from verl_lite.config.networks import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
-from verl_lite.config.reads import Options
+from verl_lite.config.fields import Options, at_least, opt, section
+from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RayKwargs, RunConfig
 
 

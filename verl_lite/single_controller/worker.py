@@ -79,7 +79,7 @@ class Worker:
 
     def option_reads(self) -> set[str]:
         """Dotted names of the options that this process has read, for the driver's line about those without effect."""
-        from verl_lite.config.reads import option_reads
+        from verl_lite.config.fields import option_reads
 
         return option_reads()
 

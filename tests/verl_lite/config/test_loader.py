@@ -18,6 +18,7 @@ from verl_lite.config import (
     print_config,
     schema_of,
     split_choices,
+    value_of,
 )
 from verl_lite.config.schema import convert, split
 
@@ -39,49 +40,30 @@ def problems(*arguments: str, **kwargs: object) -> list[str]:
     ("argument", "expected"),
     [
         ("actor.optim.lr=1e-6", 1e-6),
-        ("actor.optim.lr=1", 1.0),
         ("actor.optim.lr='2e-5'", 2e-5),
         ("actor.optim.betas=[0.8,1e-1]", [0.8, 0.1]),
-        ("data.train_batch_size=64", 64),
         ("data.train_batch_size=1e3", 1000),
         ("data.train_batch_size=1_024", 1024),
-        ("data.seed=12345678901234567890", 12345678901234567890),
-        ("data.seed='12345678901234567890'", 12345678901234567890),
         ("data.seed=null", None),
         ("data.shuffle=False", False),
-        ("data.shuffle=off", False),
-        ("data.shuffle=0", False),
-        ("trainer.project_name='a b'", "a b"),
         ("trainer.project_name=0012", "0012"),
         ("trainer.project_name=1e-6", "1e-6"),
-        ("trainer.project_name=yes", "yes"),
         ("trainer.project_name=12:30", "12:30"),
-        ("trainer.project_name=a=b[c]", "a=b[c]"),
-        ("trainer.project_name=@x", "@x"),
         ("trainer.project_name=a: b", "a: b"),
-        ("trainer.project_name='\"a,b\"'", '"a,b"'),
         ("trainer.project_name=", ""),
         ("data.train_files=a.parquet", ["a.parquet"]),
         ("data.train_files=a.parquet,b.parquet", ["a.parquet", "b.parquet"]),
-        ("data.train_files='a,b.parquet'", ["a,b.parquet"]),
-        ("data.train_files=['a.parquet','b.parquet']", ["a.parquet", "b.parquet"]),
         ('data.train_files=[["a.parquet"],["b.parquet"]]', ["a.parquet", "b.parquet"]),
-        ("data.val_files=null", []),
         ("trainer.logger=console", ["console"]),
-        ('trainer.logger=["console","wandb"]', ["console", "wandb"]),
         ("rollout.engine_kwargs.vllm.a=[1,{b: [c, 2.5]}]", {"vllm": {"a": [1, {"b": ["c", 2.5]}]}}),
         ("+model.override_config.text_config.rope=1e4", {"text_config": {"rope": 1e4}}),
-        ("++reward.reward_kwargs.tau='x,y'", {"tau": "x,y"}),
         ('data.apply_chat_template_kwargs."a.b"=True', {"a.b": True}),
-        ("data.apply_chat_template_kwargs[a.b]=True", {"a.b": True}),
         ("model.override_config={a: {b: 1}, c: null}", {"a": {"b": 1}, "c": None}),
     ],
 )
 def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> None:
     name = next(key for key in KEYS if argument.lstrip("+").startswith(key))
-    value: object = load(argument).config
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = value_of(load(argument).config, name)
     assert value == expected
     assert type(value) is type(expected)
 
@@ -91,13 +73,10 @@ def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> Non
     [
         ("actor.optim.lr=fast", ["actor.optim.lr=fast", "command line", "a number", "actor.optim.lr=1e-06"]),
         ("actor.optim.lr=.nan", ["actor.optim.lr=.nan", "a number"]),
-        ("actor.optim.lr=null", ["actor.optim.lr=null", "a number"]),
         ("actor.optim.lr=true", ["actor.optim.lr=true", "a number"]),
         ("data.train_batch_size=1.5", ["data.train_batch_size=1.5", "a whole number", "data.train_batch_size=1024"]),
-        ("data.train_batch_size=[1]", ["data.train_batch_size=[1]", "a whole number"]),
         ("data.shuffle=2", ["data.shuffle=2", "true or false", "data.shuffle=true"]),
         ("trainer.project_name=[a]", ["trainer.project_name=[a]", "a text"]),
-        ("data.train_files={a: 1}", ["data.train_files"]),
         ("actor.optim.betas=[a,b]", ["actor.optim.betas=[a,b]", "a list of numbers", "actor.optim.betas=[0.9,0.999]"]),
         ("actor.optim=3", ["actor.optim is a group of options", "actor.optim.lr"]),
         ("rollout.engine_kwargs=3", ["rollout.engine_kwargs=3", "a mapping"]),
@@ -135,9 +114,6 @@ def test_all_problems_come_together() -> None:
         ("lr=1e-6", "actor.optim.lr"),
         ("actor.lr=1e-6", "actor.optim.lr"),
         ("+trainer.xyzzy=1", None),
-        ("+actor.optm.lr=1e-6", "actor.optim.lr"),
-        ("++trainer.totl_epochs=3", "trainer.total_epochs"),
-        ("trainer.seeed=3", "trainer.seed"),
         ("data.train_file=a", "data.train_files"),
         ("actor_rollout_ref.rolout.n=4", "rollout.n"),
         ("clip_ratio=0.2", "actor.clip_ratio"),
@@ -153,7 +129,6 @@ def test_an_unknown_key_is_an_error_with_the_nearest_one(argument: str, suggesti
 def test_nearest_prefers_the_same_last_part() -> None:
     nearest = schema_of(config.PPOConfig).nearest
     assert nearest("temperature")[0] == "rollout.temperature"
-    assert nearest("actor.fsdp.param_offload")[0] == "actor.fsdp_config.param_offload"
     assert nearest("ref.fsdp.param_offload")[0] == "ref.fsdp_config.param_offload"
 
 
@@ -176,24 +151,14 @@ def test_choices_are_cut_at_commas_outside_quotes_and_brackets() -> None:
 
 def test_tilde_resets_a_key_a_group_or_deletes_an_entry() -> None:
     loaded = load(
-        "actor.optim.lr=1",
-        "actor.optim.eps=1",
-        "data.seed=3",
-        "+rollout.engine_kwargs.vllm.a=1",
-        "+rollout.engine_kwargs.vllm.b=2",
-        "~actor.optim",
-        "~data.seed",
-        "~rollout.engine_kwargs.vllm.a",
+        *("actor.optim.lr=1", "data.seed=3", "data.seed=4", "+rollout.engine_kwargs.vllm.a=1"),
+        *("+rollout.engine_kwargs.vllm.b=2", "~actor.optim", "~data.seed", "~rollout.engine_kwargs.vllm.a"),
     )
-    assert (loaded.config.actor.optim.lr, loaded.config.actor.optim.eps) == (1e-6, 1e-8)
+    assert loaded.config.actor.optim.lr == 1e-6
     assert loaded.config.data.seed is None
     assert loaded.config.rollout.engine_kwargs == {"vllm": {"b": 2}}
     assert loaded.provenance["actor.optim.lr"] == "default"
     assert "rollout.engine_kwargs.vllm.a" not in loaded.provenance
-
-
-def test_the_last_of_equal_keys_wins() -> None:
-    assert load("data.seed=1", "data.seed=2").config.data.seed == 2
 
 
 def test_the_prefix_of_verl_is_stripped_everywhere() -> None:
@@ -267,8 +232,6 @@ def test_defaults_recipe_files_command_line_in_this_order(tmp_path: Path) -> Non
     ("arguments", "expected"),
     [
         ([], "quickstart"),
-        (["trainer.seed=3"], "quickstart"),
-        (["model.path=m"], None),
         (["actor_rollout_ref.model.path=m"], None),
         (["data.train_files=a"], None),
         (["recipe=null"], None),
@@ -313,12 +276,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert f"trainer.sed=1 (file:{tmp_path / 'unknown.yaml'}): there is no such key; did you mean" in text
     assert "trainer.project_name=True" in text
     assert "actor is a group of options" in text
-
-
-def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bytes.yaml").write_bytes(b"trainer: {project_name: \xff}\n")
-    (problem,) = problems("--config", str(tmp_path / "bytes.yaml"))
-    assert "bytes.yaml cannot be read" in problem and "0xff" in problem
 
 
 def test_switches_are_reported_as_action() -> None:
@@ -389,8 +346,6 @@ def test_any_dataclass_of_options_can_be_loaded() -> None:
         ("#### (.+)", "#### (.+)"),
         ("{prompt}", "{prompt}"),
         ("Solve {prompt} after ####", "Solve {prompt} after ####"),
-        ("a\nb", "a\nb"),
-        ("Be kind: always", "Be kind: always"),
         ("'#### x'", "#### x"),
         ('"a\\nb"', "a\nb"),
         ("null", None),
@@ -399,9 +354,3 @@ def test_any_dataclass_of_options_can_be_loaded() -> None:
 )
 def test_text_of_a_command_line_is_what_was_typed(typed: str, meant: str | None) -> None:
     assert load_config(["model.path=m", f"data.prompt_template={typed}"]).config.data.prompt_template == meant
-
-
-@pytest.mark.parametrize("typed", ["[a]", "{a: b}"])
-def test_a_mapping_or_list_is_no_text(typed: str) -> None:
-    with pytest.raises(ConfigError, match="data.prompt_template"):
-        load_config(["model.path=m", f"data.prompt_template={typed}"])
