@@ -24,6 +24,7 @@ READS = ("verl_lite/config/rollout_correction.py",)
 """What of these makes numbers of options for the code that computes with them."""
 
 READ_BY_THE_LOADER = {"recipe"}
+KINDS = ("_config", "_options")
 
 
 def source() -> str:
@@ -34,27 +35,41 @@ def source() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in kept)
 
 
-def is_read(key: Key, text: str) -> bool:
-    leaf = key.path[-1]
-    holders = "|".join([*key.path[:-1], "config", "options", "settings", r"self\.\w+", r"\w*_(?:config|options)"])
-    places = r"\w" if "_" in leaf else rf"\b(?:{holders})(?:\.\w+)?"
-    return bool(re.search(rf"{places}\.{leaf}\b(?!\s*=[^=])|getattr\([^)]*['\"]{leaf}['\"]", text))
+def attributes(text: str) -> dict[str, set[str]]:
+    """By attribute what it is read from, as the text has it; "" for a name in getattr."""
+    found: dict[str, set[str]] = {}
+    for holder, name in re.findall(r"(?=\b((?:self\.)?\w+(?:\[\w+\])?)\.(\w+)\b(?!\s*=[^=]))", text):
+        found.setdefault(name, set()).add(holder)
+    for name in re.findall(r"getattr\([^)'\"]*['\"](\w+)['\"]", text):
+        found.setdefault(name, set()).add("")
+    return found
+
+
+def is_read(key: Key, found: dict[str, set[str]]) -> bool:
+    holders = found.get(key.path[-1], set())
+    known = {*key.path[:-1], "", "config", "options", "settings"}
+    is_known = any(holder in known or holder.startswith("self.") or holder.endswith(KINDS) for holder in holders)
+    return is_known if "_" not in key.path[-1] else bool(holders)
 
 
 @pytest.fixture(scope="module")
-def text() -> str:
-    return source()
+def found() -> dict[str, set[str]]:
+    return attributes(source())
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig, RewardTrainingConfig, RewardFlowConfig, FlowGRPOConfig])
-def test_every_option_is_read_by_some_code(root: type, text: str) -> None:
+def test_every_option_is_read_by_some_code(root: type, found: dict[str, set[str]]) -> None:
     keys = schema_of(root).keys
-    assert [name for name, key in keys.items() if name not in READ_BY_THE_LOADER and not is_read(key, text)] == []
+    assert [name for name, key in keys.items() if name not in READ_BY_THE_LOADER and not is_read(key, found)] == []
 
 
 def test_an_option_that_nobody_reads_is_found() -> None:
-    key = schema_of(PPOConfig).keys
-    assert is_read(key["actor.clip_ratio_low"], "x = cfg.clip_ratio_low or 1")
-    assert not is_read(key["actor.clip_ratio_low"], "cfg.clip_ratio_low = 3; clip_ratio_low")
-    assert is_read(key["rollout.n"], "self.config.rollout.n") and is_read(key["rollout.n"], "n = options.n")
-    assert not is_read(key["rollout.n"], "x.n")
+    keys = schema_of(PPOConfig).keys
+
+    def reads(name: str, text: str) -> bool:
+        return is_read(keys[name], attributes(text))
+
+    assert reads("actor.clip_ratio_low", "x = cfg.clip_ratio_low or 1")
+    assert not reads("actor.clip_ratio_low", "cfg.clip_ratio_low = 3; clip_ratio_low")
+    assert reads("rollout.n", "self.config.rollout.n") and reads("rollout.n", "n = options.n")
+    assert not reads("rollout.n", "x.n")
