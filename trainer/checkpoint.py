@@ -41,9 +41,6 @@ class DiskFull(UserError):
     """A checkpoint does not fit on the disk. Nothing was changed."""
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
 def open_draft(run_dir: Path, step: int, expected_bytes: int = 0) -> Path:
     """The folder in which the checkpoint of `step` is put together. Raises DiskFull if there is no room for it."""
     require_space(run_dir, expected_size(run_dir, expected_bytes))
@@ -95,9 +92,6 @@ def prune(run_dir: Path, keep_newest: int | None) -> None:
     folders = saved_steps(run_dir)
     for step in sorted(folders)[: -max(1, keep_newest or len(folders))]:
         shutil.rmtree(folders[step].rename(run_dir / GONE.format(step)))
-
-
-# --- finding and checking -------------------------------------------------------------------------------------------
 
 
 def saved_steps(run_dir: Path) -> dict[int, Path]:
@@ -175,9 +169,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-# --- room on the disk -----------------------------------------------------------------------------------------------
-
-
 def folder_bytes(folder: Path) -> int:
     """Size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -224,9 +215,6 @@ def beside_training(path: Path, log: Callable[[str], None]) -> Iterator[None]:
         if path not in _TOLD:
             _TOLD.add(path)
             log(f"{why_not_written(path, error)}. The training goes on without these files, until there is room")
-
-
-# --- what survives a power cut --------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -18,12 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from trainer.checkpoint import saved_steps, why_not_written
 from trainer.cli import failure_text
-from trainer.saving import Saver
-from trainer.steps import StepCounter
 from verl_lite.errors import UserError, circumstances
 from verl_lite.protocol import DataProto
 from verl_lite.schema import column
@@ -37,22 +35,10 @@ END_OF_LOG = 64 << 10
 """Bytes kept of each log."""
 
 
-class FailedTrainer(Protocol):
-    """A trainer as far as a dump looks at it."""
-
-    saver: Saver
-
-    @property
-    def steps(self) -> StepCounter: ...
-
-
 @dataclass(frozen=True)
 class FailedStep:
-    """What step.pkl holds.
-
-    step, epoch: where the run was. phase: of `fit`, such as update_actor. prompts: of the step. batch: its answers and
-    their scores; None if it failed before they were there. checkpoint: the newest at that time, if any.
-    """
+    """What step.pkl holds. phase: of `fit`, such as update_actor. prompts: of the step. batch: its answers and their
+    scores; None if it failed before they were there. checkpoint: the newest at that time, if any."""
 
     step: int
     epoch: int
@@ -63,7 +49,7 @@ class FailedStep:
 
 
 @contextmanager
-def dump_on_failure(trainer: FailedTrainer, run_dir: Path) -> Iterator[None]:
+def dump_on_failure(trainer: Any, run_dir: Path) -> Iterator[None]:
     """What goes wrong inside leaves a dump in the run folder and goes on; a dump that fails changes nothing of it."""
     try:
         yield
@@ -78,7 +64,7 @@ def dump_on_failure(trainer: FailedTrainer, run_dir: Path) -> Iterator[None]:
         raise
 
 
-def write_dump(trainer: FailedTrainer, run_dir: Path, folder: Path, error: BaseException) -> str:
+def write_dump(trainer: Any, run_dir: Path, folder: Path, error: BaseException) -> str:
     """Writes everything; returns the sentence that says what to do with it."""
     failed = _failed_step(trainer, run_dir, error)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -109,7 +95,7 @@ def read_dump(folder: Path) -> FailedStep:
     return DataProto.load_from_disk(folder / "step.pkl").meta_info["failed"]
 
 
-def _failed_step(trainer: FailedTrainer, run_dir: Path, error: BaseException) -> FailedStep | None:
+def _failed_step(trainer: Any, run_dir: Path, error: BaseException) -> FailedStep | None:
     """None where the loop keeps no prompts, or failed before its first step: there the command is the replay."""
     loops = {kind.__dict__["fit"].__code__ for kind in type(trainer).__mro__ if "fit" in kind.__dict__}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in loops]
@@ -117,7 +103,7 @@ def _failed_step(trainer: FailedTrainer, run_dir: Path, error: BaseException) ->
     prompts, phase = found.get("prompts"), circumstances(error).phase
     if not isinstance(prompts, DataProto):
         return None
-    trainer.saver.settle()
+    trainer.saver.wait()
     batch, saved = None, saved_steps(run_dir)
     if phase not in BEFORE_THE_BATCH:
         batch = found["batch"]

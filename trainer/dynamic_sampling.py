@@ -223,11 +223,11 @@ def _why(stats: FilterStats, end: str, steps: PromptLoader) -> str:
 
 
 def refill_size(missing: int, kept: int, asked: int, most: int, spare: float = SPARE_DEVIATIONS) -> int:
-    """Prompts of the next generation batch, so that very likely enough groups of it are kept.
+    """Prompts of the next generation batch, so that very likely enough groups of it are kept; at most `most`.
 
     missing: groups still to be kept. kept, asked: groups of this step so far. With the share p = kept / asked, n
     prompts give n p groups on average, with a standard deviation of sqrt(n p (1 - p)): n is the mean that is needed,
-    and `spare` deviations more. At most `most`, which is also the answer while nothing was kept.
+    and `spare` deviations more.
     """
     if not kept:
         return most
@@ -237,8 +237,7 @@ def refill_size(missing: int, kept: int, asked: int, most: int, spare: float = S
 
 def answer_tokens(batch: DataProto) -> int:
     """Tokens of all answers, those without a score too."""
-    width = batch.batch["responses"].shape[1]
-    return int(batch.batch["attention_mask"][:, -width:].sum())
+    return int(batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum())
 
 
 def joined(parts: Sequence[DataProto], config: PPOConfig) -> DataProto:

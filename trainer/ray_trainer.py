@@ -6,8 +6,7 @@ the driver plans, dispatches and estimates advantages. A recipe replaces a stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,11 +185,8 @@ class RayPPOTrainer:
         step: int,
         greedy_too: bool = False,
     ) -> DataProto:
-        """Answers each prompt `n` times, or n[i] times the i-th; rows of one prompt stand together. Adds sample and
-        sample_id.
-
-        greedy_too: after the answers to each prompt stands one more, greedy, and is_greedy says which they are.
-        """
+        """Answers each prompt `n` times, or n[i] times the i-th; rows of one prompt stand together. Adds sample,
+        sample_id and, with `greedy_too`, one more answer to each prompt, greedy, which is_greedy tells."""
         counts = np.broadcast_to(n, len(prompts))
         rows = prompts.sample_level_repeat(counts + greedy_too)
         sample = np.concatenate([np.arange(count + greedy_too) for count in counts])
@@ -356,14 +352,9 @@ class RayPPOTrainer:
                 self.running_moments[domain].load_state_dict(moments)
             self.samples.rewind(self.steps.global_step)
 
-    @contextmanager
-    def timed(self, name: str, within: str | None = None) -> Iterator[None]:
-        """Adds the block's seconds to timing_s/<name>; what is raised inside says that it was in this phase.
-
-        within: the phase around the block, which has not ended yet; these seconds are not its own.
-        """
-        with timed(self.timing, name, self.steps.global_step, within):
-            yield
+    def timed(self, name: str, within: str | None = None) -> AbstractContextManager[None]:
+        """Adds the block's seconds to timing_s/<name>; see `step_metrics.timed`."""
+        return timed(self.timing, name, self.steps.global_step, within)
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers and its samples to files."""

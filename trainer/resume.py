@@ -7,12 +7,12 @@ unless the user names the key in `trainer.resume_allow`; what decides only speed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state
-from verl_lite.config import OptimConfig, RunOptions, uncounted
+from verl_lite.config import RunOptions, uncounted
 from verl_lite.errors import UserError
 
 # `model.tokenizer_path`: the data's fingerprint tells if the tokens are others
@@ -61,21 +61,14 @@ def flat_config(config: Any) -> dict[str, Any]:
 def is_bound(name: str, config: RunOptions) -> bool:
     """Whether a key decides the result. The length of the run does where the learning rate's schedule depends on it."""
     if name in ("trainer.total_training_steps", "trainer.total_epochs"):
+        flat = flat_config(config)
+        schedules = [key.removesuffix("lr_scheduler_type") for key in flat if key.endswith("lr_scheduler_type")]
         return any(
-            optim.lr_scheduler_type != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
-            for optim in _optimizers(config)
+            flat[f"{optim}lr_scheduler_type"] != "constant"
+            or (flat[f"{optim}lr_warmup_steps"] < 0 and flat[f"{optim}lr_warmup_steps_ratio"] > 0)
+            for optim in schedules
         )
     return name in BOUND or not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
-
-
-def _optimizers(config: Any) -> Iterator[OptimConfig]:
-    """The options of every optimizer in a configuration."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, OptimConfig):
-            yield value
-        elif dataclasses.is_dataclass(value):
-            yield from _optimizers(value)
 
 
 def differing_keys(saved: Mapping[str, Any], config: RunOptions, allowed: Collection[str] = ()) -> list[str]:
@@ -92,11 +85,7 @@ def differing_keys(saved: Mapping[str, Any], config: RunOptions, allowed: Collec
 
 def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_look: str) -> None:
     """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration, or one
-    after which no step is left to do.
-
-    Asked before anything heavy starts; the data's fingerprint is compared when the loader is restored. to_look: how a
-    user looks at a run that has no step left.
-    """
+    after which no step is left to do. to_look: how a user looks at a run that has no step left."""
     trainer = config.trainer
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     if folder is None:
@@ -106,7 +95,7 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
     if differing:
         raise UserError(
             f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nGive the old values; or "
-            "start a new run with trainer.resume_mode=disable; or, if the change is meant, name the keys: "
+            "start anew with trainer.resume_mode=disable; or, if the change is meant, name the keys: "
             f"trainer.resume_allow=[{','.join(line.split(':')[0] for line in differing)}]"
         )
     done = state["steps"]["global_step"]

@@ -56,14 +56,8 @@ LOCK = "in_use"
 Options = TypeVar("Options", bound=RunOptions)
 
 
-class Outcome(final_report.Outcome, Protocol):
-    """What `fit` gives. stopped: the user ended the run before its last step."""
-
-    stopped: bool
-
-
 class Trainer(Protocol):
-    """What a job builds; `fit` trains and returns an `Outcome`."""
+    """What a job builds. `fit` gives a `final_report.Outcome` with `stopped`: ended by its user."""
 
     saver: Saver
 

@@ -41,7 +41,7 @@ BYTES_PER_PARAMETER = 12  # fp32: the parameter and AdamW's two moments
 
 
 class Checkpointable(Protocol):
-    """A model that learns, as the driver sees it."""
+    """A model that learns, as the driver sees it; a save in the background lasts until `finish_save`."""
 
     def save(self, folder: str, background: bool = False) -> None: ...
 
@@ -56,15 +56,12 @@ class SavedByWorkers:
     group: WorkerGroup
 
     def save(self, folder: str, background: bool = False) -> None:
-        """Writes a checkpoint of what learns and its optimizer; in the background until `finish_save`."""
         self.group.save_checkpoint(folder, background)
 
     def finish_save(self) -> None:
-        """Waits for the files of a save in the background."""
         self.group.finish_save()
 
     def load(self, folder: str) -> None:
-        """Reads what `save` wrote."""
         self.group.load_checkpoint(folder)
 
 
@@ -131,8 +128,8 @@ class Saver:
         self._collect()
         self._join()
 
-    def settle(self) -> None:
-        """Waits until what the workers have written is a checkpoint; raises nothing, for a run that has failed."""
+    def wait(self) -> None:
+        """Until what the workers have written is a checkpoint; raises nothing, for a run that has failed."""
         if self._publishing is not None:
             self._publishing.exception()
 

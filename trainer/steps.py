@@ -25,13 +25,12 @@ class StepCounter:
     """Whether the step that runs now is the last one although there were more."""
 
     def stop(self) -> None:
-        """Asks the run to end after the step that runs now; the others are for a resumed run. At any instant, even
-        from a signal's handler: see `must_stop`."""
+        """Asks the run to end after the step that runs now, at any instant, even from a signal's handler."""
         self.stop_asked = True
 
     def must_stop(self) -> bool:
-        """Whether the run was asked to end after this step. Decided here, once a step, before its checkpoint: asked to
-        between that and the end of the step, the run goes on to the next one, so that it never ends without one."""
+        """Whether the run was asked to end after this step. Decided here, once a step, before its checkpoint, so that
+        it never ends without one."""
         self.stopping = self.stop_asked
         return self.stopping
 
@@ -40,10 +39,7 @@ class StepCounter:
         return self.global_step >= self.total
 
     def due(self, frequency: int) -> bool:
-        """Whether something that happens every `frequency` steps happens in this one.
-
-        The last step counts always, unless frequency is 0 (never); -1 means only then.
-        """
+        """Whether something that happens every `frequency` steps happens in this one; -1 = in the last, 0 = never."""
         return frequency != 0 and (self.is_last or (frequency > 0 and self.global_step % frequency == 0))
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,12 +53,10 @@ class StepCounter:
 def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
     """Training steps of the whole run; the last batch of an epoch may be short. epoch_prompts: of one epoch; None =
     there is no dataset, and trainer.total_training_steps is given."""
-    if epoch_prompts is None:
-        assert config.trainer.total_training_steps is not None
+    if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
-    total = math.ceil(epoch_prompts / config.data.train_batch_size) * config.trainer.total_epochs
-    limit = config.trainer.total_training_steps
-    return total if limit is None else limit
+    assert epoch_prompts is not None
+    return math.ceil(epoch_prompts / config.data.train_batch_size) * config.trainer.total_epochs
 
 
 class TrainingSteps(StepCounter):

@@ -7,11 +7,11 @@ caller's. The frame is that of every run (`trainer.run`); the result is a folder
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -40,14 +40,8 @@ from workers.policy.loading import PolicyBuilder, token_network
 from workers.training_worker import TrainingWorker
 from workers.update import LossFunction
 
-
-class Sized(Protocol):
-    """A row. Its length: tokens that a forward pass over it reads."""
-
-    def __len__(self) -> int: ...
-
-
 Row = TypeVar("Row", bound=Sized)
+"""Its length: tokens that a forward pass over it reads."""
 Options = TypeVar("Options", bound=SupervisedConfig)
 
 
@@ -204,16 +198,12 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
             if self.saver.is_due(self.steps):
                 self.saver.save(self.steps)
         result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
-        if not result.stopped:
-            result.shards = self._last_shards(result.checkpoint)
+        if not result.stopped and result.checkpoint is not None:
+            result.shards = result.checkpoint / "model"
+        elif not result.stopped:
+            result.shards = self.run_dir / ".shards"
+            self.save(str(result.shards))
         return result
-
-    def _last_shards(self, checkpoint: Path | None) -> Path:
-        if checkpoint is not None:
-            return checkpoint / "model"
-        folder = self.run_dir / ".shards"
-        self.save(str(folder))
-        return folder
 
     def _dispatch(self, call: Callable[[DataProto], list[DataProto]], rows: Sequence[Row]) -> dict[str, float]:
         batch = self.task.collate(rows)
@@ -318,10 +308,8 @@ class _Lines(Console):
 
 def check(config: SupervisedConfig) -> None:
     """Raises UserError for settings that cannot work."""
-    if not config.data.train_files:
-        raise UserError("data.train_files is empty: give parquet, json or jsonl files")
-    if config.model.path is None:
-        raise UserError("model.path is null: give a Hugging Face folder or a cached hub name")
+    if not config.data.train_files or config.model.path is None:
+        raise UserError("data.train_files and model.path: give parquet, json or jsonl files, and a Hugging Face folder")
     if problems := list(section_problems(config)):
         raise ConfigError(problems)
     if config.trainer.backend == "inline" and (config.trainer.n_gpus_per_node or 1) > 1:
