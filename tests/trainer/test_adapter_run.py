@@ -17,7 +17,7 @@ from trainer.export import main as export
 from trainer.planner.batch import launch_table
 from trainer.saving import checkpoint_bytes
 from trainer.tracking import read_metrics
-from verl_lite.config import ConfigError, PPOConfig
+from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 
 OPTIONS = [
@@ -110,21 +110,6 @@ def test_what_an_adapter_spares_is_counted(tmp_path: Path) -> None:
     assert checkpoint_bytes(config) == 12 * learns
     assert list(worker_classes(config, 1, None, tmp_path)) == ["actor_rollout"]
     assert f"{learns:,}   of {parameters:,}: model.lora_rank=2 on q_proj, down_proj" in launch_table(config, 1)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["model.lora_rank=-1"], "model.lora_rank=-1: "),
-        (["model.lora_rank=4", "model.lora_alpha=0"], "model.lora_alpha=0: at least 1"),
-        (["model.lora_rank=4", "model.target_modules=[]"], r"model.target_modules=\[\]: all-linear alone"),
-        (["model.lora_rank=4", "model.target_modules=[all-linear,q_proj]"], "all-linear alone"),
-    ],
-)
-def test_options_without_sense_are_refused(options: list[str], given: list[str], said: str) -> None:
-    plain = [option for option in options if "lora" not in option and "target_modules" not in option]
-    with pytest.raises(ConfigError, match=said):
-        run_ppo([*plain, *given])
 
 
 def test_an_unknown_layer_is_refused_before_anything_starts(options: list[str], tmp_path: Path) -> None:

@@ -68,9 +68,6 @@ def advantages_of(data: DataProto, name: str, config: Any = None, **kwargs: Any)
     return compute_advantage(data, 1.0, 1.0, name, pipeline_config=config, **kwargs).batch["advantages"]
 
 
-# ---------------------------------------------------------------------------------------------------- seed 003
-
-
 def test_the_example_of_the_seed_runs_as_it_stands() -> None:
     """With ROLL's columns: one reward for each answer, a mask over prompt and answer, ref_log_probs."""
     mask = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 1]])
@@ -119,23 +116,6 @@ def test_the_example_of_the_seed_runs_as_it_stands() -> None:
     assert reward_metrics == {"critic/reward_clip_frac": 0.0}
     assert kl_metrics["critic/kl"] == pytest.approx(0.5) and kl_metrics["critic/kl_coef"] == 0.1
     assert data.meta_info["metrics"] == {"kept": 1.0, "critic/advantage_clip_frac": 0.0}, "none is overwritten"
-
-
-def test_whitening_of_no_one_and_two_valid_tokens() -> None:
-    """What ROLL's own test of compute_advantage expects, at gamma 0."""
-    rewards = torch.tensor([[1.0, 3.0, 5.0]])
-    for mask, expected in (
-        ([0, 0, 0], [0.0, 0.0, 0.0]),
-        ([0, 1, 0], [0.0, 3.0, 0.0]),
-        ([1, 1, 0], [-math.sqrt(0.5), math.sqrt(0.5), 0.0]),
-    ):
-        data = DataProto.from_dict({"token_level_rewards": rewards, "response_mask": torch.tensor([[0, *mask]])})
-        for whiten in ({"whiten_advantages": True}, {"whiten_rewards": True}):
-            got = compute_advantage(data, 0.0, 1.0, "reinforce", **whiten).batch["advantages"]
-            assert got.tolist()[0] == pytest.approx(expected, abs=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------- rewards
 
 
 def test_groups_are_told_by_uid_and_failed_rows_count_nowhere() -> None:
@@ -196,9 +176,6 @@ def test_running_statistics_by_domain_and_by_one_controller() -> None:
         reward_postprocess(data, config)
 
 
-# ---------------------------------------------------------------------------------------------------- KL
-
-
 def kl_batch() -> DataProto:
     """KL of the rows: (0.1 + 0.3) / 2 = 0.2, 0.4, and a failed one."""
     old = torch.tensor([[-1.0, -1.0, 9.0, 9.0], [-1.0, 9.0, 9.0, 9.0], [math.nan] * 4])
@@ -216,29 +193,6 @@ def test_the_penalty_of_a_step_uses_the_coefficient_of_before() -> None:
     assert metrics["critic/kl_coef"] == metrics["actor/reward_kl_penalty_coeff"] == 0.5
     # 0.3 / 0.25 - 1 = 0.2, over the two rows that count
     assert controller.value == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))
-
-
-def test_without_the_penalty_the_kl_is_only_measured() -> None:
-    controller = AdaptiveKLController(0.5, target_kl=0.25, horizon=100)
-    result, metrics = compute_token_reward(kl_batch(), AlgorithmConfig(), controller)
-    assert metrics == {"critic/kl": pytest.approx(0.3), "critic/kl_coef": 0.0}
-    assert torch.equal(result.batch["token_level_rewards"], kl_batch().batch["token_level_scores"])
-    assert controller.value == 0.5
-    without = kl_batch()
-    without.pop(["ref_log_prob"])
-    assert compute_token_reward(without, AlgorithmConfig())[1] == {}
-
-
-def test_what_the_penalty_needs_is_named() -> None:
-    config, data = AlgorithmConfig(use_kl_in_reward=True), kl_batch()
-    with pytest.raises(ValueError, match="kl_ctrl is None"):
-        compute_token_reward(data, config)
-    data.pop(["ref_log_prob"])
-    with pytest.raises(ValueError, match="for the KL in the reward: column 'ref_log_prob' is missing .*reference.py"):
-        compute_token_reward(data, config, FixedKLController(0.1))
-
-
-# ---------------------------------------------------------------------------------------------------- advantages
 
 
 @pytest.mark.parametrize("norm_std", [True, False])
@@ -278,26 +232,7 @@ def test_whitening_and_clipping_by_hand() -> None:
     assert torch.equal(result.batch["token_level_rewards"], data.batch["token_level_rewards"])
 
 
-def test_another_mask_may_be_given() -> None:
-    data, chosen = batch(), torch.tensor([[1, 1], [0, 0], [1, 0], [0, 0]])
-    got = advantages_of(data, "grpo", response_mask=chosen)
-    assert got[0].tolist() == pytest.approx([1.0, 1.0], abs=1e-5), "a group of one: mean 0, std 1"
-    assert got[1].tolist() == [0, 0]
-    with pytest.raises(ValueError, match=r"response_mask has shape \(4, 3\), expected .* \(4, 2\)"):
-        advantages_of(data, "grpo", response_mask=torch.ones(4, 3))
-
-
 FOR_PROMPTS = [name for name, facts in ADV_ESTIMATOR_REGISTRY.facts.items() if facts["rows"] != "step"]
-
-
-@pytest.mark.parametrize("name", FOR_PROMPTS)
-def test_estimators_that_pass_the_checks_work_on_the_trainers_columns(name: str) -> None:
-    config = AlgorithmConfig(adv_estimator=name)
-    if name == "gdpo":
-        config.gdpo_reward_keys = ["correct"]
-    advantages = advantages_of(batch(**NEEDED), name, config)
-    assert bool(torch.isfinite(advantages).all()) and bool((advantages[3] == 0).all()) and advantages[2, 1] == 0
-    assert advantages[0, 1] > advantages[1, 1]
 
 
 @pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
@@ -341,25 +276,6 @@ def test_an_estimator_gets_what_it_names_and_no_more() -> None:
         del ADV_ESTIMATOR_REGISTRY["mine"]
     with pytest.raises(ValueError, match="Unknown advantage estimator simply: mine"):
         advantages_of(batch(), "mine")
-
-
-def test_weights_of_the_rollout_correction_reach_the_token_baseline() -> None:
-    data = batch(**NEEDED)
-    weighted = batch(**NEEDED, rollout_is_weights=torch.tensor([[1.0, 1.0], [3.0, 3.0], [1.0, 1.0], [1.0, 1.0]]))
-    plain, changed = (advantages_of(each, "optimal_token_baseline") for each in (data, weighted))
-    # both rows of the group have weight 1 - 2/e + 0.3, returns 1 and 0: the baseline is 1/2, or 1/10 when one has 9
-    assert plain[0, 0].item() == pytest.approx(0.5) and changed[0, 0].item() == pytest.approx(0.9)
-
-
-def test_gdpo_reads_the_values_of_the_reward_function() -> None:
-    advantages = advantages_of(batch(), "gdpo", AlgorithmConfig(gdpo_reward_keys=["correct"]))
-    # group a: +-1/sqrt(2); group b has one row that counts: 2 (mean 0, std 1); whitened over five tokens
-    raw = np.array([math.sqrt(0.5)] * 2 + [-math.sqrt(0.5)] * 2 + [2.0])
-    expected = (raw - raw.mean()) / raw.std(ddof=1)
-    assert advantages.flatten()[:5].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------------- nothing changes
 
 
 def test_neither_batch_nor_configuration_is_changed() -> None:

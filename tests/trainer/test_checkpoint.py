@@ -18,7 +18,6 @@ import torch
 from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.checkpoint import (
     MARKER,
-    CheckpointNotFound,
     DiskFull,
     find_checkpoint,
     prune,
@@ -61,13 +60,6 @@ def test_a_failing_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
     found = find_checkpoint(tmp_path, "auto", None)
     assert found is not None and read_state(found) == {"step": 1}
-
-
-def test_a_step_that_comes_by_again_replaces_its_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    folder = write_checkpoint(tmp_path, 1, lambda folder: (folder / "new").mkdir(), {"step": "again"})
-    assert read_state(folder) == {"step": "again"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
 
 
 def write_for_ever(run_dir: Path) -> None:
@@ -128,12 +120,6 @@ def test_killed_at_any_instant_a_whole_checkpoint_is_there(tmp_path: Path) -> No
     assert leftovers >= 20, "the kills did not hit the saves: the test shows nothing"
 
 
-def test_a_marker_without_its_folder_means_the_newest_there_is(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / MARKER).write_text("2")
-    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
-
-
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     for step in (2, 9, 10):
         save(tmp_path, step)
@@ -141,12 +127,6 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert sorted(saved_steps(tmp_path)) == [9, 10]
     prune(tmp_path, None)
     assert sorted(saved_steps(tmp_path)) == [9, 10]
-
-
-def test_a_missing_checkpoint_names_key_and_remedy(tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path, "auto", None) is None
-    with pytest.raises(CheckpointNotFound, match=r"trainer\.resume_from_path.*global_step_N"):
-        find_checkpoint(tmp_path, "resume_path", str(tmp_path / "nothing"))
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

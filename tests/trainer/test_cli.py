@@ -7,11 +7,12 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from trainer.cli import failure_text, run_command, signals_interrupt
+from trainer.cli import failure_text, run_command, stopping_on_signal
 from verl_lite.errors import UserError, add_circumstances, circumstances, during
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,16 +56,6 @@ def test_a_signal_unwinds_the_run(number: signal.Signals, capfd: pytest.CaptureF
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_what_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals_interrupt() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert received == []
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_the_second_signal_ends_at_once() -> None:
     program = (
         "import os, signal, time\nfrom trainer.cli import run_command\n"
@@ -97,13 +88,6 @@ def test_the_first_cause_is_printed_last() -> None:
     ]
 
 
-def test_of_an_error_of_the_driver_the_phase_is_known() -> None:
-    with pytest.raises(KeyError) as caught, during("adv", 7):
-        raise KeyError("returns")
-    assert failure_text(caught.value).splitlines()[-1] == "The run failed: phase adv of step 7: KeyError: 'returns'"
-    assert failure_text(RuntimeError()).splitlines()[-1] == "The run failed: RuntimeError: "
-
-
 def test_circumstances_travel_and_the_innermost_stays() -> None:
     error = LookupError("x")
     add_circumstances(error, role="actor", rank=0, method="update")
@@ -111,3 +95,33 @@ def test_circumstances_travel_and_the_innermost_stays() -> None:
     found = circumstances(pickle.loads(pickle.dumps(error)))
     assert (found.role, found.rank, found.method, found.phase) == ("actor", 0, "update", "adv")
     assert str(found) == "actor, rank 0, in update (phase adv)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_asks_second_interrupts(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    asked: list[str] = []
+    with pytest.raises(KeyboardInterrupt), stopping_on_signal(lambda: asked.append("stop"), asked.append):
+        os.kill(os.getpid(), number)
+        assert asked[1:] == ["stop"] and number.name in asked[0]
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_no_signal_no_change() -> None:
+    with stopping_on_signal(lambda: pytest.fail("stopped"), print):
+        pass
+
+
+def test_in_another_thread_nothing_is_touched() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+
+    def enter() -> None:
+        with stopping_on_signal(lambda: None, print):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]

@@ -125,24 +125,3 @@ def test_bypass_spares_the_pass_and_compares_with_the_rollout(tmp_path: Path, on
     sent_rows = {tuple(row.tolist()) for row in data["old_log_probs"]}
     assert sent_rows == {tuple(row.tolist()) for row in batch.batch["rollout_log_probs"]}
     assert "rollout_is_weights" not in data.keys()
-
-
-def test_bypass_gives_the_kl_in_the_reward_the_rollouts_log_probs(tmp_path: Path) -> None:
-    parts = Shifted(RolloutCorrectionConfig(bypass_mode=True), use_kl_in_reward=True)
-    assert not parts.needs_old_log_prob
-    settings = {"algorithm": parts.config.algorithm, "algorithm__kl_ctrl__kl_coef": 0.5}
-    make(tmp_path, parts, ref=True, **settings, **{"actor": parts.config.actor}, **QUIET).fit()
-    batch = parts.batches["update"].batch
-    # the reference of the fakes is the rollout less 0.1
-    expected = batch["token_level_scores"] - 0.5 * 0.1 * batch["response_mask"]
-    torch.testing.assert_close(batch["token_level_rewards"], expected)
-
-
-def test_which_runs_have_the_pass() -> None:
-    def has_pass(**options: Any) -> bool:
-        return needs_old_log_prob(Shifted(RolloutCorrectionConfig(**options)).config)
-
-    assert not has_pass()
-    assert has_pass(rollout_is="token")
-    assert has_pass(rollout_rs="token_k1", rollout_rs_threshold="2")
-    assert not has_pass(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="2")

@@ -1,7 +1,8 @@
-"""What a disk, a copy or a stranger did to a checkpoint is noticed before it is used, and nothing of it runs."""
+"""What a disk, a copy or a stranger did to a checkpoint is noticed before it is used; a full disk ends nothing."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -10,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.trainer.evaluate.test_chunks import sample
 from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.checkpoint import damage_of, find_checkpoint, read_state, saved_steps, whole_checkpoint
+from trainer.crash_dump import dump_on_failure
+from trainer.evaluate.sample_files import SampleFiles
 from trainer.saving import most_checkpoints, require_room_for_checkpoints
 from verl_lite.config import RunConfig
 from verl_lite.errors import UserError
@@ -138,3 +143,34 @@ def test_checkpoints_that_are_there_already_need_no_room(tmp_path: Path, monkeyp
     require_room_for_checkpoints(options, tmp_path, 10, size)
     with pytest.raises(UserError, match="need about 0.012 GB"):
         require_room_for_checkpoints(options, tmp_path / "new", 10, size)
+
+
+def test_samples_that_find_no_room_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told: list[str] = []
+    (tmp_path / "file").touch()
+    files = SampleFiles(tmp_path, 1 << 20, told.append, rollout_dir=str(tmp_path / "file"))
+    with monkeypatch.context() as patched:
+        patched.setattr(pyarrow.parquet, "write_table", full)
+        for step in (1, 2):
+            files.write_training([sample("a", "s")], step)
+    assert len(told) == 2 and f"{tmp_path}/samples/train cannot be written: No space left on device; " in told[0]
+    assert "GB are free there. The training goes on without these files" in told[0] and f"{tmp_path}/file" in told[1]
+    files.write_training([sample("a", "s")], 3)
+    assert [path.name for path in tmp_path.glob("samples/train/*.parquet")] == ["000003.parquet"]
+
+
+def test_a_dump_that_finds_no_room_does_not_become_the_cause(tmp_path: Path) -> None:
+    class Steps:
+        global_step, epoch = 3, 0
+
+    class Failing:
+        steps, saver = Steps(), None
+
+    (tmp_path / "crash").touch()  # no folder can be made there
+    trainer: Any = Failing()
+    with pytest.raises(ZeroDivisionError) as caught, dump_on_failure(trainer, tmp_path):
+        raise ZeroDivisionError("the cause")
+    assert "No crash dump was kept" in caught.value.__notes__[0] and "GB are free" in caught.value.__notes__[0]

@@ -95,9 +95,6 @@ def ask(steps: PromptLoader, refills: Sequence[int]) -> list[list[str]]:
     return asked
 
 
-# ------------------------------------------------------------------------------------------------------------ prompts
-
-
 def test_each_prompt_is_asked_once_an_epoch_and_none_twice_in_a_step() -> None:
     rows, steps = 23, stream(23, 4)
     asked = ask(steps, [0, 3, 0, 5, 1, 4, 2, 0, 3])
@@ -106,13 +103,6 @@ def test_each_prompt_is_asked_once_an_epoch_and_none_twice_in_a_step() -> None:
     inside = sum(asked, [])
     assert set(inside[:rows]) == {f"p{i}" for i in range(rows)}
     assert steps.epoch == 3  # 72 prompts of 23: the fourth epoch
-
-
-def test_what_an_epochs_end_leaves_waits_for_the_next_step() -> None:
-    """Of 5 prompts 3 and 2 are asked in the first step. The next one begins the next epoch, in which all are asked."""
-    steps = stream(5, 3)
-    first, second, third = ask(steps, [1, 1, 0])
-    assert len(first) == 5 == len(set(first)) and len(second) == 5 == len(set(second)) and len(third) == 3
 
 
 def test_a_small_source_with_a_large_share_does_not_pile_up() -> None:
@@ -129,12 +119,6 @@ def test_a_small_source_with_a_large_share_does_not_pile_up() -> None:
         assert waiting is None or len(waiting["others"]["uid"]) <= 16
         if steps.global_step == 20:
             break
-
-
-def test_there_is_no_more_where_the_step_has_asked_all() -> None:
-    steps = stream(5, 4)
-    prompts = next(iter(steps))
-    assert len(prompts) == 4 and len(uids(steps.more(3))) == 1 and steps.more(1) is None
 
 
 @pytest.mark.parametrize("rows", [7, 12, 40])
@@ -162,9 +146,6 @@ def test_the_replay_of_a_step_asks_the_same_prompts() -> None:
     again = next(iter(replayed))
     assert [uids(again), uids(replayed.more(2)), uids(replayed.more(3))] == expected
     assert replayed.global_step == 3 and replayed.is_last
-
-
-# ------------------------------------------------------------------------------------------------------------- groups
 
 
 def scored(prompts: DataProto, outcome: Mapping[str, Sequence[float | None]], n: int = 2) -> DataProto:
@@ -227,14 +208,6 @@ def test_groups_stand_in_the_order_in_which_they_were_asked_and_the_last_are_sur
     assert metrics["training/filter_groups/discarded_surplus_samples"] == 8
 
 
-def test_a_failed_reward_makes_no_difference_and_one_answer_is_no_group() -> None:
-    steps = stream(20, 4)
-    order = uids(next(iter(stream(20, 4))))
-    batch, _, _ = collect(steps, {order[0]: (1.0, None), order[1]: (None, None), order[2]: RIGHT})
-    kept = list(dict.fromkeys(batch.non_tensor_batch["uid"]))
-    assert kept[0] == order[3] and not set(order[:3]) & set(kept)
-
-
 def test_the_size_of_a_further_batch() -> None:
     """By hand: three quarters kept, 16 missing: 16 / 0.75 = 21.3, and 2 sqrt(16 / 4) / 0.75 = 5.3."""
     assert refill_size(16, kept=48, asked=64, most=64) == 27
@@ -256,15 +229,6 @@ def test_where_the_budget_ends_the_message_names_step_sources_and_remedies() -> 
     assert "max_num_gen_batches=3" in message and "of the 4 groups" in message and "rollout.n=2" in message
     assert f"hard: {asked['hard']} asked: {asked['hard']} all wrong" in message
     assert f"easy: {asked['easy']} asked" in message and "all right" in message
-
-
-def test_too_few_useful_prompts_in_the_whole_dataset() -> None:
-    steps = stream(9, 4, budget=10)
-    with pytest.raises(
-        FilterBudgetExceeded, match="Step 1: all training prompts were asked, and 0 of the 4 groups"
-    ) as caught:
-        collect(steps, {f"p{i}": RIGHT for i in range(9)})
-    assert "Give harder data" in str(caught.value)
 
 
 def test_an_outcome_of_its_own_beside_the_score() -> None:
@@ -290,13 +254,6 @@ def test_an_outcome_of_its_own_beside_the_score() -> None:
     assert groups_of(batch, "score").kinds.all_right.all()
 
 
-def test_steps_of_episodes_have_groups_of_their_own() -> None:
-    data: Any = FakeData(1)
-    batch = scored(data.__getitems__([0]), {})
-    batch.non_tensor_batch["traj_id"] = as_column(["a", "b"])
-    assert group_shares(batch, None) == {}
-
-
 def test_a_metric_that_the_reward_does_not_return_is_refused_by_source() -> None:
     config = configured(4)
     results = [RewardResult(1.0, {"acc": True, "pred": "3"}), RewardResult(0.0), RewardResult(0.0, {"format": 1.0})]
@@ -313,13 +270,6 @@ def test_a_metric_that_the_reward_does_not_return_is_refused_by_source() -> None
     check_entries(config, sources, results)
 
 
-def test_a_reward_that_uses_the_names_of_the_penalty_is_refused() -> None:
-    config = configured(4)
-    config.reward.overlong_buffer.enable = config.reward.overlong_buffer.log = True
-    with pytest.raises(UserError, match="returned an entry 'overlong'"):
-        check_entries(config, ["a"], [RewardResult(1.0, {"overlong": 1.0})])
-
-
 def test_batches_with_other_columns_are_joined() -> None:
     data: Any = FakeData(4)
     left, right = scored(data.__getitems__([0]), {}), scored(data.__getitems__([1]), {})
@@ -328,9 +278,6 @@ def test_batches_with_other_columns_are_joined() -> None:
     whole = joined([left, right], configured(1))
     assert whole.non_tensor_batch["reward/acc"].tolist() == [1.0, 0.0, None, None]
     assert whole.batch["answers_per_prompt"].tolist() == [2, 2, 2, 2] and len(whole) == 4
-
-
-# ---------------------------------------------------------------------------------------------------------- the driver
 
 
 class Slow(Parts):
@@ -379,16 +326,6 @@ def test_a_step_generates_and_scores_until_its_batch_is_full(tmp_path: Path) -> 
         assert row["timing_s/reward"] >= 0.1 * row["groups/gen_batches"] > row["timing_s/gen"] > 0.02
         assert row["timing_s/gen"] + row["timing_s/reward"] <= row["timing_s/step"]
         assert row["reward/error_rate"] == 0
-
-
-def test_without_the_filter_the_kinds_of_groups_are_logged_all_the_same(tmp_path: Path) -> None:
-    parts = Slow()
-    trainer = trainer_of(tmp_path, parts)
-    data: Any = FakeData(40)
-    trainer.steps = TrainingSteps(trainer.config, data)
-    trainer.fit()
-    row = parts.logged[0][1]
-    assert row["groups/kept"] + row["groups/all_right"] == pytest.approx(1) and "groups/generated" not in row
 
 
 def test_greedy_baselines_of_dropped_groups_go_with_them(tmp_path: Path) -> None:

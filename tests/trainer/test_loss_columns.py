@@ -87,16 +87,10 @@ def test_the_draw_of_clip_cov_follows_from_seed_and_step() -> None:
         torch.rand(3)
         return loss_columns(batch(), config, step)["selected"].tolist()
 
+    assert needs_old_log_prob(config) and not needs_old_log_prob(config_of("vanilla"))
     assert np.sum(selected(1)) == int(0.2 * int(batch().batch["response_mask"].sum()))
     assert selected(1) == selected(1) and len({str(selected(step)) for step in range(5)}) > 1
     assert selected(1) != selected(1, seed=2)
-
-
-def test_the_choice_needs_the_log_probs_of_before_the_update() -> None:
-    assert not needs_old_log_prob(config_of("vanilla"))
-    assert needs_old_log_prob(config_of("clip_cov"))
-    columns = sent(config_of("clip_cov"), batch())
-    assert "old_log_probs" not in columns.keys(), "strictly on-policy the ratio is 1 all the same"
 
 
 def test_topr_gets_scores_and_others_get_neither() -> None:

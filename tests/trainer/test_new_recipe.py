@@ -70,12 +70,6 @@ def test_its_code_is_clean_and_its_pages_name_it(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_reward_starts_without_torch(tmp_path: Path) -> None:
-    folder = write_recipe("my_idea", tmp_path)
-    code = "import sys, reward; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=folder).returncode == 0
-
-
 @pytest.mark.parametrize("name", ["my-idea", "Mine", "1st", "../up", "class", "grpo", "json"])
 def test_a_name_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"NAME='{name}': .*for example my_recipe"):

@@ -82,15 +82,6 @@ def test_the_length_of_the_run_counts_where_the_schedule_reads_it(schedule: dict
     ]
 
 
-def test_keys_of_another_version() -> None:
-    saved = flat_config(PPOConfig())
-    del saved["actor.clip_ratio"]
-    assert differing_keys(saved, PPOConfig()) == []  # a new option, at its default
-    assert differing_keys(saved, config(actor__clip_ratio=0.1)) == ["actor.clip_ratio: 0.2 in the checkpoint, 0.1 now"]
-    saved["actor.gone"] = 1
-    assert differing_keys(saved, PPOConfig()) == ["actor.gone: 1 in the checkpoint, (no such key) now"]
-
-
 def test_the_refusal_lists_the_keys_and_the_ways_out(tmp_path: Path) -> None:
     checkpoint(tmp_path, 4, config(rollout__n=3, actor__shuffle=True))
     refuse_another_run(config(rollout__n=5), tmp_path, 9, LOOK)  # not asked to resume
@@ -104,10 +95,6 @@ def test_the_refusal_lists_the_keys_and_the_ways_out(tmp_path: Path) -> None:
     assert "trainer.resume_allow=[actor.shuffle,rollout.n]" in text
     allowed = config(trainer__resume_mode="auto", rollout__n=5, trainer__resume_allow=["rollout.n", "actor.shuffle"])
     refuse_another_run(allowed, tmp_path, 9, LOOK)
-
-
-def test_nothing_to_continue_is_no_refusal(tmp_path: Path) -> None:
-    refuse_another_run(config(trainer__resume_mode="auto"), tmp_path, 9, LOOK)
 
 
 def test_nothing_left_to_do_is_said(tmp_path: Path) -> None:

@@ -84,19 +84,6 @@ def test_beside_a_function_the_parts_are_added_and_logged(folder: Path) -> None:
         assert row["score"] == pytest.approx(2 * row["extra"]["function"] + row["extra"]["model"])
 
 
-def test_gdpo_normalises_each_part_by_itself(folder: Path) -> None:
-    rows = [{"data_source": "talk", "prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": ""}}
-            for text in QUESTIONS]  # fmt: skip
-    (folder / "empty_truth.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    logged = run(
-        folder, "gdpo", f"reward.custom_reward_function.path={folder}/function.py", "trainer.total_training_steps=1",
-        "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[function,model]", "trainer.test_freq=0",
-        f"data.train_files={folder}/empty_truth.jsonl", "data.val_files=null", "trainer.val_before_train=false",
-    )  # fmt: skip
-    [step] = [row for row in logged if "actor/pg_loss" in row]
-    assert step["critic/advantages/max"] > 0 > step["critic/advantages/min"] and step["actor/grad_norm"] > 0
-
-
 def test_what_was_logged_is_what_transformers_says_of_the_text(folder: Path) -> None:
     run(folder, "texts", "reward.function_weight=0", "reward_model.retokenize=true", "trainer.total_training_steps=1")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()

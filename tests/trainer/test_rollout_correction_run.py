@@ -85,13 +85,6 @@ def test_weights_reach_the_loss(folder: Path, plain: dict[str, float]) -> None:
     assert truncated["rollout_corr/rollout_is_ratio_fraction_high"] == 1
 
 
-def test_rejection_reaches_the_loss(folder: Path) -> None:
-    row = step_of(folder, "rejected", f"{CORRECTION}.rollout_rs=token_ratio", f"{CORRECTION}.rollout_rs_threshold=1.2")
-    assert row["rollout_corr/rollout_rs_masked_fraction"] == 1
-    assert row["actor/empty_mini_batch_frac"] == 1, "no token is left to learn from"
-    assert "actor/pg_loss" not in row
-
-
 def test_bypass_takes_effect(folder: Path, plain: dict[str, float]) -> None:
     """The ratio is exp(0.3): plain PPO keeps the gradient of tokens it does not clip, REINFORCE weighs all of them."""
     weight = math.exp(-SHIFT)

@@ -76,13 +76,6 @@ def test_data_metrics_by_hand():
     assert metrics == pytest.approx(expected)
 
 
-def test_critic_metrics_by_hand():
-    metrics = compute_data_metrics(batch(), use_critic=True)
-    assert metrics["critic/values/mean"] == pytest.approx(2 / 9)
-    assert metrics["critic/values/max"] == 2.0 and metrics["critic/values/min"] == -1.0
-    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75, abs=1e-4)  # values are half of the returns
-
-
 def test_fillers_and_failed_rows_change_nothing():
     whole = batch()
     assert compute_data_metrics(whole) == compute_data_metrics(whole[[0, 1, 2, 3]])
@@ -94,12 +87,6 @@ def test_cut_off_is_what_the_engine_says_where_it_says_it():
     assert compute_data_metrics(data)["response_length/clip_ratio"] == 0.25
     del data.non_tensor_batch["finish_reason"]
     assert compute_data_metrics(data)["response_length/clip_ratio"] == 0.25  # row 1, by its length
-
-
-def test_aborted_rows_are_counted_once():
-    data = batch()
-    data.batch["attention_mask"][4, 3:] = 0
-    assert compute_data_metrics(data)["response/aborted_ratio"] == pytest.approx(1 / 5)
 
 
 def test_a_step_without_any_valid_row_has_no_means():
@@ -155,3 +142,10 @@ def test_answers_that_the_rollout_correction_rejects_keep_their_score():
     assert metrics["critic/score/mean"] == 0.5 and metrics["critic/score/max"] == 1.0
     assert metrics["response_length/mean"] == (2 + 4 + 1 + 3) / 4
     assert metrics["critic/advantages/mean"] == (-4 * 1 + 0 + 2 * 2) / 7, "of the tokens that are left"
+
+
+def test_critic_metrics_by_hand():
+    metrics = compute_data_metrics(batch(), use_critic=True)
+    assert metrics["critic/values/mean"] == pytest.approx(2 / 9)
+    assert metrics["critic/values/max"] == 2.0 and metrics["critic/values/min"] == -1.0
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75, abs=1e-4)  # values are half of the returns

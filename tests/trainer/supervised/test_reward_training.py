@@ -54,9 +54,6 @@ def two_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-# --------------------------------------------------------------------------------------------------------------- loss
-
-
 def test_the_loss_by_hand() -> None:
     chosen, rejected = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.0, 0.0, 1.0])
     # -log sigmoid(d) = log(1 + exp(-d)) for d = 1, 0, -3
@@ -80,9 +77,6 @@ def test_a_micro_batch_divides_by_the_pairs_of_the_whole_step_and_padding_counts
     assert values(metrics) == pytest.approx({"loss": sum(losses) / 2, "accuracy": 0.5, "margin": (1 - 3) / 2})
 
 
-# -------------------------------------------------------------------------------------------------------------- pairs
-
-
 @pytest.mark.parametrize(
     ("row", "question"),
     [
@@ -98,12 +92,6 @@ def test_a_micro_batch_divides_by_the_pairs_of_the_whole_step_and_padding_counts
 )
 def test_each_form_of_a_pair_gives_the_same_chats(row: dict[str, Any], question: list[dict[str, str]]) -> None:
     assert read_pair(row, PreferenceDataConfig(), "row 0") == ([*question, says("2")], [*question, says("3")])
-
-
-def test_columns_may_have_other_names() -> None:
-    config = PreferenceDataConfig(prompt_key="question", chosen_key="good", rejected_key="bad")
-    chosen, rejected = read_pair({"question": "1+1=", "good": "2", "bad": "3"}, config, "row 0")
-    assert chosen == [QUESTION, says("2")] and rejected == [QUESTION, says("3")]
 
 
 def test_an_answer_has_the_tokens_that_a_policy_samples() -> None:
@@ -144,9 +132,6 @@ def test_both_texts_of_a_pair_stay_in_one_micro_batch() -> None:
     assert found == {(6, 8), (12, 13), (16, 17)}
 
 
-# ------------------------------------------------------------------------------------------------------------ refused
-
-
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return str(path)
@@ -183,20 +168,13 @@ def test_a_long_pair_is_left_out_and_never_cut(tmp_path: Path) -> None:
         load("drop", 8)
 
 
-def test_a_template_that_rewrites_the_question_is_refused() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="row 7: under the chat template the question"):
-        encode_answer([QUESTION, says("2")], tokenizer, "end_of_turn", "row 7")
-
-
 def test_the_command_answers_wrong_settings_in_one_message(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "pairs.parquet", [{"prompt": "1", "chosen": "2", "rejected": "3"}])
     given = [f"model.path={model}", f"data.train_files={path}", f"trainer.default_local_dir={tmp_path}/rm"]
     for wrong, message in {
-        "data.train_files=null": "data.train_files is empty",
+        "data.train_files=null": "data.train_files and model.path: give",
         "loss.center_rewards_coefficient=-1": "loss.center_rewards_coefficient=-1.0: at least 0 is expected",
         "data.score_at=middle": "data.score_at=middle is not known; known: end_of_text, end_of_turn",
         "data.truncation=right": "data.truncation=right is not known; known: drop, error",
@@ -208,9 +186,6 @@ def test_the_command_answers_wrong_settings_in_one_message(
     tiny_reward_model(tmp_path / "two_labels", labels=2)
     assert main_rm.main([*given, f"model.path={tmp_path}/two_labels", "trainer.device=cpu"]) == 2
     assert "a sequence-classification model with 2 labels" in capsys.readouterr().err
-
-
-# -------------------------------------------------------------------------------------------------------------- a run
 
 
 def pairs_of(number: int) -> list[dict[str, str]]:
@@ -261,9 +236,6 @@ def test_a_run_learns_and_leaves_what_transformers_reads_as_it_was_measured(mode
     again.trainer.total_training_steps, again.trainer.default_local_dir = 1, str(tmp_path / "again")
     _, more = train_within(RewardTrainingJob, again, lambda line: None)
     assert more.loss < 0.6, "training goes on from a reward model"
-
-
-# --------------------------------------------------------------------------------------------------------- invariance
 
 
 def learnt(model: str, budget: int, packed: bool, world: int) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:

@@ -1,0 +1,187 @@
+"""The frame of a run: its folder and lock, what it asks of the machine, new tries; what it refuses before it starts."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.cases import good_row
+from tests.tiny_model import tiny_qwen2, tiny_tokenizer
+from trainer import build, run
+from trainer.build import check_context, check_vocabulary, request_of
+from trainer.cli import failure_text
+from trainer.data.prompts import PromptDataset
+from trainer.resources import reserved_devices
+from trainer.run import locked_folder, make_run_dir
+from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
+from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.errors import NoRoomError, StalledError, UserError, WorkerDiedError
+
+
+def in_folder(folder: Path, resume_mode: str = "disable") -> RewardFlowConfig:
+    config = RewardFlowConfig()
+    config.trainer.default_local_dir, config.trainer.resume_mode = str(folder), resume_mode
+    return config
+
+
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    made = make_run_dir(in_folder(tmp_path / "runs" / "one"))
+    assert made == tmp_path / "runs" / "one"
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="holds a run already, and trainer.resume_mode=disable"):
+        make_run_dir(in_folder(tmp_path))
+    assert make_run_dir(in_folder(tmp_path, "auto")) == tmp_path
+
+
+def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"trainer\.default_local_dir=.*run cannot be written to \(Not a directory\)"):
+        make_run_dir(in_folder(tmp_path / "file" / "run"))
+    with pytest.raises(UserError, match=r"cannot be written to \(No such file or directory\)"):
+        make_run_dir(in_folder(Path("/proc/self/fdinfo/run")))  # where nobody, root included, makes a folder
+
+
+def test_a_folder_in_use_is_refused_with_the_name_of_its_user(tmp_path: Path) -> None:
+    with locked_folder(tmp_path, pytest.fail):
+        with pytest.raises(UserError, match=f"in use by pid {os.getpid()} of user .* trainer.experiment_name"):
+            with locked_folder(tmp_path, pytest.fail):
+                pass
+    with locked_folder(tmp_path, pytest.fail):
+        pass
+    assert (tmp_path / "in_use").read_text() == "", "who had it is no longer told"
+
+
+def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    told: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", no_locks)
+        with locked_folder(tmp_path, told.append):
+            assert "cannot be locked (No locks available)" in told[0]
+
+
+def test_the_command_that_goes_on_says_nothing_twice(tmp_path: Path) -> None:
+    from trainer.run import how_to_continue
+
+    given = ["python", "-m", "trainer.main_ppo", "trainer.default_local_dir=x", "trainer.resume_mode=disable"]
+    said = how_to_continue(given, tmp_path).splitlines()[-1].split()
+    assert said == [*given[:3], f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"]
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def config_of(model: str, *options: str) -> PPOConfig:
+    common = [f"model.path={model}", "data.train_files=x.jsonl", "trainer.device=cpu", "rollout.name=hf"]
+    return load_config([*common, *options]).config
+
+
+def test_memory_grows_with_slots_models_and_the_engine(model: str) -> None:
+    def asked(slots: int, *options: str) -> int:
+        return request_of(config_of(model, *options), slots).host_bytes
+
+    one = asked(1)
+    assert one < asked(1, "actor.use_kl_loss=true") < asked(1, "algorithm.adv_estimator=gae") < asked(2) < 3 * GIB
+    assert asked(1, "rollout.name=vllm", "rollout.kv_cache_memory_mb=1024") - one > GIB
+
+
+def test_a_run_asks_for_its_share_of_one_machine(model: str) -> None:
+    request = request_of(config_of(model, "rollout.gpu_memory_utilization=0.4", "rollout.name=vllm"), 2)
+    assert (request.count, request.shared, request.memory_share) == (2, False, 0.4)
+    request = request_of(config_of(model, "trainer.share_devices=true", "trainer.nnodes=2"), 4)
+    assert (request.count, request.shared, request.memory_share) == (2, True, 0.0)
+
+
+def test_on_a_cpu_nothing_is_claimed_and_a_run_too_large_is_told(model: str) -> None:
+    told: list[str] = []
+    config = config_of(model, "rollout.name=vllm", "rollout.kv_cache_memory_mb=100000000")
+    with reserved_devices(config, request_of(config, 1), told.append):
+        pass
+    assert "this run takes about 97" in told[0]
+
+
+def test_more_tokens_than_positions_are_refused_with_the_sum(tmp_path: Path) -> None:
+    model = ModelConfig(path=tiny_qwen2(tmp_path, max_positions=64))
+    check_context(PPOConfig(data=DataConfig(max_prompt_length=32, max_response_length=32), model=model))
+    with pytest.raises(UserError, match="data.max_prompt_length=33 .*=32 = 65 tokens are more than the 64 positions"):
+        check_context(PPOConfig(data=DataConfig(max_prompt_length=33, max_response_length=32), model=model))
+
+
+def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
+    config = PPOConfig(model=ModelConfig(path=tiny_qwen2(tmp_path / "model", vocab=64)))
+    row = good_row(1)
+    for text, is_known in (("1+1", True), ("|", False)):  # the bar is the last but two of 97 characters
+        row["prompt"] = [{"role": "user", "content": text}]
+        (tmp_path / "d.jsonl").write_text(json.dumps(row))
+        data = PromptDataset(str(tmp_path / "d.jsonl"), tiny_tokenizer(120), config.data, split="train")
+        if is_known:
+            check_vocabulary(config, [data])
+            continue
+        with pytest.raises(UserError, match="data.train_files: .* token .*knows the tokens 0 to 63.*tokenizer_path"):
+            check_vocabulary(config, [data])
+
+
+ARGV = ["trainer.device=cpu", "model.path=m", "data.train_files=d.jsonl", "trainer.default_local_dir=/runs/x"]
+Tries = Callable[..., list[str]]
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
+    """Runs the command with tries that end so; gives the resume_mode of each."""
+
+    def run_with(*ends: Exception | None, retries: int) -> list[str]:
+        modes, left = [], list(ends)
+
+        def train(job, loaded, *args) -> int:
+            modes.append(loaded.config.trainer.resume_mode)
+            error = left.pop(0)
+            if error is not None:
+                raise error
+            return 0
+
+        monkeypatch.setattr(run, "train", train)
+        monkeypatch.setattr(run, "guarded", nullcontext)
+        assert build.run_ppo([*ARGV, f"trainer.max_retries={retries}"]) == 0
+        return modes
+
+    return run_with
+
+
+def test_a_lost_worker_and_a_stall_start_again_from_the_last_checkpoint(tries: Tries) -> None:
+    assert tries(WorkerDiedError("one"), StalledError("two"), None, retries=2) == ["disable", "auto", "auto"]
+
+
+def test_one_loss_too_many_is_the_end(tries: Tries) -> None:
+    with pytest.raises(WorkerDiedError, match="two"):
+        tries(WorkerDiedError("one"), WorkerDiedError("two"), retries=1)
+
+
+def test_no_room_at_the_start_is_the_users_to_mend(tries: Tries) -> None:
+    with pytest.raises(NoRoomError, match="^1 of 2 machines$"):
+        tries(NoRoomError("1 of 2 machines"), retries=1)
+
+
+def test_no_room_after_a_loss_ends_with_the_loss_and_the_command_that_goes_on(tries: Tries) -> None:
+    with pytest.raises(WorkerDiedError, match="machine b left") as caught:
+        tries(WorkerDiedError("machine b left"), NoRoomError("1 of 2 machines"), retries=2)
+    text = failure_text(caught.value)
+    assert "Starting again failed: 1 of 2 machines" in text
+    assert "trainer.default_local_dir=/runs/x trainer.resume_mode=auto" in text
+    assert text.endswith("The run failed: WorkerDiedError: machine b left")
