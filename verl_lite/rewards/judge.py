@@ -44,15 +44,11 @@ Think briefly, then end with {form}."""
 
 _FORMS = {
     "number": 'one line "Score: N", where N is a number from {lowest:g} (useless) to {highest:g} (perfect)',
-    "json": 'the JSON object {{"score": N}}, where N is a number from {lowest:g} (useless) to {highest:g} (perfect)',
     "yes_no": "one word: yes if what counts is fulfilled, else no",
 }
 _SCORE = r"(?i)\bscore\b[^\n:=]*[:=]\W*?([-+]?\d+(?:\.\d+)?)"
 _PLACE = re.compile(r"\{(question|conversation|answer|ground_truth|rubric|form)\}")
 _YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
-_BRACES_MAX = 200
-"""So many opening braces are looked at, from the last one on."""
-
 _SHOWN_CHARACTERS = 2000
 
 
@@ -92,7 +88,7 @@ async def compute_score(
     base_url: up to /v1; model: as the server calls it. api_key_env: environment variable with the key.
     template: of the message, with {question} (the last message of the user), {conversation} (all messages), {answer},
     {ground_truth}, {rubric} and {form} (what to end with, by `verdict`). system: a system message before it.
-    verdict: number, json or yes_no; pattern: a regular expression whose last match's first group is the number.
+    verdict: number or yes_no; pattern: a regular expression whose last match's first group is the number.
     temperature, max_tokens: null leaves them out; request: more entries of the request, such as {top_p: 0.9}.
     max_retries: as in `Endpoint`. Extras: judgement (the reply), rating (the number as it was given).
     Raises UserError for wrong options, JudgeError or RemoteRewardError if there is no reply, ValueError if it cannot be
@@ -136,8 +132,8 @@ def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
 
 
 def read_verdict(reply: str, verdict: str, pattern: str | None, lowest: float, highest: float) -> float:
-    """The judge's number: after the last "Score:" (or the last match of `pattern`), or under "score" in the last JSON
-    object that has one; for yes_no 1 or 0 by the last of these words. A thought before </think> does not count.
+    """The judge's number: after the last "Score:", also in JSON (or the last match of `pattern`); for yes_no 1 or 0 by
+    the last of these words. A thought before </think> does not count.
 
     Raises ValueError with the reply if there is none, or one that is not between `lowest` and `highest`.
     """
@@ -145,8 +141,6 @@ def read_verdict(reply: str, verdict: str, pattern: str | None, lowest: float, h
     if verdict == "yes_no":
         words = _YES_NO.findall(text)
         found: Any = words and float(words[-1].lower() == "yes")
-    elif verdict == "json":
-        found = _last_score(text)
     else:
         matches = list(re.finditer(pattern or _SCORE, text))
         found = matches and matches[-1][1]
@@ -238,16 +232,3 @@ def _content(answer: Any) -> str:
     if ended == "length":
         raise JudgeError(f"The judge was cut off at max_tokens: {content[-_SHOWN_CHARACTERS:]!r}")
     return content
-
-
-def _last_score(text: str) -> Any:
-    """What stands under "score" in the last JSON object that has it."""
-    decoder = json.JSONDecoder()
-    for start in [place.start() for place in re.finditer(r"\{", text)][: -_BRACES_MAX - 1 : -1]:
-        try:
-            found, _end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict) and "score" in found:
-            return found["score"]
-    return None

@@ -72,9 +72,8 @@ def test_the_request_is_a_chat_completion_and_the_number_is_scaled() -> None:
         ("**Score:** 3", "number", 3.0),
         ("Score: 2 at first, but\nScore: 9", "number", 9.0),
         ("<think>Score: 1</think>Score: 4", "number", 4.0),
-        ('{"why": {"a": 1}, "score": 6}', "json", 6.0),
-        ('```json\n{"score": "5"}\n``` {not json', "json", 5.0),
-        ('{"score": 1} then {"score": 2}', "json", 2.0),
+        ('{"why": {"a": 1}, "score": 6}', "number", 6.0),
+        ('```json\n{"score": "5"}\n``` {not json', "number", 5.0),
         ("Yes", "yes_no", 1.0),
         ("It is not right: **no**.", "yes_no", 0.0),
     ],
@@ -90,8 +89,8 @@ def test_verdicts(reply: str, verdict: str, expected: float) -> None:
         ("Score: 11", "number", "is not between 0 and 10"),
         ("<think>Score: 7", "number", None),  # no end of the thought: all of it is the reply
         ("<think>Score: 7</think>I am not sure.", "number", "cannot be read"),
-        ('{"score": null} {"score": NaN}', "json", "cannot be read"),
-        ('{"a":' * 5000, "json", "cannot be read"),
+        ('{"score": null} {"score": NaN}', "number", "cannot be read"),
+        ('{"a":' * 5000, "number", "cannot be read"),
         ("Yesterday, maybe; I know nothing.", "yes_no", "cannot be read as yes_no"),
     ],
 )
@@ -154,7 +153,7 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"base_url": None}, "base_url=None: expected http"),
         ({"model": None}, "model is not given"),
-        ({"verdict": "words"}, "verdict='words': one of number, json, yes_no"),
+        ({"verdict": "words"}, "verdict='words': one of number, yes_no"),
         ({"lowest": 1, "highest": 1}, "lowest=1 has to be less than highest=1"),
     ],
 )
