@@ -24,9 +24,9 @@ from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import PromptLoader
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
+from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line
 from trainer.planner.batch import launch_table
-from trainer.planner.report import device_memory_gib, expected_rows, launch_device, measured_line, memory_lines
-from trainer.planner.run_memory import memory_plan, read_networks
+from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
@@ -150,8 +150,8 @@ class PPOJob(Job[PPOConfig]):
         config, slots = self.config, self.slots
         networks, device = read_networks(config), launch_device(config)
         memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
-        lines = [self.plan(), *memory_lines(config, networks, slots, device, memory)]
-        return "\n".join(lines), memory_plan(config, networks, slots, device).fits(memory * GIB)
+        plan = memory_plan(config, networks, slots, device)
+        return "\n".join([self.plan(), *plan.lines(device.name, memory)]), plan.fits(memory * GIB)
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)

@@ -15,9 +15,8 @@ from trainer.cli import command
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.planner.diffusion import PUBLISHED, plan, read_shape, show
-    from trainer.planner.diffusion_shapes import FP32
-    from trainer.planner.table import GIB
+    from trainer.planner.diffusion import FP32, PUBLISHED, clip_of, expert_of, plan, read_shape
+    from trainer.planner.memory import GIB
     from trainer.recipe import prepare_recipe, recipe_overrides
     from verl_lite.config import load_schema
     from verl_lite.config.diffusion import RewardFlowConfig
@@ -37,10 +36,15 @@ def main(argv: list[str]) -> int:
             raise UserError(f"model.path=null: expected the folder of a pipeline, or --like {' | '.join(PUBLISHED)}")
     shape = PUBLISHED[given.like] if given.like else read_shape(str(config.model.path))
     slots, size = config.trainer.n_gpus_per_node or 1, 2 if given.dtype == "bf16" else FP32
-    print(show(config, shape, slots, given.memory_gb, size=size))
-    if given.memory_gb is None:
-        return 0
-    return int(plan(config, shape, slots, size=size).device_bytes > given.memory_gb * GIB)
+    found, expert = plan(config, shape, slots, size=size), expert_of(config, shape, size)
+    clip = " x ".join(map(str, clip_of(config, shape)[0]))
+    print(
+        f"{shape.experts} expert{'s' * (shape.experts > 1)} of {expert.parameters / 1e9:.2f} B parameters, adapter "
+        f"{expert.adapter / 1e6:.1f} M; clip {clip}: {expert.tokens} tokens; {slots} "
+        f"device{'s' * (slots > 1)}\n"
+    )
+    print("\n".join(found.lines("GPU", given.memory_gb)))
+    return int(given.memory_gb is not None and not found.fits(given.memory_gb * GIB))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,290 @@
-"""`python -m trainer.plan key=value ...`: what a run would take, from its options alone; see `planner.command`."""
+"""`python -m trainer.plan [--like MODEL] [--device h100] [--memory_gb 80] [--mean_response 700] key=value ...`: what a
+run would take, from its options alone.
+
+Takes the options of `trainer.main_ppo` and the config.json of `model.path` (no weights are read), or the sizes of a
+published model; needs no device, no data and no cluster, whatever `trainer.n_gpus_per_node` and `trainer.nnodes` say.
+Prints the batch arithmetic, memory by phase, whether it fits, and the time of a step. Exit status: 0 it fits, 1 it does
+not, 2 wrong options. A run has two lines of it in its table at launch, and one after its end with what was measured.
+"""
 
 from __future__ import annotations
 
+import argparse
+import copy
+import json
+import math
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from trainer.cli import command
+from trainer.planner.batch import PlanRow, launch_table
+from trainer.planner.memory import (
+    GIB,
+    Networks,
+    compute_size,
+    distinct_prompts,
+    memory_plan,
+    mini_batch_prompts,
+    ranks_of_a_copy,
+    read_networks,
+    rows_per_step,
+    trained_parameters,
+)
+from trainer.planner.model_shape import ModelShape, config_like
+from trainer.planner.step_time import (
+    ACCELERATORS,
+    Accelerator,
+    Efficiency,
+    Generation,
+    Spread,
+    accelerator,
+    generation_seconds,
+    pass_seconds,
+    reduction_seconds,
+    sync_seconds,
+    update_seconds,
+)
+from trainer.requirements import needs_old_log_prob, needs_reference
+from trainer.saving import checkpoint_bytes, most_checkpoints
+from trainer.tracking.record import METRICS, read_metrics
+from verl_lite.config import PPOConfig, load_schema
+from verl_lite.config.checks import validate
+from verl_lite.device import device_type, visible_devices
+from verl_lite.errors import UserError
+from verl_lite.machine.host import HostLoad
+
+_ANY_DATA = ["owner/name"]  # in place of files that need not be here
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.planner.command import run
+    from trainer.recipe import recipe_overrides
 
-    return run(argv)
+    parser = argparse.ArgumentParser(prog="python -m trainer.plan", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--like", help="sizes of a published model, in place of model.path")
+    parser.add_argument("--device", help=f"{' | '.join(ACCELERATORS)}; default: h100, and the plan says so")
+    parser.add_argument("--memory_gb", type=float, help="GiB of one device; default: the device's")
+    parser.add_argument("--mean_response", type=float, help="mean tokens of an answer, for the time; default: the most")
+    parser.add_argument("--compute", type=float, default=Efficiency.training, help="share of the peak in training")
+    parser.add_argument("--bandwidth", type=float, default=Efficiency.bandwidth, help="share of the peak in decoding")
+    given, rest = parser.parse_known_args(argv)
+    device = accelerator(given.device or "h100")
+    config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
+    most = {"memory_gb": math.inf, "mean_response": config.data.max_response_length, "compute": 1, "bandwidth": 1}
+    for name, limit in most.items():
+        if (value := getattr(given, name)) is not None and not 0 < value <= limit:
+            raise UserError(f"--{name} {value:g}: expected a number above 0 and at most {limit}")
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        if given.like is not None:
+            if config.model.path is not None and config.recipe is None:
+                raise UserError(f"--like and model.path={config.model.path!r} contradict each other: leave one out")
+            Path(folder, "config.json").write_text(json.dumps(config_like(given.like)), encoding="utf-8")
+            config.model.path = folder
+        networks, slots = _read_networks(config), _slots(config, device)
+        _check(config, slots)
+        shape, memory, nodes = networks.policy, given.memory_gb or device.memory_gib, config.trainer.nnodes
+        print(
+            f"{shape.parameters / 1e9:.2f} B parameters ({shape.layers} layers of {shape.hidden}, vocabulary "
+            f"{shape.vocab}), on {slots} x {device.name}" + (f" in {nodes} machines" if nodes > 1 else "")
+        )
+        if given.device is None:
+            print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB")
+        print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
+        plan = memory_plan(config, networks, slots, device)
+        print("\n".join(plan.lines(device.name, memory)))
+        if device.name != "cpu":
+            print("Calculated from shapes; the formulas are measured on a CPU, not on a GPU.")
+        assumed = Efficiency(training=given.compute, bandwidth=given.bandwidth)
+        print("", *time_lines(config, networks, slots, device, assumed, given.mean_response), sep="\n")
+        return int(memory is not None and not plan.fits(memory * GIB))
+
+
+def _read_networks(config: PPOConfig) -> Networks:
+    path, recipe = config.model.path, config.recipe
+    if recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
+        raise UserError(
+            f"model.path={path!r} is not there: recipe={recipe} makes it at its first run. Let it, and see its plan: "
+            f"python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with other sizes: --like NAME"
+        )
+    return read_networks(config)
+
+
+def _slots(config: PPOConfig, device: Accelerator) -> int:
+    """Devices of the run; trainer.n_gpus_per_node=null stands for 8, or on a CPU for 2."""
+    trainer = config.trainer
+    if trainer.n_gpus_per_node is None:
+        trainer.n_gpus_per_node = min(2, visible_devices("cpu")) if device.name == "cpu" else 8
+        if trainer.backend == "inline":
+            trainer.n_gpus_per_node = 1
+    return trainer.n_gpus_per_node * trainer.nnodes
+
+
+def _check(config: PPOConfig, slots: int) -> None:
+    """Whether the options fit each other; files and clusters that are elsewhere are not looked for."""
+    checked = copy.deepcopy(config)
+    checked.trainer.device = "cpu"
+    checked.data.train_files = list(_ANY_DATA)
+    checked.data.val_files = list(_ANY_DATA) if config.data.val_files else []
+    ray_init = checked.ray_kwargs.ray_init
+    if checked.trainer.nnodes > 1 and ray_init.address is None:
+        ray_init.address, ray_init.num_cpus = "HOST:6379", None
+    validate(checked, slots=slots, available=None)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def stage_seconds(
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    assumed: Efficiency,
+    response_length: float | None = None,
+) -> dict[str, float]:
+    """Seconds of each stage of a step by name. response_length: mean tokens of an answer; None = all as long as
+    allowed."""
+    data, rollout, policy, actor, fsdp = (
+        *(config.data, config.rollout, networks.policy, config.actor),
+        config.actor.fsdp_config,
+    )
+    answer = float(data.max_response_length if response_length is None else response_length)
+    length, rows = data.max_prompt_length + answer, rows_per_step(config)
+    engines = max(1, slots // rollout.tensor_model_parallel_size)
+    plan = memory_plan(config, networks, slots, device)
+    prompts = rows if config.is_agentic else rows / rollout.n
+    generation = Generation(
+        sequences=rows / engines,
+        prompts=max(1.0, prompts / engines),
+        prompt_length=data.max_prompt_length,
+        response_length=answer,
+        at_once=max(1, plan.sequences),
+        size=compute_size(rollout.dtype, device),
+        devices=rollout.tensor_model_parallel_size,
+    )
+    prefill, decode = generation_seconds(policy, generation, device, assumed)
+    # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
+    whole, mini = mini_batch_prompts(config, -1), mini_batch_prompts(config, actor.ppo_mini_batch_size)
+    together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
+    shared = distinct_prompts(config, together, mini) / together
+    tokens = rows / slots * (answer + data.max_prompt_length * shared)
+
+    def forward(shape: ModelShape) -> float:
+        return pass_seconds(shape, tokens, length, device, assumed)
+
+    def update(shape: ModelShape, epochs: int, checkpointing: bool, has_adapter: bool) -> float:
+        options = {"checkpointing": checkpointing, "has_adapter": has_adapter}
+        return epochs * update_seconds(shape, tokens, length, device, assumed, **options)
+
+    trained, adapter = trained_parameters(config, policy)
+    stages = {"generation: prompts": prefill, "generation: answers": decode}
+    if networks.reward_model is not None:
+        stages["reward model"] = forward(networks.reward_model)
+    if needs_old_log_prob(config):
+        stages["old log-probs"] = forward(policy)
+    if needs_reference(config):
+        stages["reference log-probs"] = forward(policy)
+    if networks.critic is not None:
+        stages["values"] = forward(networks.critic)
+        checkpointing = config.critic.model.enable_gradient_checkpointing
+        epochs = config.critic.ppo_epochs or actor.ppo_epochs
+        stages["critic update"] = update(networks.critic, epochs, checkpointing, False)
+    ranks, size = ranks_of_a_copy(fsdp, slots), compute_size(fsdp.mixed_precision.param_dtype, device)
+    spread, steps = Spread(ranks, slots // ranks, slots // config.trainer.nnodes), actor.ppo_epochs * -(-whole // mini)
+    reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
+    wire = reduction_seconds(policy, trained, spread, size, device, steps * plan.micro_batches, reductions)
+    own = update(policy, actor.ppo_epochs, config.model.enable_gradient_checkpointing, adapter > 0)
+    return stages | {"update": max(own, wire), "weight sync": sync_seconds(policy, spread, size, device)}
+
+
+def time_lines(
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    assumed: Efficiency,
+    response_length: float | None,
+) -> Iterator[str]:
+    """Seconds by stage, and what they assume."""
+    stages = stage_seconds(config, networks, slots, device, assumed, response_length)
+    whole = sum(stages.values())
+    answer = config.data.max_response_length if response_length is None else response_length
+    yield f"{'time of a step, by roofline':<44}{'s':>8}"
+    for name, seconds in stages.items():
+        yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}"
+    tokens = rows_per_step(config) * (config.data.max_prompt_length + answer)
+    yield f"{'a step':<44}{whole:8.1f}   {tokens / whole / slots:,.0f} tokens/s and device"
+    yield (
+        f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
+        f"{assumed.training:.0%} of the first in training, {assumed.prefill:.0%} in prefill, {assumed.bandwidth:.0%} "
+        f"of the second, answers of {answer:g} tokens (--mean_response)"
+    )
+
+
+# -- at launch and after -----------------------------------------------------------------------------------------------
+
+
+def launch_device(config: PPOConfig) -> Accelerator:
+    """What this run's own devices are like, as far as memory goes."""
+    if device_type(config.trainer.device) == "cpu":
+        return accelerator("cpu")
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return replace(accelerator("h100"), name=properties.name, memory_gib=properties.total_memory / GIB)
+
+
+def device_memory_gib(device: Accelerator, slots_here: int) -> float:
+    """GiB of one of this machine's devices; of a CPU worker its part of what is free."""
+    return device.memory_gib or HostLoad.now().available_bytes / GIB / slots_here
+
+
+def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> list[PlanRow]:
+    """Lines for the table at launch: memory of the fullest phase, disk. Where the model's shapes are not known, why."""
+    try:
+        networks = read_networks(config)
+    except UserError as error:
+        return [PlanRow("memory per device, expected", "?", str(error))]
+    plan = memory_plan(config, networks, slots, launch_device(config))
+    one, count = checkpoint_bytes(config) / GIB, most_checkpoints(config.trainer, total_steps or 1)
+    samples = config.trainer.samples_max_mb / 1024
+    kept = f"{count} checkpoint{'s' * (count != 1)} of {one:.2f}" if count else "no checkpoints"
+    phase = f"in {plan.worst.name}; `python -m trainer.plan` with the same options shows all phases"
+    disk = f"{kept} (trainer.save_freq), samples {samples:.2f} (trainer.samples_max_mb)"
+    return [
+        PlanRow("memory per device, expected", f"{plan.device_bytes / GIB:.2f} GiB", phase),
+        PlanRow("disk, at most", f"{count * one + samples:.2f} GiB", disk),
+    ]
+
+
+def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
+    """After a run: measured memory of the fullest worker, and what the plan expects for prompts and answers as long as
+    those of the step whose mean was longest. Empty where nothing was measured or planned."""
+    try:
+        networks, device = read_networks(config), launch_device(config)
+    except UserError:
+        return ""
+    steps, on_cpu = list(read_metrics(run_dir / METRICS).values()), device.name == "cpu"
+    measured = _highest(steps, f"actor/perf/{'host_peak_gb' if on_cpu else 'max_memory_reserved_gb'}")
+    if measured is None:
+        return ""
+    met = copy.deepcopy(config)  # with the greatest mean lengths that were logged in place of those allowed
+    for key, name in (("max_prompt_length", "prompt_length/mean"), ("max_response_length", "response_length/mean")):
+        setattr(met.data, key, max(1, math.ceil(_highest(steps, name) or getattr(met.data, key))))
+    plans = (memory_plan(asked, networks, slots, device) for asked in (config, met))
+    whole, expected = ((plan.device_bytes if on_cpu else plan.peak) / GIB for plan in plans)
+    return (
+        f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected "
+        f"({expected / measured - 1:+.0%}) for rows as long as here, {whole:.2f} for the longest allowed"
+    )
+
+
+def _highest(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
+    return max((step[name] for step in steps if name in step), default=None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m trainer.sweep key=a,b key=log(1e-7,1e-5) ... --metric NAME`: many runs of a command over settings.
+"""`python -m trainer.sweep key=a,b key=log(1e-7,1e-5) ... --metric NAME`: many runs of trainer.main_ppo over settings.
 
 A grid, `--random N` or `--optuna N` with ASHA, seeds as replicas; on this machine, or on a cluster. What was
 interrupted, kill -9 included, goes on with the same command. Guide: SWEEPS.md beside this file.
@@ -10,69 +10,99 @@ stopped.
 from __future__ import annotations
 
 import dataclasses
-import os
+import io
 import shlex
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from trainer.cli import command
 
 if TYPE_CHECKING:
-    from trainer.sweeps.options import Options
+    from trainer.sweeps.question import Options
     from trainer.sweeps.study import Study
+
+_SHOWN = 10
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.sweeps.options import read_options
-    from trainer.sweeps.results import summary
+    from trainer.sweeps.checks import check_sweep, load
+    from trainer.sweeps.question import read_options
     from trainer.sweeps.space import combinations
     from trainer.sweeps.study import locked
-    from trainer.sweeps.target import check, find_target
 
     options = read_options(argv)
     study, resources = find_study(options), options.resources
-    target = find_target(study.question)
-    loaded = target.load(next(combinations(study.question.space, corners=True)))
-    device = "cpu" if loaded is None and resources.slots else "auto" if loaded is None else loaded.config.trainer.device
+    device = load(study.question, next(combinations(study.question.space, corners=True))).trainer.device
     from trainer.sweeps.tuning import places, run_study  # Ray and Tune: only now, since importing them takes a while
 
-    with places(resources, device, tell) as gpus:
-        target = dataclasses.replace(target, gpus=gpus)
-        skipped = check(target, study.search, skip_invalid=options.skip_invalid)
-        if skipped:
-            tell(f"{len(skipped)} combinations are left out: the command would refuse them")
+    with places(resources, device, tell) as place:
+        check_sweep(study.question, study.search, place.gpus)
         study.save()
         with locked(study.folder):
-            go_on = shlex.join(["python", "-m", "trainer.sweep", "--study", str(study.folder), *resources.words()])
-            tell(f"study {study.folder}; to go on with it: {go_on}")
+            tell(f"study {study.folder}; the same command goes on with it")
             try:
-                more = {"skip_invalid": options.skip_invalid, "again": options.again}
-                run_study(study, target, resources, tell, skipped=skipped, **more)
+                run_study(study, place, resources, tell)
             finally:
                 study.write_csv()
-                print(f"\n{summary(study, go_on)}", flush=True)
+                print(f"\n{summary(study, shlex.join(['python', '-m', 'trainer.sweep', *argv]))}", flush=True)
     return int(any(trial.state == "failed" for trial in study.trials))
 
 
 def find_study(options: Options) -> Study:
     """The study that is asked for, new or as it was begun, with the search of now."""
-    from trainer.sweeps.options import Question, Search
+    from trainer.sweeps.question import Search, read_files
     from trainer.sweeps.study import Study, usual_folder
 
-    question = options.question
-    folder = options.folder or usual_folder(question or Question())
+    question, folder = options.question, options.folder
+    if folder is None:
+        assert question is not None, "one of the two is given"
+        folder = usual_folder(question)
     if question is not None and not (folder / "study.json").exists():
-        return Study(folder, question, options.search or Search(), os.getcwd())
+        return Study(folder, question, options.search or Search())
     study = Study.load(folder)
-    study.refuse_another(question or study.question)  # its files may have changed
+    study.refuse_another(question or dataclasses.replace(study.question, files=read_files(study.question.files)))
     if options.search is not None:
-        known, wanted = study.search.trials, options.search.trials
-        most = max(known, wanted) if known is not None and wanted is not None else wanted
-        study.search = dataclasses.replace(options.search, trials=most)
+        most = max(study.search.trials or 0, options.search.trials or 0) or None
+        study.search = dataclasses.replace(options.search, trials=options.search.trials and most)
     return study
+
+
+def summary(study: Study, go_on: str) -> str:
+    """What is said at the end: the best trials, what failed, and the command that trains the best.
+
+    Args:
+        go_on: the command that goes on with the study.
+    """
+    import rich.console
+    from rich.table import Table
+
+    counts, question, finished = Counter(trial.state for trial in study.trials), study.question, study.finished()
+    names = [parameter.name for parameter in question.space]
+    table = Table("trial", f"{question.metric} ({question.mode})", *names, box=None)
+    for trial in (*finished, *(trial for trial in study.trials if trial.state == "pruned"))[:_SHOWN]:
+        value = "-" if trial.value is None else f"{trial.value:.4g}"
+        if trial.half_width is not None:
+            value += f" +- {trial.half_width:.2g} ({len(trial.values)} seeds)"
+        pruned = " (pruned)" if trial.state == "pruned" else ""
+        texts = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in (trial.parameters[name] for name in names)]
+        table.add_row(str(trial.number), value + pruned, *texts)
+    text = io.StringIO()
+    rich.console.Console(file=text, width=200).print(table)
+    lines = [", ".join(f"{count} {state}" for state, count in counts.items()) or "no trials", ""]
+    lines += [line.rstrip() for line in text.getvalue().splitlines()]
+    if finished:
+        lines += ["", f"To train trial {finished[0].number} in full:", *(f"  {one}" for one in finished[0].commands)]
+    for trial in [trial for trial in study.trials if trial.state == "failed"][:_SHOWN]:
+        lines += [f"trial {trial.number} failed: {trial.error}", f"    what it printed is in {trial.folder}"]
+    if counts["running"] or counts["waiting"]:
+        lines.append(f"To go on: {go_on}")
+    lines.append(f"All trials with their commands: {study.folder / 'trials.csv'}")
+    lines.append(f"As a page, with curves: python -m trainer.report {shlex.quote(str(study.folder))}")
+    return "\n".join(lines)
 
 
 def tell(text: str) -> None:

@@ -3,7 +3,7 @@
 `python -m tests.bench plan_memory [--only NAME ...] [--steps 2]`. Each case is a run of the main command in a process
 of its own (`trainer.backend=inline`: driver and worker are one process) on a random Qwen2 of 81 million parameters in
 fp32. Measured: the highest resident memory within a phase of the last step (VmHWM, reset at its begin), less the
-resident memory just before the models are built (Python, libraries, data). Predicted: `planner.run_memory.memory_plan`
+resident memory just before the models are built (Python, libraries, data). Predicted: `planner.memory.memory_plan`
 from the same options and the model's config.json; with vLLM also its libraries, a constant. The C library keeps freed
 memory for the next tensor; it is given back at the begin of each phase (malloc_trim), or every phase would show the
 largest. The last line of a case is the process as a whole against the planner's figure, whose share for libraries is a
@@ -133,7 +133,7 @@ def measure(argv: list[str]) -> None:
     prepare_driver()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from trainer.build import run_ppo
-    from trainer.planner.run_memory import memory_plan, read_networks
+    from trainer.planner.memory import memory_plan, read_networks
     from trainer.planner.step_time import accelerator
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
@@ -163,7 +163,7 @@ def measure(argv: list[str]) -> None:
                 measured[PHASES[name]] = status_bytes("VmHWM") - baseline[0]
 
     assert run_ppo(argv, Watched) == 0
-    predicted, loaded_by_engine = plan.by_phase(), plan.base - WORKER_BYTES
+    predicted, loaded_by_engine = plan.by_phase(), (plan.base or 0) - WORKER_BYTES
     phases = {name: (predicted[name] + loaded_by_engine, measured[name]) for name in measured}
     whole = plan.device_bytes, baseline[0] + max(measured.values())
     print(RESULT + json.dumps({"phases": phases, "whole": whole, "baseline": baseline[0]}))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from tests.workers.diffusion.tiny_wan import flow_config, planned
-from trainer.planner.diffusion import FP32, plan, read_shape
+from trainer.planner.diffusion import FP32, expert_of, plan, read_shape
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from workers.diffusion.actor import ActorWorker
@@ -131,9 +131,9 @@ def measure(config: RewardFlowConfig, *, warm_up: bool = True) -> Measured:
     with live:
         worker.train_step(data)
     shape = read_shape(str(config.model.path))
-    found = plan(config, shape, 1, size=FP32)
-    gathered = 0 if warm_up else FP32 * (shape.transformer.parameters + found.adapter)  # FSDP keeps these storages
-    gradients = FP32 * found.adapter
+    found, expert = plan(config, shape, 1, size=FP32), expert_of(config, shape, FP32)
+    gathered = 0 if warm_up else FP32 * (expert.parameters + expert.adapter)  # FSDP keeps these storages
+    gradients = FP32 * expert.adapter
     return Measured(live.peak, found.worst.total + gathered + gradients, rss, seconds)
 
 

@@ -1,19 +1,33 @@
-"""Bytes on one device, calculated: of a network held by the training engine, of a pass through it, of a rollout engine
-and of a weight update. Pure functions of shapes.
+"""The memory of a run before it starts: what each phase of a step takes on one device.
 
-They follow the code that does it: `workers/engine/fsdp.py` (FSDP2; masters and moments in fp32, frozen weights in the
-compute dtype, gradients local until the last micro-batch), `workers/policy/causal_lm.py` (logits in chunks),
-`workers/engine/parameters.py` (buckets) and `workers/rollout`. Sizes are bytes of a number: 4 for fp32, 2 for bf16.
-`python -m tests.bench plan_memory` compares them with a run.
+Takes the configuration, the shapes of its networks (config.json alone), the number of devices and what a device is;
+gives phases of named bytes. The phases are those of `workers/phase.py`: who is not at work is asleep or offloaded where
+the options say so, and on a CPU everything stays. The formulas follow the code that does it: `workers/engine/fsdp.py`
+(FSDP2; masters and moments in fp32, frozen weights in the compute dtype, gradients local until the last micro-batch),
+`workers/policy/causal_lm.py` (logits in chunks), `workers/engine/parameters.py` (buckets) and `workers/rollout`. Sizes
+are bytes of a number: 4 for fp32, 2 for bf16. `python -m tests.bench plan_memory` compares them with a run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from trainer.planner.model_shape import ModelShape
+from trainer import requirements
+from trainer.planner.model_shape import ModelShape, read_shape
+from trainer.planner.step_time import Accelerator
+from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
+from trainer.resources import VLLM_BYTES, WORKER_BYTES
+from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.device import KEPT_FREED_BYTES
+from workers.critic import critic_network
+from workers.rollout.base import resolve_engine_name
 
+GIB = 1 << 30
+CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
+FRAGMENTATION = 0.06  # of what is allocated; assumed
+BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
 MOMENTS = 2 * FP32  # AdamW's two, of each number that learns
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm: up to this size they are kept for the backward pass
@@ -21,14 +35,295 @@ SHARD = "gradients, this rank's shard"
 GATHERED_LAYERS = 2  # the layer that computes, and the next one on its way
 
 
+@dataclass
+class Phase:
+    """A part of a step: what is on the device then beside what always is, in bytes by name."""
+
+    name: str
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass
+class MemoryPlan:
+    """Of one device.
+
+    Args:
+        always: there in every phase, bytes by name. host: on the host of each rank where options put it there.
+        base: of a process's libraries on a CPU, where nothing moves; None = a GPU, with context and fragmentation.
+        sequences: that decode together. notes: what would stop the run although the sum fits.
+    """
+
+    always: dict[str, float]
+    phases: list[Phase]
+    base: float | None = None
+    host: dict[str, float] = field(default_factory=dict)
+    sequences: int = 0
+    micro_batches: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def worst(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def by_phase(self) -> dict[str, float]:
+        """Bytes of tensors in each phase, what is always there included."""
+        return {phase.name: sum(self.always.values()) + phase.total for phase in self.phases}
+
+    @property
+    def peak(self) -> float:
+        """Bytes of tensors at the worst moment."""
+        return max(self.by_phase().values())
+
+    @property
+    def device_bytes(self) -> float:
+        """What the device has to have."""
+        return self.peak * (1 + FRAGMENTATION) + CONTEXT_GIB * GIB if self.base is None else self.peak + self.base
+
+    def fits(self, memory_bytes: float) -> bool:
+        """Whether a device of so many bytes holds it, and nothing else stops it."""
+        return self.device_bytes <= memory_bytes and not self.notes
+
+    def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
+        """As text, with the verdict. memory_gib: of one device; None = not compared."""
+        where = f"device ({device})" if self.base is None else "process"
+        yield f"always on each {where} (GiB, calculated)"
+        yield from (f"  {name:<42}{value / GIB:8.2f}" for name, value in self.always.items())
+        yield f"\n{'beside that, in the phase':<44}{'GiB':>8}"
+        for phase in self.phases:
+            mark = "*" if phase is self.worst else " "
+            yield f"{mark} {phase.name:<42}{phase.total / GIB:8.2f}   {_listed(phase.parts)}"
+        more = f"with {CONTEXT_GIB:g} GiB of context and {FRAGMENTATION:.0%} fragmentation, both assumed"
+        if self.base is not None:
+            more = f"with its libraries, {self.base / GIB:.2f} GiB measured"
+        yield f"\n{'peak of tensors':<44}{self.peak / GIB:8.2f}   in the phase marked *"
+        yield f"{f'one {where}':<44}{self.device_bytes / GIB:8.2f}   {more}"
+        if self.host:
+            host = sum(self.host.values()) / GIB
+            yield f"{'host memory of each rank, besides':<44}{host:8.2f}   {_listed(self.host)}"
+        if self.sequences:
+            yield f"{'sequences that decode together':<44}{self.sequences:8d}   rollout.max_num_seqs, and the KV cache"
+        if memory_gib is None:
+            return
+        yield "\n".join(["", *self.notes])
+        if self.fits(memory_gib * GIB):
+            yield f"fits {memory_gib:.1f} GiB"
+        elif self.device_bytes > memory_gib * GIB:
+            yield (
+                f"does not fit {memory_gib:.1f} GiB: {self.device_bytes / GIB:.2f} are needed, in {self.worst.name}. "
+                "trainer/PLANNING.md says which options its parts depend on"
+            )
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    """Parts in one line, without the tiny ones."""
+    return ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items() if value >= 0.005 * GIB)
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Shapes of the run's networks; None where a role does not exist."""
+
+    policy: ModelShape
+    critic: ModelShape | None = None
+    reward_model: ModelShape | None = None
+
+
+def read_networks(config: PPOConfig) -> Networks:
+    """The shapes, from config.json files. UserError where one is missing."""
+    critic, scorer = None, None
+    if needs_critic(config):
+        name = "model.path" if config.critic.model.path is None else "critic.model.path"
+        critic = read_shape(critic_network(config), name).as_scorer()
+    if config.reward_model.enable:
+        scorer = read_shape(config.reward_model.model, "reward_model.model.path").as_scorer()
+    return Networks(read_shape(config.model), critic, scorer)
+
+
+def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> MemoryPlan:
+    """The memory of a training step on one of `slots` devices."""
+    on_cpu, is_vllm = device.name == "cpu", resolve_engine_name(config.rollout.name) == "vllm"
+    held = dict(_held(config, networks, slots, device))
+    plan = MemoryPlan({}, [], WORKER_BYTES + VLLM_BYTES * is_vllm if on_cpu else None)
+    moved: dict[str, dict[str, float]] = {role: {} for role in held}  # to the device for the phases of a role
+    for role, (network, fsdp) in held.items():
+        for name, size, is_offloaded in (
+            ("weights", network.weights, fsdp.param_offload),
+            ("AdamW's moments", network.moments, fsdp.optimizer_offload),
+        ):
+            if size and is_offloaded and not on_cpu:
+                plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
+            elif size:
+                plan.always[f"{role}: {name}"] = size
+    rollout = _rollout_parts(config, networks.policy, device, plan, slots)
+    asleep = config.rollout.free_cache_engine and not on_cpu
+    plan.phases.append(Phase("rollout", rollout))
+    for name, role, parts in _train_phases(config, {role: network for role, (network, _) in held.items()}, slots, plan):
+        plan.phases.append(Phase(name, {**({} if asleep else rollout), **moved[role], **parts}))
+    there = {name: size for name, size in rollout.items() if name == "engine: weights" or not asleep}
+    there.pop("engine: a step", None)
+    there |= {name: size for name, size in moved["actor"].items() if "AdamW" not in name}
+    bucket = sync_bytes(held["actor"][0], config.rollout.update_weights_bucket_megabytes << 20)
+    plan.phases.append(Phase("weight sync", there | {"bucket": bucket}))
+    return plan
+
+
+# -- what a run has of each --------------------------------------------------------------------------------------------
+
+
+def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
+    """(numbers that learn, numbers of the adapter) of the policy."""
+    model = config.model
+    if not model.lora_rank:
+        return shape.parameters, 0
+    if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
+        adapter = shape.adapter_parameters(model.lora_rank)
+    else:
+        from workers.policy.loading import count_trained
+
+        adapter = count_trained(model)
+    return adapter, adapter
+
+
+def compute_size(name: str, device: Accelerator) -> int:
+    """Bytes of a number of a dtype option; `auto` is the device's."""
+    return BYTES.get(name, device.size)
+
+
+def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
+    """Over how many devices one copy of the weights is spread."""
+    return slots if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
+
+
+def _held(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator
+) -> Iterator[tuple[str, tuple[HeldNetwork, FSDPConfig]]]:
+    """Networks of the training engines by role."""
+
+    def held(shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> tuple[HeldNetwork, FSDPConfig]:
+        precision, reshard, each = fsdp.mixed_precision, fsdp.reshard_after_forward, fsdp.reduce_every_micro_batch
+        compute, reduce = (compute_size(name, device) for name in (precision.param_dtype, precision.reduce_dtype))
+        ranks = ranks_of_a_copy(fsdp, slots)
+        return HeldNetwork(shape, ranks, compute, reduce, trained, adapter, reshard, each), fsdp
+
+    yield "actor", held(networks.policy, config.actor.fsdp_config, *trained_parameters(config, networks.policy))
+    if needs_reference_model(config):
+        yield "reference", held(networks.policy, config.ref.fsdp_config)
+    if networks.critic is not None:
+        yield "critic", held(networks.critic, config.critic.fsdp_config, networks.critic.parameters)
+    if networks.reward_model is not None:
+        yield "reward model", held(networks.reward_model, config.reward_model.fsdp_config)
+
+
+def _rollout_parts(
+    config: PPOConfig, shape: ModelShape, device: Accelerator, plan: MemoryPlan, slots: int
+) -> dict[str, float]:
+    """The rollout engine's parts by name. Fills in plan.sequences."""
+    rollout, data, on_cpu = config.rollout, config.data, device.name == "cpu"
+    size, parallel = compute_size(rollout.dtype, device), rollout.tensor_model_parallel_size
+    context = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    weights = engine_weights(shape, size, parallel)
+    of_one = kv_bytes_per_token(shape, size, parallel) * context
+    work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
+    key = "kv_cache_memory_mb" if on_cpu else "gpu_memory_utilization"
+    budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work
+    if on_cpu:
+        budget = float(rollout.kv_cache_memory_mb << 20)
+    plan.sequences = min(rollout.max_num_seqs, max(0, int(budget // of_one)))
+    if plan.sequences < 1:
+        plan.notes.append(
+            f"rollout.{key}={getattr(rollout, key)}: leaves {max(0.0, budget) / GIB:.2f} GiB for the KV cache, and one "
+            f"sequence of {context} tokens takes {of_one / GIB:.2f}"
+        )
+    is_vllm = resolve_engine_name(rollout.name) == "vllm"
+    if on_cpu:  # a step of as many rows and tokens as a device's part of the batch has
+        rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
+        work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
+    kv = max(0.0, budget) if is_vllm else plan.sequences * of_one
+    return {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
+
+
+def rows_per_step(config: PPOConfig) -> int:
+    """Answers (of agents: episodes) of a training step."""
+    if config.is_agentic:
+        return config.agentic.rollout_batch_size
+    return config.data.train_batch_size * config.rollout.n
+
+
+def mini_batch_prompts(config: PPOConfig, size: int) -> int:
+    """Prompts (of agents: episodes) of an optimizer step; size: the option, -1 = the whole batch."""
+    whole = config.agentic.rollout_batch_size if config.is_agentic else config.data.train_batch_size
+    return whole if size == -1 else min(whole, size)
+
+
+def distinct_prompts(config: PPOConfig, rows: int, prompts: int) -> int:
+    """Prompts, at most, of which `rows` answers to a batch of `prompts` consist in a packed row; one for each row where
+    nothing is shared (`workers.engine.packing`)."""
+    return min(rows, prompts) if config.model.use_remove_padding and not config.is_agentic else rows
+
+
+def _train_phases(
+    config: PPOConfig, networks: dict[str, HeldNetwork], slots: int, plan: MemoryPlan
+) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Each phase of the training engines: its name, whose, and its parts. Rows are as long as allowed."""
+    data, actor, critic = config.data, config.actor, config.critic
+    longest, rows = data.max_prompt_length + data.max_response_length, math.ceil(rows_per_step(config) / slots)
+
+    def cut_in(
+        role: str, cut: requirements.MicroBatching, rows: int, prompts: int, entropy: bool
+    ) -> tuple[HeldNetwork, Pass, int]:
+        """The network, one micro-batch, and how many there are of `rows` answers to a batch of `prompts`."""
+        together = cut.micro_batch_size or 1 if cut.max_token_len is None else max(1, cut.max_token_len // longest)
+        together = max(1, min(together, rows))
+        shared = data.max_prompt_length * (together - distinct_prompts(config, together, prompts))
+        tokens, predicted = together * longest - shared, together * data.max_response_length
+        run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared)
+        return networks[role], run, math.ceil(max(1, rows) / together)
+
+    def forward(role: str, cut: requirements.MicroBatching, entropy: bool = False) -> dict[str, float]:
+        return forward_only(*cut_in(role, cut, rows, data.train_batch_size, entropy)[:2])
+
+    def update(role: str, cut: requirements.MicroBatching, size: int, entropy: bool, keeps: bool) -> dict[str, float]:
+        prompts = mini_batch_prompts(config, size)
+        mini = prompts if config.is_agentic else prompts * config.rollout.n
+        network, run, plan.micro_batches = cut_in(role, cut, math.ceil(mini / slots), prompts, entropy)
+        parts = training_pass(network, run, plan.micro_batches, checkpointing=keeps)
+        kept = {} if plan.base is None else {"freed, kept by the C library": kept_when_freed(parts, plan.micro_batches)}
+        return parts | kept
+
+    if "reward model" in networks:
+        yield "reward model", "reward model", forward("reward model", requirements.cut_of_reward_model(config))
+    if needs_old_log_prob(config):
+        cut = requirements.cut_of_log_probs(config, config.rollout)
+        yield "old log-probs", "actor", forward("actor", cut, entropy=True)
+    if needs_reference(config):
+        role = "reference" if "reference" in networks else "actor"
+        yield "reference log-probs", role, forward(role, requirements.cut_of_log_probs(config, config.ref))
+    if "critic" in networks:
+        yield "values", "critic", forward("critic", requirements.cut_of_values(config))
+        cut, size = requirements.cut_of_critic_update(config), critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+        keeps = critic.model.enable_gradient_checkpointing
+        yield "critic update", "critic", update("critic", cut, size, entropy=False, keeps=keeps)
+    entropy, keeps = actor.calculate_entropy or actor.entropy_coeff != 0, config.model.enable_gradient_checkpointing
+    cut = requirements.cut_of_update(config)
+    yield "update", "actor", update("actor", cut, actor.ppo_mini_batch_size, entropy, keeps)
+
+
+# -- a network on one device -------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class HeldNetwork:
     """A network as an FSDP engine holds it.
 
-    ranks: over which one copy is spread. compute, reduce: bytes of a number in forward and backward, and in the
-    reduction of gradients. trained: numbers that learn: all, an adapter's, or 0 of a frozen one. adapter: those of an
-    adapter. reshard: gathered weights are freed after the forward. reduces_each: gradients are reduced after each
-    micro-batch.
+    ranks: over which one copy is spread. compute, reduce: bytes of a number in passes, and where gradients are summed.
+    trained: numbers that learn: all, an adapter's, or 0 of a frozen one. adapter: those of an adapter. reshard: whole
+    weights are freed after the forward. reduces_each: gradients are reduced after each micro-batch.
     """
 
     shape: ModelShape

@@ -8,10 +8,8 @@ the counts with published ones and with the modules themselves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from verl_lite.config import NetworkConfig, did_you_mean
@@ -24,9 +22,11 @@ KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer; sizes as in its config. experts: of a mixture, of which experts_per_token answer for
-    a token; 0 = one MLP. uncounted: parameters that the formulas do not know. has_head: an output layer over the
-    vocabulary, or one number."""
+    """A decoder-only transformer; sizes as in its config.
+
+    experts: of a mixture, of which experts_per_token answer for a token; 0 = one MLP. uncounted: parameters that the
+    formulas do not know. has_head: an output layer over the vocabulary, or one number.
+    """
 
     hidden: int
     layers: int
@@ -54,16 +54,25 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def attention_parameters(self) -> int:
-        """Of one layer."""
-        matrices = 2 * self.hidden * self.query + 2 * self.hidden * self.kv
-        return matrices + self.qkv_bias * (self.query + 2 * self.kv) + self.head_norms * 2 * self.head_dim
+    def active_inner(self) -> int:
+        """Width of the MLPs that answer for a token."""
+        return self.inner * max(1, self.experts_per_token)
+
+    @property
+    def kv_per_token(self) -> int:
+        """Numbers of the KV cache for one token."""
+        return 2 * self.layers * self.kv
+
+    @property
+    def _matrices(self) -> int:
+        return 2 * self.hidden * (self.query + self.kv)
 
     @property
     def layer_parameters(self) -> int:
         """Of one layer, which FSDP gathers at one time."""
+        attention = self.qkv_bias * (self.query + 2 * self.kv) + self.head_norms * 2 * self.head_dim
         mlps = max(1, self.experts) * 3 * self.hidden * self.inner + self.experts * self.hidden
-        return self.attention_parameters + mlps + 2 * self.hidden
+        return self._matrices + attention + mlps + 2 * self.hidden
 
     @property
     def embedding(self) -> int:
@@ -84,25 +93,13 @@ class ModelShape:
     @property
     def multiplied(self) -> int:
         """Numbers that each token is multiplied with: without the embedding's, and of a mixture the chosen experts."""
-        mlps = max(1, self.experts_per_token) * 3 * self.hidden * self.inner + self.experts * self.hidden
-        matrices = 2 * self.hidden * self.query + 2 * self.hidden * self.kv
-        return self.layers * (matrices + mlps) + (self.embedding if self.has_head else self.hidden)
-
-    @property
-    def kv_per_token(self) -> int:
-        """Numbers of the KV cache for one token."""
-        return 2 * self.layers * self.kv
-
-    @property
-    def active_inner(self) -> int:
-        """Width of the MLPs that answer for a token."""
-        return self.inner * max(1, self.experts_per_token)
+        mlps = 3 * self.hidden * self.active_inner + self.experts * self.hidden
+        return self.layers * (self._matrices + mlps) + (self.embedding if self.has_head else self.hidden)
 
     def adapter_parameters(self, rank: int) -> int:
         """Of an adapter of this rank on all linear layers but the output layer (all-linear); experts have none."""
-        ends = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.kv)
         mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
-        return self.layers * rank * (ends + mlp)
+        return self.layers * rank * (2 * (2 * self.hidden + self.query + self.kv) + mlp)
 
     def as_scorer(self) -> ModelShape:
         """The same with one number in place of the output layer, as a critic or a reward model."""
@@ -150,8 +147,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     missing = [name for name in names if not config.get(name)]
     if missing:
         raise UserError(
-            f"model.path: its config.json (model_type={kind}) has no {', '.join(missing)}; the plan knows models with "
-            f"the sizes of {', '.join(KNOWN)}. Plan with the nearest of them: --like {' | '.join(LIKE)}"
+            f"model.path: its config.json (model_type={kind}) has no {', '.join(missing)}; plan with the nearest of "
+            f"these: --like {' | '.join(LIKE)}"
         )
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
@@ -172,45 +169,18 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
-    """The shape of a network from the config.json of its folder (or of a model in the hub's cache), with the entries of
+    """The shape of a network from its config.json (of a folder, or of a model in the hub's cache), with the entries of
     override_config. name: the key of its path. UserError where there is none."""
+    from workers.policy.loading import count_parameters, load_model_config
+
     if network.path is None:
         raise UserError(f"{name}=null: expected a folder with config.json, or --like {' | '.join(LIKE)}")
-    file = Path(network.path).expanduser() / "config.json"
-    if file.is_file():
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{name}={network.path!r}: {file} is no JSON ({error})") from None
-        config = {**config, **config.get("text_config", {})} | dict(network.override_config)
-    elif file.parent.is_dir():
-        raise UserError(
-            f"{name}={network.path!r} has no config.json, from which memory is planned; give a model in Hugging Face "
-            f"format, or --like {' | '.join(LIKE)}"
-        )
-    else:
-        config = _cached_config(network, name)
+    try:
+        config = load_model_config(network).get_text_config().to_dict()
+    except UserError as error:
+        near = did_you_mean(str(network.path).rpartition("/")[2].lower(), LIKE)
+        raise UserError(f"{name}={network.path!r}: {error}; or plan with --like {' | '.join(LIKE)}{near}") from None
     found = shape_of(config)
     if config.get("model_type") in KNOWN:
         return found
-    return replace(found, uncounted=_counted_on_meta(network) - found.parameters)
-
-
-def _cached_config(network: NetworkConfig, name: str) -> dict[str, Any]:
-    """Of a model that is only in the hub's cache; with the overrides."""
-    from workers.policy.loading import load_model_config
-
-    try:
-        found: dict[str, Any] = load_model_config(network).get_text_config().to_dict()
-    except UserError:
-        raise UserError(
-            f"{name}={network.path!r} is neither a folder with config.json nor a model in the local hub cache; to plan "
-            f"without one: --like {' | '.join(LIKE)}{did_you_mean(str(network.path).rpartition('/')[2].lower(), LIKE)}"
-        ) from None
-    return found
-
-
-def _counted_on_meta(network: NetworkConfig) -> int:
-    from workers.policy.loading import count_parameters
-
-    return count_parameters(network)
+    return replace(found, uncounted=count_parameters(network) - found.parameters)

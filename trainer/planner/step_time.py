@@ -125,25 +125,24 @@ def generation_seconds(
 
 @dataclass(frozen=True)
 class Spread:
-    """How a network lies on the devices of a run. ranks: that share one copy of it. copies: of the whole. per_node:
-    devices of a machine; ranks that share a copy are neighbours."""
+    """How a network lies on the devices of a run. ranks: that share one copy of it, neighbours. copies: of the whole.
+    per_node: devices of a machine."""
 
     ranks: int
     copies: int = 1
     per_node: int = 8
 
-    def bandwidth(self, device: Accelerator, ranks: int) -> float:
-        """Of the slowest way between `ranks` neighbours, bytes/s."""
-        return device.link if ranks <= self.per_node else device.network
-
     def gather_seconds(self, whole: float, device: Accelerator) -> float:
         """`whole` bytes gathered from the ranks that share them, or summed and left to them in parts."""
-        return whole * (self.ranks - 1) / self.ranks / self.bandwidth(device, self.ranks)
+        return whole * (self.ranks - 1) / self.ranks / self._bandwidth(device, self.ranks)
 
     def all_reduce_seconds(self, whole: float, device: Accelerator) -> float:
         """A rank's part of `whole` bytes summed over the copies."""
         part = 2.0 * whole / self.ranks
-        return part * (self.copies - 1) / self.copies / self.bandwidth(device, self.ranks * self.copies)
+        return part * (self.copies - 1) / self.copies / self._bandwidth(device, self.ranks * self.copies)
+
+    def _bandwidth(self, device: Accelerator, ranks: int) -> float:
+        return device.link if ranks <= self.per_node else device.network
 
 
 def sync_seconds(shape: ModelShape, spread: Spread, size: int, device: Accelerator) -> float:
@@ -153,19 +152,11 @@ def sync_seconds(shape: ModelShape, spread: Spread, size: int, device: Accelerat
 
 
 def reduction_seconds(
-    shape: ModelShape,
-    trained: int,
-    spread: Spread,
-    size: int,
-    device: Accelerator,
-    *,
-    micro_batches: float,
-    reductions: float,
+    shape: ModelShape, trained: int, spread: Spread, size: int, device: Accelerator, micro_batches: int, reductions: int
 ) -> float:
     """Weights gathered for forward and backward of each micro-batch, and fp32 gradients summed `reductions` times. It
     overlaps with arithmetic: a floor where that is shorter."""
     gathered = 2.0 * micro_batches * spread.gather_seconds(float(size * shape.parameters), device)
     gradients = 4.0 * trained
-    return gathered + reductions * (
-        spread.gather_seconds(gradients, device) + spread.all_reduce_seconds(gradients, device)
-    )
+    summed = spread.gather_seconds(gradients, device) + spread.all_reduce_seconds(gradients, device)
+    return gathered + reductions * summed

@@ -1,1 +1,1 @@
-"""Sweeps: what is asked (`space`, `options`, `target`), what is known (`study`), and the runs (`tuning`, `child`)."""
+"""Sweeps: what is asked (`space`, `question`, `checks`), what is known (`study`), and the runs (`tuning`, `child`)."""

@@ -29,13 +29,12 @@ from typing import Any
 
 from trainer.checkpoint import write_atomically
 from trainer.evaluate.intervals import student_t
-from trainer.sweeps.options import Question, Search
-from trainer.sweeps.space import Value, read_space
-from trainer.sweeps.target import Target
+from trainer.sweeps.question import STOP, Question, Search
+from trainer.sweeps.space import Value
 from verl_lite.errors import UserError
 
-STOP = "stop"
-"""A file that asks runs to end: in the study's folder all of them, in a trial's those of the trial."""
+COMMAND = ("-m", "trainer.main_ppo")
+"""What a run is, after python."""
 
 _DESCRIPTION, _LOG = "study.json", "log.jsonl"
 
@@ -47,7 +46,7 @@ class Run:
     Args:
         seed: None where the study has no seeds. words: of its command, after python.
         state: waiting | running | done | failed | stopped.
-        values: of the metric by step, as far as this process has seen them; value: the one that counts.
+        values: of the metric by step, as far as this process has seen them; value: the last, once it is done.
     """
 
     seed: int | None
@@ -60,23 +59,10 @@ class Run:
     steps: int = 0
     values: dict[int, float] = field(default_factory=dict)
 
-    @property
-    def log(self) -> Path:
-        return self.folder.with_suffix(".log")
-
-    def counted(self, take: str, mode: str) -> float | None:
-        """The last value or the best one; None before there is any."""
-        if take == "last" or not self.values:
-            return self.values[max(self.values)] if self.values else None
-        return (max if mode == "max" else min)(self.values.values())
-
 
 @dataclass
 class Trial:
-    """A choice of parameters, with a run for each seed. means: over the runs that had begun, by step, as judged.
-
-    problem: what the command says of the parameters, so that nothing is run. left_out: it is no failure.
-    """
+    """A choice of parameters, with a run for each seed. means: over the runs that had begun, by step, as judged."""
 
     number: int
     parameters: dict[str, Value]
@@ -84,8 +70,6 @@ class Trial:
     runs: list[Run]
     means: dict[int, float] = field(default_factory=dict)
     is_pruned: bool = False
-    problem: str = ""
-    left_out: bool = False
 
     @property
     def state(self) -> str:
@@ -93,10 +77,8 @@ class Trial:
         states = {run.state for run in self.runs}
         if states == {"done"}:
             return "complete"
-        if self.is_pruned or self.left_out:
-            return "pruned"
-        if self.problem or "failed" in states:
-            return "failed"
+        if self.is_pruned or "failed" in states:
+            return "pruned" if self.is_pruned else "failed"
         return "waiting" if states == {"waiting"} else "running"
 
     @property
@@ -106,7 +88,7 @@ class Trial:
     @property
     def values(self) -> list[float]:
         """Of the runs that are done."""
-        return [run.value for run in self.runs if run.state == "done" and run.value is not None]
+        return [run.value for run in self.runs if run.value is not None]
 
     @property
     def value(self) -> float | None:
@@ -125,7 +107,7 @@ class Trial:
 
     @property
     def error(self) -> str:
-        return self.problem or next((run.error for run in self.runs if run.error), "")
+        return next((run.error for run in self.runs if run.error), "")
 
     @property
     def commands(self) -> list[str]:
@@ -140,39 +122,28 @@ class Study:
     folder: Path
     question: Question
     search: Search
-    cwd: str
     trials: list[Trial] = field(default_factory=list)
-
-    @property
-    def target(self) -> Target:
-        return Target.of(self.question)
 
     @classmethod
     def load(cls, folder: Path) -> Study:
         """Raises UserError if there is none, or if it is damaged."""
         path = folder / _DESCRIPTION
+        if not path.is_file():
+            raise UserError(f"--study {folder}: there is no study; to begin one, give KEY=A,B and --metric as well")
         try:
             kept = json.loads(path.read_text())
-            study = cls(folder, _read_question(kept), Search(**kept["search"]), kept["cwd"])
+            study = cls(folder, search=Search(**kept.pop("search")), question=Question(**kept))
             path = folder / _LOG
             lines = path.read_text().split("\n") if path.exists() else []
             for line in lines[:-1]:  # what stands after the last newline, a crash cut off
                 study._replay(json.loads(line))
             return study
-        except FileNotFoundError:
-            raise UserError(
-                f"--study {folder}: there is no study ({_DESCRIPTION}). To begin one, give keys with values "
-                "(actor.optim.lr=1e-6,3e-6) and --metric as well"
-            ) from None
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(
-                f"--study: {path} cannot be read ({str(error).partition(chr(10))[0]}): it is damaged, or was written "
-                "by an earlier version. Put a copy in its place, or begin a study with another name"
-            ) from None
+            raise UserError(f"--study: {path} cannot be read ({error}): begin a study with another name") from None
 
     def save(self) -> None:
         """Writes what was asked. Raises UserError if nothing can be written there."""
-        kept = _written(self.question, self.cwd) | {"search": dataclasses.asdict(self.search), "cwd": self.cwd}
+        kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.folder / _DESCRIPTION, json.dumps(kept, indent=1))
@@ -181,24 +152,20 @@ class Study:
 
     def refuse_another(self, question: Question) -> None:
         """Raises UserError, saying what differs and how to go on, if the study was begun with another question."""
-        before, now = json.loads((self.folder / _DESCRIPTION).read_text()), _written(question, self.cwd)
-        changes = [f"{name} was {before[name]}, and is {now[name]}" for name in now if now[name] != before[name]]
+        before, now = dataclasses.asdict(self.question), dataclasses.asdict(question)
+        changes = [f"  {name} was {before[name]}, and is {now[name]}\n" for name in now if now[name] != before[name]]
         if changes:
             raise UserError(
-                f"--study {self.folder} was begun with another question:\n  "
-                + "\n  ".join(changes)
-                + "\nTrials of two "
-                "questions cannot be compared. To go on with the old one:\n  python -m trainer.sweep --study "
-                f"{shlex.quote(str(self.folder))}\nor give the new one a name of its own: --study NAME"
+                f"--study {self.folder} was begun with another question:\n{''.join(changes)}To go on with the old one: "
+                f"python -m trainer.sweep --study {shlex.quote(str(self.folder))}; for the new one: --study NAME"
             )
 
     # ------------------------------------------------------------------------------------------------------ the log
 
-    def begin(self, parameters: Mapping[str, Value], problem: str = "", left_out: bool = False) -> Trial:
+    def begin(self, parameters: Mapping[str, Value]) -> Trial:
         """A new trial."""
-        number = len(self.trials)
-        self._log(trial=number, parameters=dict(parameters), problem=problem, left_out=left_out)
-        return self.trials[number]
+        self._log(trial=len(self.trials), parameters=dict(parameters))
+        return self.trials[-1]
 
     def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
         """The mean of a trial's runs at a step, and whether it is pruned for it; then its runs are asked to end."""
@@ -219,8 +186,7 @@ class Study:
 
     def _log(self, **event: Any) -> None:
         with (self.folder / _LOG).open("rb+" if (self.folder / _LOG).exists() else "wb+") as file:
-            whole = file.read()
-            file.seek(whole.rfind(b"\n") + 1)  # over what a crash cut off
+            file.seek(file.read().rfind(b"\n") + 1)  # over what a crash cut off
             file.truncate()
             file.write(json.dumps(event).encode() + b"\n")
             file.flush()
@@ -230,12 +196,13 @@ class Study:
     def _replay(self, event: dict[str, Any]) -> None:
         number = event["trial"]
         if "parameters" in event:
-            seeds: tuple[int | None, ...] = self.question.seeds or (None,)
-            folder, target = self.folder / "trials" / f"{number:04}", self.target
-            folders = {seed: folder / ("run" if seed is None else f"seed-{seed}") for seed in seeds}
-            runs = [Run(seed, path, target.words(event["parameters"], seed)) for seed, path in folders.items()]
-            known = {"problem": event["problem"], "left_out": event["left_out"]}
-            self.trials.append(Trial(number, event["parameters"], folder, runs, **known))
+            folder, parameters = self.folder / "trials" / f"{number:04}", event["parameters"]
+            runs = []
+            seeds: list[int | None] = [*self.question.seeds] if self.question.seeds else [None]
+            for seed in seeds:
+                words = [*COMMAND, *self.question.command(parameters, seed)]
+                runs.append(Run(seed, folder / ("run" if seed is None else f"seed-{seed}"), words))
+            self.trials.append(Trial(number, parameters, folder, runs))
             return
         trial = self.trials[number]
         if "mean" in event:
@@ -243,8 +210,7 @@ class Study:
             trial.is_pruned |= event["prune"]
             return
         run = next(run for run in trial.runs if run.seed == event["seed"])
-        run.state = event["state"]
-        run.value, run.error = event.get("value"), event.get("error", "")
+        run.state, run.value, run.error = event["state"], event.get("value"), event.get("error", "")
         run.seconds, run.steps = event.get("seconds", 0.0), event.get("steps", 0)
 
     # ------------------------------------------------------------------------------------------------------ results
@@ -254,29 +220,26 @@ class Study:
         done = [trial for trial in self.trials if trial.state == "complete"]
         return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.question.mode == "max")
 
-    def write_csv(self) -> Path:
-        """trials.csv: a line for each trial. Gives its path."""
+    def write_csv(self) -> None:
+        """trials.csv: a line for each trial."""
         names = [parameter.name for parameter in self.question.space]
         rows = [["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"]]
         for trial in self.trials:
             numbers = ["" if number is None else f"{number:.6g}" for number in (trial.value, trial.half_width)]
-            seconds = f"{sum(run.seconds for run in trial.runs):.1f}"
-            folders = ";".join(str(run.folder.relative_to(self.folder)) for run in trial.runs)
             parameters = [str(trial.parameters[name]) for name in names]
-            steps, error = str(max(run.steps for run in trial.runs)), trial.error.partition("\n")[0]
-            rows.append([str(trial.number), trial.state, *numbers, *parameters, steps, seconds, error, folders])
-            rows[-1].append("\n".join(trial.commands))
+            steps, seconds = max(run.steps for run in trial.runs), sum(run.seconds for run in trial.runs)
+            folders = ";".join(str(run.folder.relative_to(self.folder)) for run in trial.runs)
+            rest = [str(steps), f"{seconds:.1f}", trial.error.partition("\n")[0], folders, "\n".join(trial.commands)]
+            rows.append([str(trial.number), trial.state, *numbers, *parameters, *rest])
         text = io.StringIO(newline="")
         csv.writer(text).writerows(rows)
         write_atomically(self.folder / "trials.csv", text.getvalue())
-        return self.folder / "trials.csv"
 
 
 def usual_folder(question: Question) -> Path:
     """The folder of a study that was given no name: the same for the same question."""
-    text = json.dumps(_written(question, os.getcwd()), sort_keys=True)
-    name = question.command.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
-    return Path("runs/sweeps").absolute() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    text = json.dumps([os.getcwd(), dataclasses.asdict(question)], sort_keys=True)
+    return Path("runs/sweeps").absolute() / f"main_ppo-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 @contextmanager
@@ -286,30 +249,5 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"--study {folder}: another sweep works on it. To use more machines give that one --ray-address; for "
-                "another question give --study NAME"
-            ) from None
+            raise UserError(f"--study {folder}: another sweep works on it; to begin one: --study NAME") from None
         yield
-
-
-def _written(question: Question, cwd: str) -> dict[str, Any]:
-    """What study.json says of a question; files with a hash of what is in them."""
-    kept = dataclasses.asdict(dataclasses.replace(question, space=()))
-    kept["space"] = {parameter.key: parameter.written for parameter in question.space}
-    try:
-        kept["files"] = {file: hashlib.sha256((Path(cwd) / file).read_bytes()).hexdigest() for file in question.files}
-    except OSError as error:
-        raise UserError(f"--config {error.filename}: cannot be read: {error.strerror}") from None
-    return dict(json.loads(json.dumps(kept)))
-
-
-def _read_question(kept: dict[str, Any]) -> Question:
-    """The other way."""
-    return Question(
-        **{name: kept[name] for name in ("command", "options", "metric", "mode", "take")},
-        files=tuple(kept["files"]),
-        settings=tuple(kept["settings"]),
-        space=read_space(kept["space"])[0],
-        seeds=None if kept["seeds"] is None else tuple(kept["seeds"]),
-    )

@@ -1,13 +1,16 @@
-"""Whole sweeps on Ray Tune: of a stand-in for a training, of real ones, and on the machines of a cluster."""
+"""Whole sweeps on Ray Tune: killed and gone on with, of real trainings, and on the machines of a cluster."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,34 +18,143 @@ import pytest
 from tests.ray_machines import AUTH, RayMachines
 from tests.tiny_run import ROOT, TinyTask
 from tests.trainer.sweeps.fake_trial import METRIC
-from tests.trainer.sweeps.test_killed import FAKE, runs_alive, started, starts
-from trainer.sweep import main
 from trainer.sweeps.study import Study
+from verl_lite.errors import UserError
 from verl_lite.machine.gpus import Gpu, GpuProcess
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
-PATIENCE_S = 240.0
+FAKE = Path(__file__).with_name("fake_trial.py")
+FAKED = f"""
+import os, sys
+from trainer.sweeps import checks, study
+from verl_lite.config import PPOConfig
+config = PPOConfig()
+config.trainer.device = "cpu"
+study.COMMAND = ({str(FAKE)!r},)
+checks.load, checks.problem, checks.check_sweep = lambda *_: config, lambda *_: "", lambda *_: None
+log = study.Study._log
+def killed(self, **event):
+    log(self, **event)
+    if event.get("prune") and "KILLED" in os.environ:
+        os.kill(os.getpid(), 9)
+study.Study._log = killed
+from trainer.sweep import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
-def words(folder: Path, *more: str) -> list[str]:
-    return ["--command", str(FAKE), "--options", "none", "--metric", METRIC, "--study", str(folder), *more]
+def started(folder: Path, *words: str, code: str = FAKED, **environment: str) -> subprocess.Popen[str]:
+    """A sweep in a process of its own, of stand-ins for trainings."""
+    command = [sys.executable, *(["-c", code] if code else ["-m", "trainer.sweep"]), *words, "--study", str(folder)]
+    with folder.with_suffix(".out").open("a") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdout=output,
+            stderr=output,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
+        )
+
+
+def wait_until(done: Callable[[], bool], output: Path) -> None:
+    deadline = time.monotonic() + 500
+    while not done():
+        assert time.monotonic() < deadline, output.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def starts(run: Path) -> list[dict[str, object]]:
+    file = run / "starts"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def over(folder: Path) -> dict[Path, int]:
+    """Starts of the runs that need no more: of trials that are over, and those that are done."""
+    trials = Study.load(folder).trials if (folder / "study.json").exists() else []
+    return {run.folder: len(starts(run.folder)) for t in trials for run in t.runs if t.is_over or run.state == "done"}
+
+
+def runs_alive(folder: Path) -> list[int]:
+    pids = [start["pid"] for run in folder.glob("trials/*/*/starts") for start in starts(run.parent)]
+    return [int(str(pid)) for pid in pids if Path("/proc", str(pid), "stat").exists()]
+
+
+def check(folder: Path, steps: int) -> list[str]:
+    study = Study.load(folder)
+    for run in (run for trial in study.trials for run in trial.runs):
+        assert not (run.folder / "twice").exists()
+        done = (run.folder / "steps").read_text().split() if (run.folder / "steps").exists() else []
+        repeated = len(done) - len(set(done))
+        assert repeated < max(1, len(starts(run.folder))), "at most the step at hand, at each kill, is done again"
+        assert run.state != "done" or set(done) == {str(step) for step in range(1, steps + 1)}
+    return [trial.state for trial in study.trials]
 
 
 @pytest.mark.slow
-def test_failures_by_cause_a_clean_environment_and_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+def test_killed_and_stopped_in_the_middle_it_goes_on_and_nothing_runs_twice(tmp_path: Path) -> None:
+    """kill -9 right after the log says that a trial is pruned (issue 16, line 17); Ctrl-C; the same command again."""
+    folder, output = tmp_path / "study", tmp_path / "study.out"
+    words = ["x=3,2,1,0.5", "steps=8", "pause=0.2", "--pruner", "asha:reduction_factor=2", "--slots", "2"]
+    words += ["--metric", METRIC]
+    assert started(folder, *words, KILLED="1").wait(timeout=500) == -signal.SIGKILL, output.read_text()
+    before = over(folder)
+    assert before and "pruned" in [trial.state for trial in Study.load(folder).trials]
+    wait_until(lambda: not runs_alive(folder), output)  # no run outlives its sweep
+
+    log = (folder / "log.jsonl").read_text()
+    process = started(folder, *words)
+    wait_until(lambda: (folder / "log.jsonl").read_text() != log and bool(runs_alive(folder)), output)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=300) == 130 and not runs_alive(folder), output.read_text()
+    assert "To go on: python -m trainer.sweep x=3,2,1,0.5" in output.read_text()
+
+    assert started(folder, *words).wait(timeout=500) == 0, output.read_text()
+    assert before.items() <= over(folder).items(), "a pruned trial is not run again"
+    states = check(folder, 8)
+    assert states[0] == "complete" and len(states) == 4 and set(states) == {"complete", "pruned"}, output.read_text()
+
+
+@pytest.mark.long
+def test_killed_at_twenty_random_instants(tmp_path: Path) -> None:
+    folder, chance, known = tmp_path / "study", random.Random(1), dict[Path, int]()
+    words = ["x=1,2,3,4", "y=a,b", "steps=12", "pause=0.3", "--seeds", "2", "--pruner", "asha:reduction_factor=2"]
+    words += ["--metric", METRIC, "--slots", "2"]
+    for number in range(20):
+        process = started(folder, *words)
+        log, before = folder / "log.jsonl", time.monotonic()
+        size = log.stat().st_size if log.exists() else 0
+        while process.poll() is None and time.monotonic() - before < 120:  # from the first event on
+            if log.exists() and log.stat().st_size > size:
+                break
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 2 if number else 5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if number % 2:  # every other time the next sweep begins while the runs may still end
+            wait_until(lambda: not runs_alive(folder), folder.with_suffix(".out"))
+        now = over(folder)
+        assert known.items() <= now.items(), "what was over did not start again, and stays over"
+        known = now
+    assert started(folder, *words).wait(timeout=300) == 0, folder.with_suffix(".out").read_text()[-3000:]
+    assert known.items() <= over(folder).items()
+    states = check(folder, 12)
+    assert len(states) == 8 and set(states) <= {"complete", "pruned"}, states
+
+
+@pytest.mark.slow
+def test_failures_by_cause_a_clean_environment_and_the_table(tmp_path: Path) -> None:
     kinds = {
-        "good": ["x=2"],
-        "lost": ["x=1", "fail=lost", "times=1", "at=2"],
-        "lost_for_good": ["x=1", "fail=lost"],
-        "wrong": ["x=1", "fail=input"],
-        "broken": ["x=1", "fail=error"],
+        "good": {"x": 2},
+        "lost": {"x": 1, "fail": "lost", "times": 1, "at": 2},
+        "lost_for_good": {"x": 1, "fail": "lost"},
+        "wrong": {"x": 1, "fail": "input"},
+        "broken": {"x": 1, "fail": "error"},
     }
     file = tmp_path / "sweep.yaml"
-    file.write_text(json.dumps({"space": {"kind": kinds}, "settings": {"steps": 3}, "retries": 1, "slots": 2}))
-    assert main(words(tmp_path / "study", "--file", str(file))) == 1
+    file.write_text(json.dumps({"space": {"kind": kinds}, "settings": {"steps": 3}, "retries": 1, "metric": METRIC}))
+    process = started(tmp_path / "study", "--file", str(file), "--slots", "2", RAY_ADDRESS="10.0.0.9:6379")
+    assert process.wait(timeout=500) == 1
     trials = {str(trial.parameters["kind"]): trial for trial in Study.load(tmp_path / "study").trials}
     assert [trial.state for trial in trials.values()] == ["complete", "complete", *["failed"] * 3]
     counts = {kind: len(starts(trial.runs[0].folder)) for kind, trial in trials.items()}
@@ -54,48 +166,33 @@ def test_failures_by_cause_a_clean_environment_and_the_table(
     assert isinstance(environment, dict) and environment["OMP_NUM_THREADS"] == "1"
     assert not [name for name in environment if name.startswith(("RAY_", "TUNE_")) or name == "VERL_LITE_RUN"]
     assert environment.get("TMPDIR") == os.environ.get("TMPDIR"), "the sweep's own ends with the sweep"
-    told = capsys.readouterr().out
+    told = (tmp_path / "study.out").read_text()
     assert f"trial 3 failed: {trials['wrong'].error}"[:80] in told and "To train trial 0 in full:" in told
 
 
 @pytest.mark.slow
 def test_a_real_training_killed_with_its_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     task, folder, metric = TinyTask(tmp_path), tmp_path / "study", "critic/score/mean"
-    usual = [*task.options, "trainer.backend=inline", "reward.num_workers=0", "trainer.total_training_steps=4"]
+    usual = [*task.options, "trainer.backend=inline", "reward.num_workers=0", "trainer.total_training_steps=3"]
     argv = [*usual, "trainer.save_freq=1", "actor.optim.lr=1e-3,1e-4", "--seeds", "[3]", "--slots", "2"]
-    more = ["--command", "trainer.main_ppo", "--options", "ppo", "--metric", metric, "--take", "best"]
-    process = started(folder, *argv, *more)
-    while not list(folder.glob("trials/*/seed-3/global_step_1")):
-        assert process.poll() is None, folder.with_suffix(".out").read_text()
-        time.sleep(0.05)
+    process = started(folder, *argv, "--metric", metric, code="")
+    output = folder.with_suffix(".out")
+    wait_until(lambda: bool(list(folder.glob("trials/*/*/global_step_1"))) or process.poll() is not None, output)
     process.send_signal(signal.SIGKILL)
     process.wait()
     begun = {path.parents[1].name for path in folder.glob("trials/*/seed-3/global_step_1")}
-    assert main(["--study", str(folder), "--slots", "2"]) == 0
+    assert started(folder, "--slots", "2", code="").wait(timeout=500) == 0, output.read_text()
     study = Study.load(folder)
     assert [trial.state for trial in study.trials] == ["complete"] * 2 and begun
     for trial in study.trials:
         rows = [json.loads(line) for line in (trial.runs[0].folder / "metrics.jsonl").read_text().splitlines()]
-        scores = [(row["step"], row["data"][metric]) for row in rows if metric in row["data"]]
-        assert sorted({step for step, _ in scores}) == [1, 2, 3, 4] and trial.value == max(value for _, value in scores)
+        scores = [(row["step"], row["data"][metric]) for row in rows if metric in row.get("data", {})]
+        assert sorted({step for step, _ in scores}) == [1, 2, 3] and trial.value == scores[-1][1]
         assert trial.folder.name not in begun or scores[0][0] == 1 != scores[1][0], "step 1 had a checkpoint"
-
-
-def test_the_sweep_of_the_recipe_is_checked_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every word of recipes/grpo/sweep.yaml, in all six combinations; the recipe's model and data are not made here."""
-    from trainer.sweeps.options import read_options
-    from trainer.sweeps.target import Target, check, find_target
-
-    for step in ("prepare", "_check"):
-        monkeypatch.setattr(Target, step, lambda self, _: None)
-    options = read_options(["--file", str(ROOT / "recipes/grpo/sweep.yaml")])
-    assert options.question is not None and options.search is not None and options.question.seeds == (1, 2)
-    assert check(find_target(options.question), options.search) == []
 
 
 def test_devices_of_foreign_processes_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.sweeps import child, tuning
-    from verl_lite.errors import UserError
 
     def gpu(index: int, *held_gib: int) -> Gpu:
         processes = tuple(GpuProcess(4_000_000 + number, gib << 30) for number, gib in enumerate(held_gib))
@@ -105,68 +202,48 @@ def test_devices_of_foreign_processes_are_passed_over(monkeypatch: pytest.Monkey
     for module in (tuning, child):
         monkeypatch.setattr(module, "list_gpus", lambda: there)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert tuning._free_devices(False, told.append) == ["2"]
-    assert "GPU 0 (H100, GPU-0) is in use" in told[0] and "passed over" in told[0]
+    assert tuning.free_devices(told.append) == ["2"]
+    assert "passed over: GPU 0 (H100, GPU-0) is in use" in told[0]
     monkeypatch.setattr(child.watcher, "marked_processes", lambda mark, token: [4_000_000])
-    assert child._busy_device("mine") == "", "what this sweep's own runs hold is no reason"
+    assert child.busy_device("mine") == "", "what this sweep's own runs hold is no reason"
     monkeypatch.setattr(child.watcher, "marked_processes", lambda mark, token: [])
-    assert "is in use" in child._busy_device("mine")
+    assert "is in use" in child.busy_device("mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UserError, match=r"(?s)no device is free:\n.*--wait"):
-        tuning._free_devices(False, told.append)
+    with pytest.raises(UserError, match=r"(?s)no device is free.*CUDA_VISIBLE_DEVICES"):
+        tuning.free_devices(told.append)
 
 
 # ---------------------------------------------------------------------------------------------------------- a cluster
 
 
-def test_an_address_without_a_cluster_ends_the_sweep_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("trainer.sweeps.tuning._FIRST_ANSWER_S", 0.3)
+def test_an_address_without_a_cluster_ends_the_sweep_before_it_begins(tmp_path: Path) -> None:
     with socket.create_server((FIRST, 0)) as server:
         port = server.getsockname()[1]
-    assert main(words(tmp_path / "s", "--slots", "1", "--ray-address", f"{FIRST}:{port}", "x=1,2")) == 2
-    assert "nobody has answered" in capsys.readouterr().err and not (tmp_path / "s").exists()
+    code = f"from trainer.sweeps import tuning\ntuning._FIRST_ANSWER_S = 0.3\n{FAKED}"
+    process = started(tmp_path / "s", "x=1,2", "--ray-address", f"{FIRST}:{port}", code=code)
+    assert process.wait(300) == 2
+    assert "nobody has answered" in (tmp_path / "s.out").read_text() and not (tmp_path / "s").exists()
 
 
 @pytest.fixture
-def machines() -> Iterator[RayMachines]:
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayMachines]:
     """Two with a core each."""
+    for name, value in AUTH.items():
+        monkeypatch.setenv(name, value)
     cluster = RayMachines([FIRST, SECOND], slots=1, env={})
     yield cluster
     cluster.close()
 
 
 @pytest.mark.slow
-def test_on_a_cluster_it_is_killed_then_loses_a_machine_then_the_head(
-    tmp_path: Path, machines: RayMachines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in AUTH.items():
-        monkeypatch.setenv(name, value)
-    folder, argv = tmp_path / "s", ["x=1,2", "steps=400", "pause=0.1", "--ray-address", machines.address]
-    output = folder.with_suffix(".out")
-    assert started(folder, *argv, "--threads", "4").wait(PATIENCE_S) == 2
-    assert "each run asks for {'CPU': 4.0} on one machine, and none has that" in output.read_text()
-
-    def wait_until(what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not {"two run": len(runs_alive(folder)) == 2, "none": not runs_alive(folder)}.get(
-            what, what in output.read_text()
-        ):
-            assert time.monotonic() < deadline, (what, output.read_text())
-            time.sleep(0.1)
-
-    process = started(folder, *argv)
-    wait_until("two run")
-    process.kill()
-    process.wait()
-    wait_until("none")
-    assert [trial.state for trial in Study.load(folder).trials] == ["waiting"] * 2
-
-    process = started(folder, *argv)
-    wait_until("two run")
+def test_on_a_cluster_it_loses_a_machine_then_the_head(tmp_path: Path, machines: RayMachines) -> None:
+    folder, output = tmp_path / "s", tmp_path / "s.out"
+    words = ["x=1,2", "steps=400", "pause=0.1", "--metric", METRIC, "--ray-address", machines.address]
+    process = started(folder, *words)
+    wait_until(lambda: len(runs_alive(folder)) == 2, output)
     machines.kill(SECOND)
-    wait_until("the machine, or its part of Ray, was lost; again, from its last checkpoint")
+    told = "the machine, or its part of Ray, was lost; again, from its last checkpoint"
+    wait_until(lambda: told in output.read_text(), output)
     machines.kill_head()
-    assert process.wait(PATIENCE_S) == 1 and "is gone. To go on: the same command" in output.read_text()
-    wait_until("none")
+    assert process.wait(300) == 1 and "is gone. To go on: the same command" in output.read_text()
+    wait_until(lambda: not runs_alive(folder), output)

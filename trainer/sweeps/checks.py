@@ -1,0 +1,102 @@
+"""What is wrong with a sweep, found before any run starts."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Collection
+from contextlib import suppress
+
+from trainer.metric_docs import find, metrics
+from trainer.recipe import prepare_recipe, recipe_overrides
+from trainer.run import resolve_slots
+from trainer.sweeps.question import Question, Search
+from trainer.sweeps.space import MOST_LISTED, Value, combinations
+from verl_lite.config import ConfigError, PPOConfig, load_config
+from verl_lite.config.checks import validate
+from verl_lite.errors import UserError
+
+OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
+"""Keys that a sweep gives to each run itself."""
+
+_MOST_LOOKED_AT = 256
+"""Combinations that are checked before the start; every other one is before it runs."""
+
+
+def load(question: Question, values: dict[str, Value]) -> PPOConfig:
+    """The configuration of a trial. Raises ConfigError."""
+    return load_config(question.command(values), recipe_loader=recipe_overrides).config
+
+
+def problem(question: Question, values: dict[str, Value], gpus: int | None) -> str:
+    """What the command would say of a combination; empty if it would start. gpus: of each run; None = on a CPU."""
+    try:
+        config = load(question, values)
+        config.trainer.n_gpus_per_node = config.trainer.n_gpus_per_node or gpus
+        validate(config, slots=resolve_slots(config), available=gpus)
+    except UserError as error:
+        return str(error).replace(" (command line)", "")
+    return ""
+
+
+def planned(question: Question, search: Search) -> list[dict[str, Value]] | None:
+    """All combinations that may be run; None where the space is drawn from, since it has no end or is very large."""
+    size = math.prod(MOST_LISTED + 1 if (v := p.values()) is None else len(v) for p in question.space)
+    is_drawn = search.kind == "optuna" or (search.kind == "random" and size > MOST_LISTED)
+    return None if is_drawn else list(combinations(question.space))
+
+
+def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
+    """Everything that can be told before a sweep starts; prepares the recipe. Raises UserError."""
+    ends = [word for parameter in question.space for value in parameter.ends() for word in parameter.words(value)]
+    keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*question.words, *ends))
+    problems = [f"{key}: a sweep gives it to each run itself; leave it out" for key in keys if key in OWN_KEYS]
+    if question.seeds is not None and "trainer.seed" in keys:
+        problems.append("trainer.seed is given, and --seeds gives it to each run: leave one out")
+    if not question.space and (question.seeds is None or search.kind != "grid"):
+        problems.append("there is nothing to vary: give a key several values (KEY=A,B), a range, or --seeds 3")
+    if not question.metric:
+        problems.append("--metric is not given: what shall be compared, such as val-core/gsm8k/acc/mean@1?")
+    if problems:
+        raise UserError("\n".join(problems))
+    plan = planned(question, search) or combinations(question.space, corners=True)
+    looked_at = list(itertools.islice(plan, _MOST_LOOKED_AT))
+    with suppress(ConfigError):  # which is told below
+        prepare_recipe(load(question, looked_at[0]))  # its model and data, once and not in all runs at the same time
+    refused = {str(values): text for values in looked_at if (text := problem(question, values, gpus))}
+    if refused:
+        told = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]
+        raise UserError("\n".join([f"{len(refused)} of {len(looked_at)} combinations would be refused:", *told]))
+    check_metric_name(question.metric)
+    config, metric = load(question, looked_at[0]), question.metric
+    is_validated = config.trainer.test_freq != 0 and bool(config.data.val_files or config.agentic.val_batch_size)
+    if metric.startswith("val-") and not is_validated:
+        raise UserError(f"--metric {metric}: nothing is validated: set data.val_files and trainer.test_freq=20")
+    asked, answers = metric.rpartition("@")[2], config.rollout.val_kwargs.n
+    if metric.startswith("val-core/") and asked.isdigit() and int(asked) != answers:
+        raise UserError(f"--metric {metric}: rollout.val_kwargs.n={answers}, so a run logs ...@{answers}")
+
+
+def check_metric_name(metric: str) -> None:
+    """Raises UserError for a name that no run logs: one that is not documented, and in a closed family, or very near
+    to a documented one. Other names may come from code of users."""
+    if find(metric) is not None:
+        return
+    known = [name for documented in metrics() for name in documented.names]
+    family, slash, rest = metric.partition("/")
+    if family in ("val-core", "val-aux"):
+        names = [name for name in known if name.startswith(f"{family}/") and "@" in name and "ci95" not in name]
+        raise UserError(f"--metric {metric}: names of {family}/ are {', '.join(names)}")
+    families = {name.partition("/")[0] for name in known if "/" in name}
+    near = difflib.get_close_matches(metric, known, n=1, cutoff=0.9)
+    if not near and slash and family not in families:
+        near = [f"{found}/{rest}" for found in difflib.get_close_matches(family, families, n=1, cutoff=0.6)]
+    if near:
+        raise UserError(f"--metric {metric}: no metric is called so; did you mean {near[0]}? METRICS.md has all")
+
+
+def missing_metric(metric: str, names: Collection[str], run: str) -> str:
+    """What to say when a run has ended without the metric."""
+    near = ", ".join(difflib.get_close_matches(metric, names, n=3, cutoff=0.5) or sorted(names)[:5]) or "none"
+    return f"--metric {metric}: {run} does not log it (of {len(names)} names it logs {near})"

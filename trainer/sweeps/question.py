@@ -1,0 +1,218 @@
+"""What a sweep is asked: its command line and, under it, a sweep file in YAML (`SWEEPS.md` shows one)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from trainer.sweeps.space import Space, Value, as_text, read_parameter
+from verl_lite.config import parse_value
+from verl_lite.errors import UserError
+
+STOP = "stop"
+"""A file that asks runs to end: in the study's folder all of them, in a trial's those of the trial."""
+
+_ASHA = ("grace_period", "reduction_factor", "brackets")
+_GONE = {
+    "--command": "a trial is one trainer.main_ppo",
+    "--options": "a trial is one trainer.main_ppo",
+    "--take": "the last value of a run counts",
+    "--again": "to run failed trials once more give the study another name: --study NAME",
+    "--skip-invalid": "leave out values that the command would refuse",
+    "--share": "--slots and --per-trial say what runs use",
+    "--threads": "write OMP_NUM_THREADS=N before the command",
+    "--wait": "begin when a device is free, or name others with CUDA_VISIBLE_DEVICES",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What decides a study: the same for its whole life.
+
+    Args:
+        words: `key=value`, settings and parameters. files: `--config` of each run, with their text.
+        seeds: of each trial's runs; None = one run with the seed that the settings have.
+        metric, mode: what is compared, and whether max or min is better.
+    """
+
+    words: list[str]
+    files: dict[str, str]
+    seeds: list[int] | None
+    metric: str
+    mode: str
+
+    @cached_property
+    def space(self) -> Space:
+        """The parameters. Raises UserError for a word that means nothing."""
+        return tuple(parameter for word in self.words if (parameter := read_parameter(word)) is not None)
+
+    def command(self, values: Mapping[str, Value], seed: int | None = None) -> list[str]:
+        """The words of a run's `trainer.main_ppo`."""
+        files = [word for file in self.files for word in ("--config", file)]
+        chosen = [word for parameter in self.space for word in parameter.words(values[parameter.name])]
+        seeds = [] if seed is None else [f"trainer.seed={seed}"]
+        return [*files, *(word for word in self.words if read_parameter(word) is None), *chosen, *seeds]
+
+
+@dataclass(frozen=True)
+class Search:
+    """How trials are chosen, which may change while a study lives.
+
+    Args:
+        kind: grid | random | optuna. trials: None = the whole grid.
+        asha: parameters of the pruner, as Ray Tune names them; None = nothing is pruned.
+    """
+
+    kind: str = "grid"
+    trials: int | None = None
+    asha: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Resources:
+    """slots: runs at a time. per_trial: GPUs of a run. address: of a Ray cluster. retries: after machine's faults."""
+
+    slots: int | None = None
+    per_trial: int = 1
+    address: str | None = None
+    retries: int = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """A sweep's command. question: None where the study says it. folder: None = named after the question."""
+
+    question: Question | None
+    search: Search | None
+    resources: Resources
+    folder: Path | None
+
+
+def read_options(argv: Sequence[str]) -> Options:
+    """The options of a command line. Raises UserError."""
+    parser = _parser()
+    line = parser.parse_intermixed_args(list(argv))
+    if line.file is not None:  # what the command line says comes second, and wins
+        line = parser.parse_intermixed_args([*_file_words(line.file), *argv])
+    asks = bool(line.words or line.config or line.metric)
+    if not asks and line.study is None:
+        raise UserError(
+            "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to go on with one"
+        )
+    path = None if line.study is None else Path(line.study).expanduser()
+    if path is not None and len(path.parts) == 1 and not path.is_dir():
+        path = Path("runs/sweeps") / path
+    kind, trials = line.search or ("grid", None)
+    return Options(
+        question=_question(line) if asks else None,
+        search=Search(kind, trials, _asha(line.pruner)) if asks or line.search else None,
+        resources=Resources(line.slots, line.per_trial, line.ray_address, line.retries),
+        folder=None if path is None else path.absolute(),
+    )
+
+
+def read_files(names: Iterable[str]) -> dict[str, str]:
+    """Their text. Raises UserError."""
+    try:
+        return {name: Path(name).expanduser().read_text(encoding="utf-8") for name in names}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config, --file: cannot be read: {error}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        gone = "".join(f"; {name} is gone: {instead}" for name, instead in _GONE.items() if name in message)
+        raise UserError(f"{message}{gone}; `python -m trainer.sweep --help` lists the options")
+
+
+def _number(least: int, kind: str = "") -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if (number := int(text)) < least:
+            raise ValueError
+        return (kind, number) if kind else number
+
+    read.__name__ = f"whole number of at least {least}"
+    return read
+
+
+def _parser() -> argparse.ArgumentParser:
+    found = _Parser(
+        prog="python -m trainer.sweep",
+        description="Many runs of trainer.main_ppo: grid, random or Optuna, seeds as replicas, on Ray Tune.",
+        epilog="Guide: trainer/SWEEPS.md",
+        allow_abbrev=False,
+    )
+    add = found.add_argument
+    add("words", nargs="*", metavar="key=value", help="key=a,b  key=log(1e-7,1e-5)  key=int(1,8)  key=value")
+    add("--file", metavar="YAML", help="a sweep file; the command line wins over it")
+    add("--config", action="append", default=[], metavar="YAML", help="configuration of each run")
+    add("--random", dest="search", type=_number(1, "random"), metavar="N", help="N trials at random, in place of all")
+    add("--optuna", dest="search", type=_number(1, "optuna"), metavar="N", help="N trials chosen by Optuna's TPE")
+    add("--pruner", default="none", help="asha, or asha:grace_period=20,reduction_factor=3,brackets=1; default none")
+    add("--metric", default="", help="what is compared, such as val-core/gsm8k/acc/mean@1")
+    add("--mode", choices=("max", "min"), default="max", help="which is better; default max")
+    add("--seeds", metavar="N", help="runs of each trial, with trainer.seed 1 to N; [1,5,9] names them")
+    add("--study", help="folder of the study, or a name in runs/sweeps; with it alone an interrupted study goes on")
+    add("--slots", type=_number(1), metavar="N", help="runs at a time; default 1 on a CPU, else all that fit")
+    add("--per-trial", type=_number(1), default=1, metavar="N", help="GPUs of each run; default 1")
+    add("--ray-address", metavar="HOST:PORT", help="runs on the machines of this Ray cluster")
+    add("--retries", type=_number(0), default=3, metavar="N", help="of a run that the machine failed; default 3")
+    return found
+
+
+def _file_words(name: str) -> Iterator[str]:
+    """A sweep file as words of a command line."""
+    try:
+        content = yaml.safe_load(read_files([name])[name])
+    except yaml.YAMLError as error:
+        raise UserError(f"--file {name}: is no YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"--file {name}: expected a mapping with settings, space, metric and other options")
+    for entry, value in content.items():
+        if entry in ("settings", "space") and isinstance(value, dict):
+            yield from (_word(key, given, entry == "space") for key, given in value.items())
+        else:
+            option = f"--{str(entry).replace('_', '-')}"
+            yield from (
+                f"{option}={as_text(one)}"
+                for one in (value if isinstance(value, list) and entry == "config" else [value])
+            )
+
+
+def _word(key: str, value: Any, is_searched: bool) -> str:
+    if is_searched and isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()):
+        return f"@{key}={json.dumps(value)}"
+    return f"{key}={','.join(map(as_text, value)) if is_searched and isinstance(value, list) else as_text(value)}"
+
+
+def _question(line: argparse.Namespace) -> Question:
+    for word in line.words:
+        if word.startswith("--") or ("=" not in word and not word.startswith("~")):
+            raise UserError(f"{word!r} is not key=value, written without blanks around the equals sign")
+    words = {word.partition("=")[0].lstrip("+~@"): word for word in line.words}  # what comes later wins
+    given = None if line.seeds is None else parse_value(line.seeds)
+    seeds = list(range(1, given + 1)) if type(given) is int else given
+    if seeds is not None:
+        is_list = isinstance(seeds, list) and all(type(one) is int and seeds.count(one) == 1 for one in seeds)
+        if not is_list or not seeds:
+            raise UserError(f"--seeds {line.seeds}: expected how many (3 runs the seeds 1, 2, 3), or which: [1,5,9]")
+    return Question(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
+
+
+def _asha(given: str) -> dict[str, float] | None:
+    """Parameters of the pruner."""
+    name, _, rest = given.partition(":")
+    values = {key: parse_value(text) for key, _, text in (word.partition("=") for word in rest.split(",") if word)}
+    is_wrong = [key for key, value in values.items() if key not in _ASHA or not isinstance(value, int | float)]
+    if name not in ("none", "asha") or is_wrong or any(value < 1 for value in values.values()):
+        raise UserError(
+            f"--pruner {given}: expected none, or asha:KEY=NUMBER,... of at least 1 with {', '.join(_ASHA)}"
+        )
+    return None if name == "none" else values
