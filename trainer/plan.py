@@ -15,39 +15,15 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli import command
 from trainer.planner.batch import PlanRow, launch_table
-from trainer.planner.memory import (
-    GIB,
-    Networks,
-    compute_size,
-    distinct_prompts,
-    memory_plan,
-    mini_batch_prompts,
-    ranks_of_a_copy,
-    read_networks,
-    rows_per_step,
-    trained_parameters,
-)
-from trainer.planner.model_shape import ModelShape, config_like
-from trainer.planner.step_time import (
-    ACCELERATORS,
-    Accelerator,
-    Efficiency,
-    Generation,
-    Spread,
-    accelerator,
-    generation_seconds,
-    pass_seconds,
-    reduction_seconds,
-    sync_seconds,
-    update_seconds,
-)
-from trainer.requirements import needs_old_log_prob, needs_reference
+from trainer.planner.memory import ACCELERATORS, GIB, Accelerator, memory_plan, read_networks
+from trainer.planner.model_shape import LIKE, config_like
+from trainer.planner.step_time import time_lines
 from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking.record import METRICS, read_metrics
 from verl_lite.config import PPOConfig, load_schema
@@ -65,26 +41,30 @@ def main(argv: list[str]) -> int:
     from trainer.recipe import recipe_overrides
 
     parser = argparse.ArgumentParser(prog="python -m trainer.plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--like", help="sizes of a published model, in place of model.path")
-    parser.add_argument("--device", help=f"{' | '.join(ACCELERATORS)}; default: h100, and the plan says so")
-    parser.add_argument("--memory_gb", type=float, help="GiB of one device; default: the device's")
-    parser.add_argument("--mean_response", type=float, help="mean tokens of an answer, for the time; default: the most")
-    parser.add_argument("--compute", type=float, default=Efficiency.training, help="share of the peak in training")
-    parser.add_argument("--bandwidth", type=float, default=Efficiency.bandwidth, help="share of the peak in decoding")
+    add = parser.add_argument
+    add("--like", type=str.lower, choices=LIKE, help="sizes of a published model, in place of model.path")
+    add("--device", type=str.lower, choices=ACCELERATORS, help="default: h100, and the plan says so")
+    add("--memory_gb", type=float, help="GiB of one device; default: the device's")
+    add("--mean_response", type=float, help="mean tokens of an answer, for the time; default: the most")
     given, rest = parser.parse_known_args(argv)
-    device = accelerator(given.device or "h100")
+    device = ACCELERATORS[given.device or "h100"]
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
-    most = {"memory_gb": math.inf, "mean_response": config.data.max_response_length, "compute": 1, "bandwidth": 1}
-    for name, limit in most.items():
-        if (value := getattr(given, name)) is not None and not 0 < value <= limit:
-            raise UserError(f"--{name} {value:g}: expected a number above 0 and at most {limit}")
+    for name, most in (("memory_gb", math.inf), ("mean_response", config.data.max_response_length)):
+        if (value := getattr(given, name)) is not None and not 0 < value <= most:
+            raise UserError(f"--{name} {value:g}: expected a number above 0 and at most {most}")
+    path, recipe = config.model.path, config.recipe
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         if given.like is not None:
-            if config.model.path is not None and config.recipe is None:
-                raise UserError(f"--like and model.path={config.model.path!r} contradict each other: leave one out")
+            if path is not None and recipe is None:
+                raise UserError(f"--like and model.path={path!r} contradict each other: leave one out")
             Path(folder, "config.json").write_text(json.dumps(config_like(given.like)), encoding="utf-8")
             config.model.path = folder
-        networks, slots = _read_networks(config), _slots(config, device)
+        elif recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
+            raise UserError(
+                f"model.path={path!r} is not there: recipe={recipe} makes it at its first run. Let it, and see its "
+                f"plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
+            )
+        networks, slots = read_networks(config), _slots(config, device)
         _check(config, slots)
         shape, memory, nodes = networks.policy, given.memory_gb or device.memory_gib, config.trainer.nnodes
         print(
@@ -98,19 +78,8 @@ def main(argv: list[str]) -> int:
         print("\n".join(plan.lines(device.name, memory)))
         if device.name != "cpu":
             print("Calculated from shapes; the formulas are measured on a CPU, not on a GPU.")
-        assumed = Efficiency(training=given.compute, bandwidth=given.bandwidth)
-        print("", *time_lines(config, networks, slots, device, assumed, given.mean_response), sep="\n")
+        print("", *time_lines(config, networks, slots, device, given.mean_response), sep="\n")
         return int(memory is not None and not plan.fits(memory * GIB))
-
-
-def _read_networks(config: PPOConfig) -> Networks:
-    path, recipe = config.model.path, config.recipe
-    if recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
-        raise UserError(
-            f"model.path={path!r} is not there: recipe={recipe} makes it at its first run. Let it, and see its plan: "
-            f"python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with other sizes: --like NAME"
-        )
-    return read_networks(config)
 
 
 def _slots(config: PPOConfig, device: Accelerator) -> int:
@@ -135,107 +104,17 @@ def _check(config: PPOConfig, slots: int) -> None:
     validate(checked, slots=slots, available=None)
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-def stage_seconds(
-    config: PPOConfig,
-    networks: Networks,
-    slots: int,
-    device: Accelerator,
-    assumed: Efficiency,
-    response_length: float | None = None,
-) -> dict[str, float]:
-    """Seconds of each stage of a step by name. response_length: mean tokens of an answer; None = all as long as
-    allowed."""
-    data, rollout, policy, actor, fsdp = (
-        *(config.data, config.rollout, networks.policy, config.actor),
-        config.actor.fsdp_config,
-    )
-    answer = float(data.max_response_length if response_length is None else response_length)
-    length, rows = data.max_prompt_length + answer, rows_per_step(config)
-    engines = max(1, slots // rollout.tensor_model_parallel_size)
-    plan = memory_plan(config, networks, slots, device)
-    prompts = rows if config.is_agentic else rows / rollout.n
-    generation = Generation(
-        sequences=rows / engines,
-        prompts=max(1.0, prompts / engines),
-        prompt_length=data.max_prompt_length,
-        response_length=answer,
-        at_once=max(1, plan.sequences),
-        size=compute_size(rollout.dtype, device),
-        devices=rollout.tensor_model_parallel_size,
-    )
-    prefill, decode = generation_seconds(policy, generation, device, assumed)
-    # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
-    whole, mini = mini_batch_prompts(config, -1), mini_batch_prompts(config, actor.ppo_mini_batch_size)
-    together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
-    shared = distinct_prompts(config, together, mini) / together
-    tokens = rows / slots * (answer + data.max_prompt_length * shared)
-
-    def forward(shape: ModelShape) -> float:
-        return pass_seconds(shape, tokens, length, device, assumed)
-
-    def update(shape: ModelShape, epochs: int, checkpointing: bool, has_adapter: bool) -> float:
-        options = {"checkpointing": checkpointing, "has_adapter": has_adapter}
-        return epochs * update_seconds(shape, tokens, length, device, assumed, **options)
-
-    trained, adapter = trained_parameters(config, policy)
-    stages = {"generation: prompts": prefill, "generation: answers": decode}
-    if networks.reward_model is not None:
-        stages["reward model"] = forward(networks.reward_model)
-    if needs_old_log_prob(config):
-        stages["old log-probs"] = forward(policy)
-    if needs_reference(config):
-        stages["reference log-probs"] = forward(policy)
-    if networks.critic is not None:
-        stages["values"] = forward(networks.critic)
-        checkpointing = config.critic.model.enable_gradient_checkpointing
-        epochs = config.critic.ppo_epochs or actor.ppo_epochs
-        stages["critic update"] = update(networks.critic, epochs, checkpointing, False)
-    ranks, size = ranks_of_a_copy(fsdp, slots), compute_size(fsdp.mixed_precision.param_dtype, device)
-    spread, steps = Spread(ranks, slots // ranks, slots // config.trainer.nnodes), actor.ppo_epochs * -(-whole // mini)
-    reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
-    wire = reduction_seconds(policy, trained, spread, size, device, steps * plan.micro_batches, reductions)
-    own = update(policy, actor.ppo_epochs, config.model.enable_gradient_checkpointing, adapter > 0)
-    return stages | {"update": max(own, wire), "weight sync": sync_seconds(policy, spread, size, device)}
-
-
-def time_lines(
-    config: PPOConfig,
-    networks: Networks,
-    slots: int,
-    device: Accelerator,
-    assumed: Efficiency,
-    response_length: float | None,
-) -> Iterator[str]:
-    """Seconds by stage, and what they assume."""
-    stages = stage_seconds(config, networks, slots, device, assumed, response_length)
-    whole = sum(stages.values())
-    answer = config.data.max_response_length if response_length is None else response_length
-    yield f"{'time of a step, by roofline':<44}{'s':>8}"
-    for name, seconds in stages.items():
-        yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}"
-    tokens = rows_per_step(config) * (config.data.max_prompt_length + answer)
-    yield f"{'a step':<44}{whole:8.1f}   {tokens / whole / slots:,.0f} tokens/s and device"
-    yield (
-        f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
-        f"{assumed.training:.0%} of the first in training, {assumed.prefill:.0%} in prefill, {assumed.bandwidth:.0%} "
-        f"of the second, answers of {answer:g} tokens (--mean_response)"
-    )
-
-
 # -- at launch and after -----------------------------------------------------------------------------------------------
 
 
 def launch_device(config: PPOConfig) -> Accelerator:
     """What this run's own devices are like, as far as memory goes."""
     if device_type(config.trainer.device) == "cpu":
-        return accelerator("cpu")
+        return ACCELERATORS["cpu"]
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    return replace(accelerator("h100"), name=properties.name, memory_gib=properties.total_memory / GIB)
+    return replace(ACCELERATORS["h100"], name=properties.name, memory_gib=properties.total_memory / GIB)
 
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:

@@ -133,15 +133,14 @@ def measure(argv: list[str]) -> None:
     prepare_driver()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from trainer.build import run_ppo
-    from trainer.planner.memory import memory_plan, read_networks
-    from trainer.planner.step_time import accelerator
+    from trainer.planner.memory import ACCELERATORS, memory_plan, read_networks
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
     from trainer.resources import WORKER_BYTES
     from verl_lite.config import load_config
 
     config = load_config(argv, recipe_loader=recipe_overrides).config
-    plan = memory_plan(config, read_networks(config), 1, accelerator("cpu"))
+    plan = memory_plan(config, read_networks(config), 1, ACCELERATORS["cpu"])
     measured: dict[str, int] = {}
     baseline = []
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from trainer import requirements
 from trainer.planner.model_shape import ModelShape, read_shape
-from trainer.planner.step_time import Accelerator
 from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
 from trainer.resources import VLLM_BYTES, WORKER_BYTES
 from verl_lite.config import FSDPConfig, PPOConfig
@@ -33,6 +32,35 @@ MOMENTS = 2 * FP32  # AdamW's two, of each number that learns
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm: up to this size they are kept for the backward pass
 SHARD = "gradients, this rank's shard"
 GATHERED_LAYERS = 2  # the layer that computes, and the next one on its way
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device. memory_gib: None = the machine's. flops: per second in bf16 (of a CPU core in fp32). bandwidth: of its
+    memory, bytes/s. link, network: to other devices of the machine, and of other machines, bytes/s each way. size:
+    bytes of a number that it computes in by default."""
+
+    name: str
+    memory_gib: float | None
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    size: int = 2
+
+
+# NVIDIA's data sheets (dense): H100 SXM, H200 SXM, A100 80GB SXM, L40S; memory: what torch reports of one. network: one
+# adapter each of 400 Gb/s (A100 200, L40S 100), assumed. cpu: one core of the Zen 4 on which this project is measured.
+ACCELERATORS = {
+    device.name: device
+    for device in (
+        Accelerator("h100", 79.1, 989e12, 3.35e12, 450e9, 50e9),
+        Accelerator("h200", 139.8, 989e12, 4.8e12, 450e9, 50e9),
+        Accelerator("a100", 79.2, 312e12, 2.039e12, 300e9, 25e9),
+        Accelerator("l40s", 44.4, 362e12, 0.864e12, 32e9, 12.5e9),
+        Accelerator("cpu", None, 92e9, 20e9, 10e9, 1e9, size=4),
+    )
+}
 
 
 @dataclass
@@ -227,7 +255,7 @@ def _rollout_parts(
     rollout, data, on_cpu = config.rollout, config.data, device.name == "cpu"
     size, parallel = compute_size(rollout.dtype, device), rollout.tensor_model_parallel_size
     context = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    weights = engine_weights(shape, size, parallel)
+    weights = size * shape.parameters / parallel
     of_one = kv_bytes_per_token(shape, size, parallel) * context
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
     key = "kv_cache_memory_mb" if on_cpu else "gpu_memory_utilization"
@@ -481,11 +509,6 @@ def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
     """Of the KV cache of one sequence's token, on one of the devices that share an engine."""
     return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)  # beyond, the heads are repeated
-
-
-def engine_weights(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
-    """The rollout engine's own weights, on one device."""
-    return size * shape.parameters / tensor_parallel
 
 
 def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: int, tensor_parallel: int = 1) -> float:

@@ -132,10 +132,8 @@ LIKE = tuple(_SIZES)
 
 
 def config_like(name: str) -> dict[str, Any]:
-    """The config.json of a published model. UserError for a name that is not in `LIKE`."""
-    if name.lower() not in _SIZES:
-        raise UserError(f"--like {name}: expected one of {', '.join(LIKE)}{did_you_mean(name.lower(), LIKE)}")
-    common, sizes = _SIZES[name.lower()]
+    """The config.json of a published model, one of `LIKE`."""
+    common, sizes = _SIZES[name]
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     return common | dict(zip(names, sizes[:5], strict=True)) | {"tie_word_embeddings": sizes[5]}
 

@@ -1,68 +1,33 @@
 """How long the stages of a training step take at least, by roofline: arithmetic over the device's peak, or bytes over
-its bandwidth, whichever is longer, divided by an assumed efficiency. Pure functions of shapes.
+its bandwidth, whichever is longer, divided by the share of it that is assumed to be reached.
 
-Peaks are the vendors' (dense, without sparsity). A real run is slower where lengths are skewed, where a device waits
-for the slowest, and by what is not counted: rewards, driver, validation, checkpoints.
+A real run is slower where lengths are skewed, where a device waits for the slowest, and by what is not counted:
+rewards, driver, validation, checkpoints.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.planner.memory import (
+    Accelerator,
+    Networks,
+    compute_size,
+    distinct_prompts,
+    memory_plan,
+    mini_batch_prompts,
+    ranks_of_a_copy,
+    rows_per_step,
+    trained_parameters,
+)
 from trainer.planner.model_shape import ModelShape
-from verl_lite.config import did_you_mean
-from verl_lite.errors import UserError
+from trainer.requirements import needs_old_log_prob, needs_reference
+from verl_lite.config import PPOConfig
 
-
-@dataclass(frozen=True)
-class Accelerator:
-    """A device. memory_gib: None = the machine's. flops: per second in bf16 (of a CPU core in fp32). bandwidth: of its
-    memory, bytes/s. link, network: to other devices of the machine, and of other machines, bytes/s each way. size:
-    bytes of a number that it computes in by default."""
-
-    name: str
-    memory_gib: float | None
-    flops: float
-    bandwidth: float
-    link: float
-    network: float
-    size: int = 2
-
-
-# NVIDIA's data sheets: H100 SXM, H200 SXM, A100 80GB SXM, L40S; memory: what torch reports of one. network: one adapter
-# each of 400 Gb/s (A100 200, L40S 100), assumed. cpu: one core of the Zen 4 machine on which this project is measured.
-ACCELERATORS = {
-    device.name: device
-    for device in (
-        Accelerator("h100", 79.1, 989e12, 3.35e12, 450e9, 50e9),
-        Accelerator("h200", 139.8, 989e12, 4.8e12, 450e9, 50e9),
-        Accelerator("a100", 79.2, 312e12, 2.039e12, 300e9, 25e9),
-        Accelerator("l40s", 44.4, 362e12, 0.864e12, 32e9, 12.5e9),
-        Accelerator("cpu", None, 92e9, 20e9, 10e9, 1e9, size=4),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of the peak that are assumed to be reached: matrix products in training, in prefill, and bandwidth."""
-
-    training: float = 0.4
-    prefill: float = 0.5
-    bandwidth: float = 0.5
-
-
-def accelerator(name: str) -> Accelerator:
-    """The device of that name. UserError, with the nearest, if it is not known."""
-    found = ACCELERATORS.get(name.lower())
-    if found is None:
-        near = did_you_mean(name.lower(), ACCELERATORS)
-        raise UserError(
-            f"--device {name}: expected one of {', '.join(ACCELERATORS)}{near}; for another, take the nearest and its "
-            "memory with --memory_gb"
-        )
-    return found
+TRAINING, PREFILL, BANDWIDTH = 0.4, 0.5, 0.5
+"""Shares of the peak that are assumed to be reached: matrix products in training, in prefill, and bandwidth."""
 
 
 def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
@@ -71,25 +36,10 @@ def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
     return tokens * (2.0 * shape.multiplied + 2.0 * shape.layers * shape.query * length)
 
 
-def pass_seconds(shape: ModelShape, tokens: float, length: float, device: Accelerator, assumed: Efficiency) -> float:
-    """A pass without gradient over a device's tokens."""
-    return forward_flops(shape, tokens, length) / (device.flops * assumed.training)
-
-
-def update_seconds(
-    shape: ModelShape,
-    tokens: float,
-    length: float,
-    device: Accelerator,
-    assumed: Efficiency,
-    *,
-    checkpointing: bool,
-    has_adapter: bool,
-) -> float:
-    """Forward, backward (twice a forward; once with an adapter, whose base gets no gradient), and with gradient
-    checkpointing the forward again."""
-    passes = 1 + (1 if has_adapter else 2) + checkpointing
-    return passes * pass_seconds(shape, tokens, length, device, assumed)
+def pass_seconds(shape: ModelShape, tokens: float, length: float, device: Accelerator, passes: int = 1) -> float:
+    """Of `passes` forward passes over a device's tokens; a backward pass is two (one with an adapter, whose base gets
+    no gradient), and with gradient checkpointing the forward again."""
+    return passes * forward_flops(shape, tokens, length) / (device.flops * TRAINING)
 
 
 @dataclass(frozen=True)
@@ -106,21 +56,18 @@ class Generation:
     devices: int = 1
 
 
-def generation_seconds(
-    shape: ModelShape, run: Generation, device: Accelerator, assumed: Efficiency
-) -> tuple[float, float]:
+def generation_seconds(shape: ModelShape, run: Generation, device: Accelerator) -> tuple[float, float]:
     """(prefill, decode). A decode step reads the weights once and the keys and values of all running answers; they run
     in waves of `at_once`."""
     prefill = forward_flops(shape, run.prompts * run.prompt_length, run.prompt_length)
-    prefill /= device.flops * run.devices * assumed.prefill
+    prefill /= device.flops * run.devices * PREFILL
     steps = math.ceil(run.sequences / run.at_once) * run.response_length
     together = min(float(run.at_once), run.sequences)
     context = run.prompt_length + run.response_length / 2
     touched = shape.parameters if not shape.experts or together >= shape.experts else shape.multiplied
     read = run.size * (touched + together * context * shape.kv_per_token) / run.devices
     computed = together * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / run.devices
-    one = max(read / (device.bandwidth * assumed.bandwidth), computed / (device.flops * assumed.prefill))
-    return prefill, steps * one
+    return prefill, steps * max(read / (device.bandwidth * BANDWIDTH), computed / (device.flops * PREFILL))
 
 
 @dataclass(frozen=True)
@@ -145,18 +92,84 @@ class Spread:
         return device.link if ranks <= self.per_node else device.network
 
 
-def sync_seconds(shape: ModelShape, spread: Spread, size: int, device: Accelerator) -> float:
-    """Weights gathered from the ranks that share them, and copied into the rollout engine."""
-    whole = float(size * shape.parameters)
+def sync_seconds(whole: float, spread: Spread, device: Accelerator) -> float:
+    """`whole` bytes of weights gathered from the ranks that share them, and copied into the rollout engine."""
     return spread.gather_seconds(whole, device) + 2 * whole / device.bandwidth
 
 
 def reduction_seconds(
-    shape: ModelShape, trained: int, spread: Spread, size: int, device: Accelerator, micro_batches: int, reductions: int
+    whole: float, trained: int, spread: Spread, device: Accelerator, micro_batches: int, reductions: int
 ) -> float:
-    """Weights gathered for forward and backward of each micro-batch, and fp32 gradients summed `reductions` times. It
-    overlaps with arithmetic: a floor where that is shorter."""
-    gathered = 2.0 * micro_batches * spread.gather_seconds(float(size * shape.parameters), device)
-    gradients = 4.0 * trained
-    summed = spread.gather_seconds(gradients, device) + spread.all_reduce_seconds(gradients, device)
-    return gathered + reductions * summed
+    """`whole` bytes of weights gathered for forward and backward of each micro-batch, and fp32 gradients summed
+    `reductions` times. It overlaps with arithmetic: a floor where that is shorter."""
+    summed = spread.gather_seconds(4.0 * trained, device) + spread.all_reduce_seconds(4.0 * trained, device)
+    return 2.0 * micro_batches * spread.gather_seconds(whole, device) + reductions * summed
+
+
+def stage_seconds(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, response_length: float | None = None
+) -> dict[str, float]:
+    """Seconds of each stage of a step by name. response_length: mean tokens of an answer; None = all as long as
+    allowed."""
+    data, rollout, policy, actor = config.data, config.rollout, networks.policy, config.actor
+    answer = float(data.max_response_length if response_length is None else response_length)
+    length, rows, fsdp = data.max_prompt_length + answer, rows_per_step(config), actor.fsdp_config
+    engines = max(1, slots // rollout.tensor_model_parallel_size)
+    plan = memory_plan(config, networks, slots, device)
+    generation = Generation(
+        sequences=rows / engines,
+        prompts=max(1.0, (rows if config.is_agentic else rows / rollout.n) / engines),
+        prompt_length=data.max_prompt_length,
+        response_length=answer,
+        at_once=max(1, plan.sequences),
+        size=compute_size(rollout.dtype, device),
+        devices=rollout.tensor_model_parallel_size,
+    )
+    prefill, decode = generation_seconds(policy, generation, device)
+    # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
+    whole, mini = mini_batch_prompts(config, -1), mini_batch_prompts(config, actor.ppo_mini_batch_size)
+    together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
+    shared = distinct_prompts(config, together, mini) / together
+    tokens = rows / slots * (answer + data.max_prompt_length * shared)
+
+    def passes(shape: ModelShape, count: int = 1) -> float:
+        return pass_seconds(shape, tokens, length, device, count)
+
+    trained, adapter = trained_parameters(config, policy)
+    stages = {"generation: prompts": prefill, "generation: answers": decode}
+    if networks.reward_model is not None:
+        stages["reward model"] = passes(networks.reward_model)
+    if needs_old_log_prob(config):
+        stages["old log-probs"] = passes(policy)
+    if needs_reference(config):
+        stages["reference log-probs"] = passes(policy)
+    if networks.critic is not None:
+        again = config.critic.model.enable_gradient_checkpointing
+        stages["values"] = passes(networks.critic)
+        stages["critic update"] = passes(networks.critic, (config.critic.ppo_epochs or actor.ppo_epochs) * (3 + again))
+    own = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + config.model.enable_gradient_checkpointing))
+    ranks, steps = ranks_of_a_copy(fsdp, slots), actor.ppo_epochs * math.ceil(whole / mini)
+    spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
+    weights = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
+    reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
+    wire = reduction_seconds(weights, trained, spread, device, steps * plan.micro_batches, reductions)
+    return stages | {"update": max(own, wire), "weight sync": sync_seconds(weights, spread, device)}
+
+
+def time_lines(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, response_length: float | None
+) -> Iterator[str]:
+    """Seconds by stage, and what they assume."""
+    stages = stage_seconds(config, networks, slots, device, response_length)
+    whole = sum(stages.values())
+    answer = config.data.max_response_length if response_length is None else response_length
+    yield f"{'time of a step, by roofline':<44}{'s':>8}"
+    for name, seconds in stages.items():
+        yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}"
+    tokens = rows_per_step(config) * (config.data.max_prompt_length + answer)
+    yield f"{'a step':<44}{whole:8.1f}   {tokens / whole / slots:,.0f} tokens/s and device"
+    yield (
+        f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
+        f"{TRAINING:.0%} of the first in training, {PREFILL:.0%} in prefill, {BANDWIDTH:.0%} of the second, answers of "
+        f"{answer:g} tokens (--mean_response)"
+    )
