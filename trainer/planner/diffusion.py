@@ -338,6 +338,7 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
     of_decode = samples * (decode.caches if model.checkpoint_decode else decode.chunks)
     clips = {"kept of the steps": of_steps, "kept of decoding": of_decode, "frames": 3.0 * samples * decode.frames}
     forward, backward = samples * expert.forward_work, samples * (expert.block * blocks + expert.backward_work)
+    again = decode.chunk * model.checkpoint_decode + 1.5 * decode.work
     latent = {"block": forward, "latents": float(samples * numbers)}
     phases = {
         "prompts": {"text encoder": brought["text encoder"]},
@@ -346,7 +347,7 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
         "steps with gradient": {"kept": of_steps, "block": forward},
         "decoding": {**clips, "chunk": samples * decode.work},
         "reward": {**clips, "one clip's faces": float(FACE_BYTES_PER_FRAME * clip[0] * has_faces)},
-        "backward of decoding": {**clips, "chunk": samples * (decode.chunk * model.checkpoint_decode + 1.5 * decode.work)},
+        "backward of decoding": {**clips, "chunk": float(samples * again)},
         "backward of the steps": {
             "kept of the steps": of_steps,
             "one step again": float(samples * inside * model.checkpoint_steps),

@@ -170,7 +170,7 @@ def test_the_sweep_of_the_recipe_is_checked_whole(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
-        *((name, "") for name in ("val-core/my/own/data/acc/mean@4", "val-aux/x/greedy/prompts", "mine", "my/own")),
+        *((name, "") for name in ("val-core/my/own/data/acc/mean@4", "val-aux/x/my_part/mean@4", "mine", "my/own")),
         *((name, "") for name in ("critic/score/mean", "reward/my_part/mean", "env/my_metric", "actor/my_loss")),
         ("critik/score/mean", "did you mean critic/score/mean"),
         ("val-cor/gsm8k/acc/mean@1", "did you mean val-core/gsm8k/acc/mean@1"),
