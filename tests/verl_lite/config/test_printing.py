@@ -66,7 +66,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(value=st.lists(values, min_size=4, max_size=8), name=texts)
 def test_any_value_reads_back_the_same(value: object, name: str) -> None:
     loaded = load_config([])
