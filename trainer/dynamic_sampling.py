@@ -40,8 +40,11 @@ class PromptLoader(TrainingSteps):
 
     A step begins with data.train_batch_size prompts, also where an epoch ends within them. Prompts that were drawn and
     not asked wait for the next step, and are saved with it; so each prompt is asked once an epoch, in the loader's
-    order. No step asks for a group (uid) twice.
+    order. No step asks for a group (uid) twice. before: the state at the end of the step before; None in the first one
+    of this process.
     """
+
+    before: dict[str, Any] | None = None
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         super().__init__(config, data)
@@ -58,6 +61,7 @@ class PromptLoader(TrainingSteps):
             yield self._first()
             if self.stopping:
                 return
+            self.before = self.state_dict()
 
     def more(self, number: int) -> DataProto | None:
         """So many prompts that this step has not asked; fewer where the data has no more, None where it has none."""

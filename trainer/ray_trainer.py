@@ -15,8 +15,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import Numbers, compute_advantage, compute_token_reward, reward_postprocess
+from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import ANSWERS, PromptLoader, collect_groups
+from trainer.dynamic_sampling import ANSWERS, FilterBudgetExceeded, PromptLoader, collect_groups
 from trainer.evaluate import chunks
 from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
@@ -148,7 +149,14 @@ class RayPPOTrainer:
         """Adds what the policy samples for the step; with dynamic sampling scored groups, until enough are kept."""
         if not isinstance(self.steps, PromptLoader):
             return self.generate(prompts)
-        batch, metrics = collect_groups(prompts, self.steps, self.generate_and_score)
+        try:
+            batch, metrics = collect_groups(prompts, self.steps, self.generate_and_score)
+        except FilterBudgetExceeded:  # the steps before this one must not be lost
+            self.saver.finish()
+            last, before = self.steps.global_step - 1, self.steps.before
+            if before is not None and self.config.trainer.save_freq != 0 and last not in saved_steps(self.run_dir):
+                self.saver.save(self.steps, self.state(), at=(last, before))
+            raise
         self.metrics |= metrics
         return batch
 

@@ -95,14 +95,21 @@ class Saver:
         frequency, is_stopped = self.trainer.save_freq, steps.must_stop()
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
-    def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        steps: StepCounter,
+        state: Mapping[str, Any] | None = None,
+        at: tuple[int, Mapping[str, Any]] | None = None,
+    ) -> None:
         """Writes the checkpoint of this step; with trainer.async_save the models' files while training goes on.
 
-        state: what the trainer goes on from, besides options, steps and random states. Without room on the disk the
-        next step should try again (`is_due`); on the last one DiskFull.
+        state: what the trainer goes on from, besides options, steps and random states. at: another step and the state
+        of `steps` after it, in place of those of now; the last of this run. Without room on the disk the next step
+        should try again (`is_due`); on the last one DiskFull.
         """
-        step, is_last = steps.global_step, steps.is_last or steps.stopping
-        whole = {"config": flat_config(self.config), "steps": steps.state_dict(), "random": get_random_state()}
+        step, position = at or (steps.global_step, steps.state_dict())
+        is_last = at is not None or steps.is_last or steps.stopping
+        whole = {"config": flat_config(self.config), "steps": dict(position), "random": get_random_state()}
         try:
             self._collect()
             draft = open_draft(self.run_dir, step, self.expected_bytes)
