@@ -78,7 +78,7 @@ def test_what_a_killed_evaluation_kept_is_not_asked_again(config: PPOConfig, tmp
     assert len(asked) == PROMPTS * (ANSWERS + 1) - answered
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @vllm_missing
 def test_vllm_greedy_is_the_same_by_any_batch_size(config: PPOConfig, tmp_path: Path) -> None:
     config = copy.deepcopy(config)

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_two_ranks_of_a_trainer(tmp_path: Path, tensor_parallel: int) -> None:
     folder = tiny_qwen2(tmp_path / "model")
     ranks = [
@@ -51,10 +51,10 @@ def test_two_ranks_of_a_trainer(tmp_path: Path, tensor_parallel: int) -> None:
     if tensor_parallel == 2:
         assert reports[0]["results"] == reports[1]["results"]
         for report in reports:
-            # the group's buffers have no name while it runs, so that killed ranks leave none; Python's own segment
-            # (psm_) has one, which its resource tracker removes if its owner is killed
+            # buffers of the group, where there are any, have no name while it runs: killed ranks leave none; Python's own
+            # segment (psm_) has one, which its resource tracker removes if its owner is killed
             named = [path for path in report["mapped"] if "(deleted)" not in path and "/psm_" not in path]
-            assert any("verl-lite" in path for path in report["mapped"]) and named == []
+            assert named == []
     model = AutoModelForCausalLM.from_pretrained(folder)
     for request in mixed_requests(24, max_tokens=16):
         result = results[request.request_id]
@@ -63,6 +63,7 @@ def test_two_ranks_of_a_trainer(tmp_path: Path, tensor_parallel: int) -> None:
         torch.testing.assert_close(torch.tensor(result["log_probs"]), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 def test_building_and_generating_prints_nothing(tmp_path: Path) -> None:
     folder = tiny_qwen2(tmp_path / "model")
     code = f"""
