@@ -51,7 +51,7 @@ def test_two_ranks_of_a_trainer(tmp_path: Path, tensor_parallel: int) -> None:
     if tensor_parallel == 2:
         assert reports[0]["results"] == reports[1]["results"]
         for report in reports:
-            # buffers of the group, where there are any, have no name while it runs: killed ranks leave none; Python's own
+            # buffers of the group, if any, have no name while it runs: killed ranks leave none; Python's own
             # segment (psm_) has one, which its resource tracker removes if its owner is killed
             named = [path for path in report["mapped"] if "(deleted)" not in path and "/psm_" not in path]
             assert named == []
