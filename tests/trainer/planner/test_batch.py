@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.planner.batch import launch_rows, launch_table
+from trainer.planner.batch import launch_rows
 from trainer.requirements import is_on_policy
 from verl_lite.config import PPOConfig
 
@@ -132,14 +132,6 @@ def test_engines_are_counted_by_tensor_parallel_groups() -> None:
     config.rollout.name = "vllm"
     config.rollout.tensor_model_parallel_size = 2
     assert table(config, slots=8)["rollout engine"][0] == "4 x vllm"
-
-
-def test_the_text_has_one_aligned_line_for_each_row() -> None:
-    lines = launch_table(gsm8k(), slots=8, total_steps=7).splitlines()
-    assert len(lines) == len(launch_rows(gsm8k(), 8))
-    options = [row.options for row in launch_rows(gsm8k(), slots=8, total_steps=7)]
-    assert len({line.rindex(option) for line, option in zip(lines, options, strict=True) if option}) == 1
-    assert "5120" in lines[2] and lines[2].startswith("= samples per training step")
 
 
 def test_a_mini_batch_of_minus_one_is_the_whole_batch() -> None:

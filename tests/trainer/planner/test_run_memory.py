@@ -114,6 +114,9 @@ def test_twice_the_devices_halve_the_passes() -> None:
     two = stage_seconds(config, networks, 16, H100)
     assert two["old log-probs"] == pytest.approx(one["old log-probs"] / 2)
     assert two["update"] == pytest.approx(one["update"] / 2)
+    assert one["update"] == pytest.approx(4 * one["old log-probs"]), "forward, backward twice, and forward again"
+    config.model.enable_gradient_checkpointing = False
+    assert stage_seconds(config, networks, 8, H100)["update"] == pytest.approx(3 * one["old log-probs"])
     short = stage_seconds(config, networks, 8, H100, response_length=100)
     assert short["generation: answers"] < one["generation: answers"] / 15
 
