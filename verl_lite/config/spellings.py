@@ -170,6 +170,10 @@ NO_EFFECT: dict[str, str] = {
 
 _AGENTS = "multi-turn is not said so here: agents have recipes (recipe=agentic_..., trainer/AGENTIC.md)"
 _VETO = f"a veto by token is {_CORRECTION}.rollout_rs=seq_max_k2 with rollout_rs_threshold=log(veto)^2 / 2"
+_LOW_HIGH = (
+    f"say {_CORRECTION}.rollout_is=token|sequence|segment|geometric with rollout_is_threshold=low_high, and rollout_rs "
+    "with rollout_rs_threshold=low_high"
+)
 _FSDP2 = "the training engine here is FSDP2 (actor.fsdp_config.*)"
 
 _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -217,10 +221,9 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("weights never leave the process; known: naive", ("naive",), "rollout.checkpoint_engine.backend"),
     # correction and rewards
     (_VETO, (), f"{_CORRECTION}.rollout_token_veto_threshold algorithm.rollout_is_veto_threshold"),
-    (f"say {_CORRECTION}.rollout_is=token|sequence|segment|geometric with rollout_is_threshold=low_high, and "
-     "rollout_rs with rollout_rs_threshold=low_high", ("token", "truncate"), (
-        f"{_CORRECTION}.rollout_rs_threshold_lower algorithm.rollout_is_threshold_lower algorithm.rollout_is_level "
-        "algorithm.rollout_is_mode train_infer_correction")),
+    (_LOW_HIGH, ("token", "truncate"), "algorithm.rollout_is_level algorithm.rollout_is_mode"),
+    (_LOW_HIGH, (), (
+        f"{_CORRECTION}.rollout_rs_threshold_lower algorithm.rollout_is_threshold_lower train_infer_correction")),
     (f"they are computed where read; say {_CORRECTION}.bypass_mode=true", (True,), "enable_old_logprobs_recompute"),
     ("code runs in a sandbox beside the reward process; memory_mb among the kwargs of the reward code limits it",
      (1024,), " ".join(f"{section}.{name}" for name in ("url", "memory_limit_mb")
@@ -235,8 +238,8 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("asynchronous training is not here; leave it at sync", ("sync",), "trainer.v1.trainer_mode"),
     ("workers have the driver's environment: export the variable before the command", ({},),
      "ray_kwargs.ray_init.runtime_env.env_vars"),
-    ("say max_tokens_per_step of an entry in agentic.custom_envs, and agentic.train_env_manager.group_size", (1,),
-     "actor_infer.generating_args.max_new_tokens actor_infer.generating_args.num_return_sequences"),
+    ("say max_tokens_per_step of an entry in agentic.custom_envs", (), "actor_infer.generating_args.max_new_tokens"),
+    ("say agentic.train_env_manager.group_size", (1,), "actor_infer.generating_args.num_return_sequences"),
     ("say actor.ppo_mini_batch_size: the size per device x this x devices", (),
      "actor_train.training_args.gradient_accumulation_steps"),
     ("only the policy acts here", ("policy",),
