@@ -142,3 +142,10 @@ def test_answers_that_the_rollout_correction_rejects_keep_their_score():
     assert metrics["critic/score/mean"] == 0.5 and metrics["critic/score/max"] == 1.0
     assert metrics["response_length/mean"] == (2 + 4 + 1 + 3) / 4
     assert metrics["critic/advantages/mean"] == (-4 * 1 + 0 + 2 * 2) / 7, "of the tokens that are left"
+
+
+def test_critic_metrics_by_hand():
+    metrics = compute_data_metrics(batch(), use_critic=True)
+    assert metrics["critic/values/mean"] == pytest.approx(2 / 9)
+    assert metrics["critic/values/max"] == 2.0 and metrics["critic/values/min"] == -1.0
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75, abs=1e-4)  # values are half of the returns

@@ -141,10 +141,10 @@ def test_a_folder_is_of_one_setting_and_finished_when_its_results_are_there(tmp_
     for kind in (Evaluation, Generation):
         folder = tmp_path / f"{kind.__name__}.parquet.run"
         for _ in range(2):
-            kind.claim(config, None, folder)
+            kind.check_folder(config, None, folder)
         config.rollout.val_kwargs.n += 1
         with pytest.raises(UserError, match=r"rollout\.val_kwargs\.n: 1 there, 2 now"):
-            kind.claim(config, None, folder)
+            kind.check_folder(config, None, folder)
         config.rollout.val_kwargs.n = 1
     folder, settings = tmp_path / "Evaluation.parquet.run", answer_settings(config)
     assert finished_metrics(folder, settings) is None, "killed before its end"

@@ -210,3 +210,25 @@ def test_a_stopped_command_goes_on_to_the_same_weights(model: str, tmp_path: Pat
         for name in ("whole", "parts")
     )
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_long_sequence_is_refused_cut_or_dropped(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = PLAIN
+    path = write(tmp_path / "rows.parquet", [{"prompt": "12", "response": "345"}, {"prompt": "1", "response": "2"}])
+
+    def lengths(truncation: str) -> list[int]:
+        config = SFTDataConfig(max_length=4, truncation=truncation)
+        return [len(example) for example in load_examples([path], tokenizer, config, option="data.train_files")]
+
+    with pytest.raises(UserError, match="row 0 of .* has 6 tokens, more than data.max_length=4"):
+        lengths("error")
+    assert lengths("right") == [4, 3]
+    assert lengths("drop") == [3]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + PLAIN
+    with pytest.raises(UserError, match="row 7: the chat template writes earlier turns differently"):
+        encode_chat([user("1"), assistant("2"), user("3"), assistant("4")], tokenizer, "row 7")
