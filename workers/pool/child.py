@@ -98,8 +98,10 @@ def main(socket_fd: int, page_fd: int, threads: int, parent_pid: int) -> None:
                     runner.submit(pickle.loads(message))
                 else:
                     handler.end(number)
-        finally:
+        except EOFError:
             os._exit(0)  # the pool is gone; what still runs is nobody's
+        except BaseException:  # user code closed the connection, or what came cannot be read
+            os._exit(1)
 
     try:
         handler: Handler = pickle.loads(start.make)()

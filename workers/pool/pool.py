@@ -117,12 +117,12 @@ class ProcessPool:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._fill()
 
-    def submit(self, number: int, payload: Any) -> None:
-        """Sends the next call of a session, or begins it, in the process with the fewest others; its reply comes from
-        `poll`. An error ends the session."""
+    def submit(self, number: int, payload: Any, process: Process | None = None) -> None:
+        """Sends the next call of a session, or begins it; its reply comes from `poll`. An error ends the session.
+        process: where a new one is to live, from `emptiest`; None = with the fewest others."""
         session = self._sessions.get(number)
         if session is None:
-            session = self._sessions[number] = _Session(number, self._emptiest())
+            session = self._sessions[number] = _Session(number, process or self._emptiest())
             session.process.sessions.add(number)
         session.call = Call(number, payload)
         self._advance(session)
@@ -151,10 +151,10 @@ class ProcessPool:
         except OSError:  # thousands of them unread, or the pool is closed
             pass
 
-    def room(self, per_process: int) -> int:
-        """How many new sessions it takes until each process that is ready has `per_process`."""
+    def emptiest(self) -> Process | None:
+        """The process with the fewest sessions of those that are ready for new ones."""
         ready = [process for process in self._processes if process.is_loaded and not process.is_retiring]
-        return sum(max(0, per_process - len(process.sessions)) for process in ready)
+        return min(ready, key=lambda process: len(process.sessions), default=None)
 
     def close(self) -> None:
         """Ends all processes, busy or not."""

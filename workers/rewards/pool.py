@@ -24,6 +24,9 @@ from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, 
 from workers.pool.channel import Reply
 from workers.pool.pool import ProcessPool, Work
 
+_SENT_AHEAD_S = 0.05
+_SENT_AHEAD_MAX = 256
+
 
 class RewardError(UserError):
     """The reward function cannot be used at all: it does not load, or fails on a row of the dataset."""
@@ -88,6 +91,7 @@ class RewardPool:
         self._sent: dict[int, list[RewardItem]] = {}
         self._numbers = itertools.count()
         self._rate = RateLimit(config.max_rpm)
+        self._seconds_per_call = _SENT_AHEAD_S
         self._thread: threading.Thread | None = None
         self._pool: ProcessPool | None = None
         self._is_closing = False
@@ -205,29 +209,39 @@ class RewardPool:
     def _feed(self, pool: ProcessPool) -> float:
         """Sends samples to the processes that have room. Returns when the rate limit lets the next one go, by
         `time.monotonic`; infinity if that is not what samples wait for."""
-        while self._alone or self._queue:
-            if pool.info == "async":
-                at_most = self._config.max_concurrent
-                room = min(pool.room(math.ceil(at_most / self._work.num_workers)), at_most - len(self._sent))
-            else:
-                room = pool.room(1)
+        while (waiting := len(self._alone) + len(self._queue)) and (process := pool.emptiest()) is not None:
+            room = self._room(pool.info, len(process.sessions), math.ceil(waiting / self._work.num_workers))
             if room <= 0:
                 break
-            if not self._rate.allows_call():
-                return self._rate.next_call
-            self._rate.count()
-            number = next(self._numbers)
-            if self._alone:
-                self._sent[number] = [self._alone.popleft()]
-            else:
-                share = math.ceil(len(self._queue) / self._work.num_workers) if pool.info == "batch" else 1
-                size = min(share, self._config.batch_size)
-                self._sent[number] = [self._queue.popleft() for _ in range(size)]
-            pool.submit(number, self._sent[number])
+            for _ in range(room):
+                if not self._rate.allows_call():
+                    return self._rate.next_call
+                self._rate.count()
+                number = next(self._numbers)
+                if self._alone:
+                    self._sent[number] = [self._alone.popleft()]
+                else:
+                    share = math.ceil(len(self._queue) / self._work.num_workers) if pool.info == "batch" else 1
+                    size = min(share, self._config.batch_size)
+                    self._sent[number] = [self._queue.popleft() for _ in range(size)]
+                pool.submit(number, self._sent[number], process)
         return math.inf
+
+    def _room(self, style: str, in_flight: int, share: int) -> int:
+        """Calls that a process may get now, no more than its share of those that wait."""
+        config = self._config
+        if style == "async":
+            own = math.ceil(config.max_concurrent / self._work.num_workers) - in_flight
+            return min(share, own, config.max_concurrent - len(self._sent))
+        if in_flight:  # one that hangs holds up only what went out with it
+            return 0
+        if style == "batch" or config.max_memory_mb is not None:
+            return 1  # its memory is looked at after each call
+        return min(share, _SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
 
     def _take(self, reply: Reply) -> None:
         items = self._sent.pop(reply.session)
+        self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
         if reply.error is None:
             self._put(items, reply.value)
         elif len(items) > 1:
