@@ -171,6 +171,7 @@ class Dispatch:
     ONE_TO_ALL: the same arguments for all ranks; a list of answers. ALL_TO_ALL: the same, meant for PerRank arguments.
     RANK_ZERO: only rank 0 is called; its answer. DP_COMPUTE: lists with one entry per rank; a list of answers.
     DP_COMPUTE_PROTO: batches cut over all ranks; one batch. DP_COMPUTE_METRIC: the same; a list of answers.
+    DP_MP_DISPATCH_FIRST: ROLL's name of DP_COMPUTE_PROTO where, as here, each rank is the first of its model.
     """
 
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _one_to_all, _as_list)
@@ -179,6 +180,7 @@ class Dispatch:
     DP_COMPUTE = DispatchMode("DP_COMPUTE", _lists, _as_list)
     DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", _split_flat, _concat, splits=True)
     DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", _split_flat, _as_list, splits=True)
+    DP_MP_DISPATCH_FIRST = DispatchMode("DP_MP_DISPATCH_FIRST", _split_flat, _concat, splits=True)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
@@ -234,12 +236,14 @@ class Registration:
     dispatch_mode: DispatchMode = field(default_factory=lambda: Dispatch.ALL_TO_ALL)
     execute_mode: Execute = Execute.ALL
     blocking: bool = True
+    clear_cache: bool = False
 
 
 def register(
     dispatch_mode: DispatchMode | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
+    clear_cache: bool = False,
 ) -> Callable[[F], F]:
     """Make a worker's method callable on its group. The method itself is unchanged.
 
@@ -247,6 +251,7 @@ def register(
         dispatch_mode: a `Dispatch.X`, or {"dispatch_fn": ..., "collect_fn": ...} as for `register_dispatch_mode`.
         execute_mode: RANK_ZERO runs it on rank 0 only; the result is then that rank's answer, not a list.
         blocking: False returns a future; a call can say so too: `group.method(..., blocking=False)`.
+        clear_cache: release the device's cached memory after the method.
     """
     if isinstance(dispatch_mode, Mapping):
         dispatch_mode = _user_mode("custom", dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
@@ -256,7 +261,7 @@ def register(
         if dispatch_mode.splits:
             raise ValueError(f"Execute.RANK_ZERO with {dispatch_mode.name} would lose all parts but the first")
         dispatch_mode = replace(dispatch_mode, combine=_single)
-    registration = Registration(dispatch_mode, execute_mode, blocking)
+    registration = Registration(dispatch_mode, execute_mode, blocking, clear_cache)
 
     def mark(method: F) -> F:
         setattr(method, REGISTRATION, registration)

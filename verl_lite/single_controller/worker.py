@@ -19,8 +19,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_lite.batch import wire
+from verl_lite.device import empty_cache, get_device
 from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import REGISTRATION
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -148,6 +150,8 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
         result = function(*(_unpacked(arg) for arg in args), **{name: _unpacked(arg) for name, arg in kwargs.items()})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
+        if getattr(getattr(function, REGISTRATION, None), "clear_cache", False):
+            empty_cache(get_device())
         return result.pack() if isinstance(result, DataProto) else result
 
 

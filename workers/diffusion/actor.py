@@ -33,7 +33,7 @@ class ActorWorker(TrainingWorker):
         actor = self.config.actor
         self.build_engine(reward_flow_network(self.config), actor.fsdp_config, actor.optim)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def train_step(self, data: DataProto) -> DataProto:
         """One optimizer step on a planned batch. Gives metrics in meta_info; `last_frames` has what was sampled.
 

@@ -81,7 +81,7 @@ class Calculator(Worker):
     def three_each(self, data: DataProto) -> DataProto:
         return data.repeat(3)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, blocking=False, clear_cache=True)
     def later(self, data: DataProto) -> DataProto:
         return DataProto.from_dict({"z": data.batch["x"] * 10})
 
