@@ -1,6 +1,6 @@
 """`python -m trainer.new_recipe NAME [--to FOLDER]`: writes a recipe that runs at once, to be made one's own.
 
-FOLDER/NAME gets recipe.py (settings), reward.py (a reward), estimator.py (an advantage estimator), run.sh and
+FOLDER, by default ./NAME, gets recipe.py (settings), reward.py (a reward), estimator.py (an estimator), run.sh and
 README.md. It trains the model of recipes/quickstart until its settings name another. Nothing is written over.
 """
 
@@ -21,23 +21,23 @@ FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "REA
 """Each is written from TEMPLATE/FILE.txt, in which NAME and PLACE stand for the recipe's."""
 
 
-def write_recipe(name: str, to: Path) -> Path:
-    """Writes the folder to/name; returns it. Raises UserError for a name that Python cannot import from there, or a
-    folder that exists."""
+def write_recipe(name: str, folder: Path) -> Path:
+    """Writes the recipe into a new folder; returns it. Raises UserError for a name that Python cannot import from
+    there, or a folder that exists."""
     from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 
-    folder = to.expanduser().absolute() / name
-    is_hidden = not (folder.parent / "__init__.py").exists() and name.isidentifier() and importlib.util.find_spec(name)
-    is_word = re.fullmatch(r"[a-z][a-z0-9_]*", name) and not keyword.iskeyword(name)
+    folder = folder.expanduser().absolute()
+    is_word = all(re.fullmatch(r"[a-z][a-z0-9_]*", one) and not keyword.iskeyword(one) for one in (name, folder.name))
+    is_hidden = is_word and not (folder.parent / "__init__.py").exists() and importlib.util.find_spec(folder.name)
     if not is_word or name in ADV_ESTIMATOR_REGISTRY or is_hidden:
         raise UserError(
-            f"NAME={name!r}: it becomes a Python package and an estimator: expected small letters, digits and _, for "
-            "example my_recipe, and no name that a module, an advantage estimator or Python itself has already"
+            f"NAME={name!r} in {folder}: they become an estimator and a Python package: expected small letters, digits "
+            "and _, as in my_recipe, and no name that a module, an advantage estimator or Python itself has already"
         )
     if folder.exists():
         raise UserError(f"{folder} exists already, and nothing is written over: choose another NAME or --to FOLDER")
     if not folder.parent.is_dir():
-        raise UserError(f"--to {to}: there is no folder {folder.parent}; make it first")
+        raise UserError(f"--to {folder}: there is no folder {folder.parent}; make it first")
     folder.mkdir()
     for file in FILES:
         text = (TEMPLATE / f"{file}.txt").read_text(encoding="utf-8")
@@ -60,9 +60,9 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.new_recipe", description="Writes a recipe that runs.")
     parser.add_argument("name", metavar="NAME", help="of the recipe: small letters, digits and _")
-    parser.add_argument("--to", type=Path, default=Path("."), help="folder that gets the folder NAME")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="the recipe's own, new folder; default: ./NAME")
     options = parser.parse_args(argv)
-    folder = write_recipe(options.name, options.to)
+    folder = write_recipe(options.name, options.to or Path(options.name))
     print(f"wrote {folder}: {', '.join(FILES)}\n")
     print(f"  run it        python -m trainer.main_ppo recipe={place_of(folder)}")
     print("  change it     recipe.py has the settings; the guide is recipes/README.md of verl_lite")

@@ -41,7 +41,7 @@ def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def test_what_it_writes_is_a_sound_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    folder = write_recipe("my_idea", tmp_path)
+    folder = write_recipe("my_idea", tmp_path / "my_idea")
     config = load_config([f"recipe={folder}"], recipe_loader=recipe_overrides).config
     for file in (*config.data.train_files, *config.data.val_files, f"{config.model.path}/config.json"):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_what_it_writes_is_a_sound_recipe(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_its_code_is_clean_and_its_pages_name_it(tmp_path: Path) -> None:
-    folder = write_recipe("my_idea", tmp_path)
+    folder = write_recipe("my_idea", tmp_path / "my_idea")
     assert {path.name for path in folder.iterdir()} == set(FILES)
     for path in folder.iterdir():
         assert "NAME" not in path.read_text() and "PLACE" not in path.read_text()
@@ -72,19 +72,19 @@ def test_its_code_is_clean_and_its_pages_name_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["my-idea", "Mine", "1st", "../up", "class", "grpo", "json"])
 def test_a_name_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"NAME='{name}': .*for example my_recipe"):
-        write_recipe(name, tmp_path)
+    with pytest.raises(UserError, match=f"NAME='{name}' in .*as in my_recipe"):
+        write_recipe(name, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["my_idea", "--to", str(tmp_path)]) == 0
+    assert main(["my_idea", "--to", str(tmp_path / "my_idea")]) == 0
     assert f"python -m trainer.main_ppo recipe={tmp_path / 'my_idea'}" in capsys.readouterr().out
     (tmp_path / "my_idea" / "recipe.py").write_text("mine")
-    assert main(["my_idea", "--to", str(tmp_path)]) == 2
+    assert main(["my_idea", "--to", str(tmp_path / "my_idea")]) == 2
     assert "exists already, and nothing is written over" in capsys.readouterr().err
     assert (tmp_path / "my_idea" / "recipe.py").read_text() == "mine"
-    assert main(["my_idea", "--to", str(tmp_path / "nowhere")]) == 2
+    assert main(["my_idea", "--to", str(tmp_path / "nowhere" / "mine")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
@@ -93,7 +93,7 @@ def test_it_runs_as_it_was_written(tmp_path: Path) -> None:
     """From another folder, by the command that it names; an untrained model in place of the warm start."""
     START.write_random_model(tmp_path / "model")
     write_data(tmp_path / "data", seed=1)
-    folder = write_recipe("my_idea", tmp_path)
+    folder = write_recipe("my_idea", tmp_path / "my_idea")
     data = {"train": tmp_path / "data" / "train.parquet", "val": tmp_path / "data" / "test.parquet"}
     command = [
         *("bash", str(folder / "run.sh"), f"model.path={tmp_path / 'model'}"),

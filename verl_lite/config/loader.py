@@ -118,8 +118,8 @@ def load_schema(
             merge.assign(assignment, given)
         merge.derive()
     config, omega = merge.resolve()
-    if merge.problems:
-        raise ConfigError(merge.problems)
+    if merge.problems or merge.refused:
+        raise ConfigError([*(f"{', '.join(of)}: {why}" for why, of in merge.refused.items()), *merge.problems])
     action: Action = "help" if wants_help else "print" if options.print_config else "run"
     return LoadedConfig(
         config, omega, merge.provenance(), list(dict.fromkeys(merge.notes)), action, options.verbosity,
@@ -171,6 +171,7 @@ class _Merge:
     given: dict[Path, Assignment] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)  # sentence -> what it is said of
 
     @property
     def speaks_verl(self) -> bool:
@@ -197,7 +198,8 @@ class _Merge:
         match = _OVERRIDE.fullmatch(word)
         is_reset = match is not None and match[1] == "~" and match[3] is None
         if word.startswith("-"):
-            self.problems.append(f"{word} is not known; options are key=value, and the switches {SWITCHES}")
+            hydra = "; verl's files are not read, its keys are: paste them" if word.startswith("--config-") else ""
+            self.problems.append(f"{word} is not known; options are key=value, and the switches {SWITCHES}{hydra}")
             return
         if match is None or not is_unicode(word) or (match[3] is None) is not is_reset:
             self.problems.append(f"{word!r} is not key=value in UTF-8, without blanks around the equals sign")
@@ -290,7 +292,7 @@ class _Merge:
         if verdict is None:
             return [one]
         if verdict.refusal:
-            self.problems.append(f"{one.shown()}: {verdict.refusal}")
+            self.refused.setdefault(verdict.refusal, []).append(one.shown())
         self.notes += [verdict.note] if verdict.note else []
         source = f"{one.source}, as {name}"
         return [

@@ -233,7 +233,8 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
      "reward.reward_manager reward_model.reward_manager"),
     ("only the calls per minute are limited, by reward.max_rpm", (), "reward.max_tpm reward_model.max_tpm"),
     # the run
-    ("keep all, and choose by `trainer.main_eval RUN --all-checkpoints`", (0,), "trainer.max_best_ckpt_to_keep"),
+    ("keep all, and choose by `trainer.main_eval RUN --all-checkpoints`", (0,),
+     "trainer.max_best_ckpt_to_keep trainer.best_ckpt_metric trainer.best_ckpt_mode"),
     ("validate on fewer prompts with data.val_max_samples", (), "trainer.val_time_budget_s"),
     ("asynchronous training is not here; leave it at sync", ("sync",), "trainer.v1.trainer_mode"),
     ("workers have the driver's environment: export the variable before the command", ({},),

@@ -132,6 +132,15 @@ def test_what_would_change_the_run_is_refused(argument: str, fragment: str) -> N
     assert next(iter(names([argument]))) in problem and fragment in problem
 
 
+def test_what_is_said_of_several_keys_is_said_once_and_of_verls_files_too() -> None:
+    keys = ["actor.megatron.a=1", "critic.megatron.b=2", "ref.megatron.c=3"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model.path=m", "--config-name=ppo_megatron_trainer", *keys])
+    megatron, file = caught.value.problems
+    assert all(key in megatron for key in keys) and megatron.count("Megatron is not here") == 1
+    assert "--config-name=ppo_megatron_trainer is not known" in file and "its keys are: paste them" in file
+
+
 # The critic's part of a PPO run in the manner of verl's examples.
 CRITIC = shlex.split(
     """
