@@ -74,6 +74,15 @@ def test_options_equal_plain_loops(name: str, config: ActorConfig) -> None:
     assert loss.item() != pytest.approx(call(name, columns)[0].item(), rel=1e-4), "the option has an effect here"
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_counts_ratios_above_c_among_the_tokens_inside(name: str) -> None:
+    """A bad token that grew almost fivefold is on its way back: inside, with a weight of c = 3."""
+    one = {"old_log_prob": -9.0, "log_prob": -7.4, "advantages": -1.0, "response_mask": 1.0}
+    loss, metrics = call(name, {column: torch.tensor([[value]]) for column, value in one.items()})
+    assert loss.item() == pytest.approx(3 * -7.4)
+    assert (metrics["pg_clipfrac"].value, metrics["pg_clipfrac_lower"].value) == (0, 1)
+
+
 def test_topr_by_scores() -> None:
     """An answer is good by its score, whatever its advantage: weight 1 against the ratio cut at 1. l = -1 - log 2."""
     one = {"old_log_prob": -1.0, "log_prob": -1 - math.log(2), "advantages": -1.0, "response_mask": 1.0}
