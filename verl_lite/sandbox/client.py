@@ -259,7 +259,7 @@ def _messages(fd: int) -> Messages:
 
 def _told(message: dict[str, Any]) -> Outcome | None:
     """The outcome that a message tells, if it tells of an error."""
-    raised, error = message.get("raised"), message.get("error")
+    raised, error = message.get("raised"), message.get("error") or ("object" in message and "no plain value")
     if isinstance(raised, dict):
         error = f"{raised.get('name')}: {raised.get('text')}"
     return Outcome(message.get("compiled") is not False, error=str(error)[:_ERROR_CHARACTERS]) if error else None

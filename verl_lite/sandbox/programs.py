@@ -60,7 +60,9 @@ def hold_functions(task: int, reply: int) -> None:
     """task: {"code", "has_requests": whether requests follow in it; else they come from `reply`}.
 
     reply gets {"names"} once the code has run, or {"compiled": false, "error"} or {"raised"}; then an answer for each
-    request: {"call": name, "args", "kwargs"} gives {"value", "after": arguments changed in place} or {"raised"}.
+    request: {"call": name, "args", "kwargs"} gives {"value", "after": arguments changed in place} or {"raised"}. What
+    is no plain value stays here, and {"object": number} is given for it; {"call", "of": number} asks for its method,
+    or with "args": null for its attribute, which is {"function": true} where it can be called.
     """
     requests = open(task, "rb")
     message = read_line(requests)
@@ -69,18 +71,31 @@ def hold_functions(task: int, reply: int) -> None:
         return
     if not message["has_requests"]:
         requests = open(reply, "rb", closefd=False)
-    namespace = _become_main(ANSWER).__dict__
+    namespace, held = _become_main(ANSWER).__dict__, list[Any]()
+
+    def given(value: Any) -> dict[str, Any]:
+        if (plain := _plain(value)) is None:
+            held.append(value)
+            return {"object": len(held) - 1}
+        return plain
 
     def run() -> dict[str, Any]:
         exec(compiled, namespace)
         return {"names": {name: _described(value) for name, value in namespace.items() if name[:2] != "__"}}
 
     def do(request: dict[str, Any]) -> dict[str, Any]:
-        name, args = request["call"], decode(request["args"])
-        is_method = name not in namespace and "Solution" in namespace
-        function = getattr(namespace["Solution"](), name) if is_method else namespace[name]
-        value = encode(function(*args, **decode(request["kwargs"])))
-        return {"value": value, "after": [_plain(arg) if type(arg) in _CHANGEABLE else None for arg in args]}
+        name, of = request["call"], request.get("of")
+        if of is not None:
+            function = getattr(held[of], name)
+        elif name not in namespace and "Solution" in namespace:
+            function = getattr(namespace["Solution"](), name)
+        else:
+            function = namespace[name]
+        if request["args"] is None:
+            return {"function": True} if callable(function) else given(function)
+        args = decode(request["args"])
+        value = given(function(*args, **decode(request["kwargs"])))
+        return value | {"after": [_plain(arg) if type(arg) in _CHANGEABLE else None for arg in args]}
 
     _tell(reply, _answered(run))
     with contextlib.suppress(EOFError, OSError):
@@ -160,9 +175,24 @@ class _Answer:
         self.is_gone = False
         self._exceptions: dict[str, type[Exception]] = {}
 
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Has the other process call a function. Raises what that raised, or EOFError."""
-        request = {"call": name, "args": encode(list(args)), "kwargs": encode(kwargs)}
+    def call(self, of: int | None, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Has the other process call a function, or a method of an object there."""
+        reply = self._ask({"call": name, "of": of, "args": encode(list(args)), "kwargs": encode(kwargs)})
+        for ours, after in zip(args, reply["after"], strict=True):
+            if after is not None:
+                _replace(ours, decode(after["value"]))
+        return self._given(reply)
+
+    def get(self, of: int, name: str) -> Any:
+        """An attribute of an object there."""
+        reply = self._ask({"call": name, "of": of, "args": None})
+        return functools.partial(self.call, of, name) if "function" in reply else self._given(reply)
+
+    def _given(self, reply: dict[str, Any]) -> Any:
+        return _Held(self, reply["object"]) if "object" in reply else decode(reply["value"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises what the other process raised, or EOFError."""
         try:
             _tell(self.replies.fileno(), request)
             reply = read_line(self.replies)
@@ -172,10 +202,7 @@ class _Answer:
         if "raised" in reply:
             raised = reply["raised"]
             raise self._exceptions.get(raised["name"], _exception_type(raised["base"]))(raised["text"])
-        for ours, after in zip(args, reply["after"], strict=True):
-            if after is not None:
-                _replace(ours, decode(after["value"]))
-        return decode(reply["value"])
+        return reply
 
     def bind(self, names: dict[str, Any]) -> dict[str, Any]:
         """What the tests find under each name."""
@@ -185,10 +212,22 @@ class _Answer:
                 case {"exception": [str(kind), str(base)]}:
                     bound[name] = self._exceptions[kind] = type(kind, (_exception_type(base),), {})
                 case {"function": True}:
-                    bound[name] = functools.partial(self.call, name)
+                    bound[name] = functools.partial(self.call, None, name)
                 case {"value": value}:
                     bound[name] = decode(value)
         return bound
+
+
+class _Held:
+    """An object of the answer's, which stays in its process: methods and attributes are asked for, nothing else."""
+
+    def __init__(self, answer: _Answer, number: int) -> None:
+        self._answer, self._number = answer, number
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._answer.get(self._number, name)
 
 
 def _exception_type(name: Any) -> type[Exception]:

@@ -74,6 +74,7 @@ def test_functions_are_called_with_plain_values(sandbox: Sandbox) -> None:
     ]
     assert "TypeError" in sandbox.call(code, "f", [[]])[0].error
     assert "KeyError" in sandbox.call("x = 1", "h", [[]])[0].error
+    assert "no plain value" in sandbox.call("def f(): return object()", "f", [[]])[0].error
     assert values(sandbox.call(code, "g", [[2], [2]])) == [2, 2]  # a fresh Solution for each call
 
 
@@ -141,7 +142,10 @@ class TestAdd(unittest.TestCase):
 
 HONEST = """
 class Empty(ValueError): pass
-class Stack: pass
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x); return self
+    def pop(self): return pop(self.items)
 def pop(items):
     if not items: raise Empty('nothing')
     return items.pop()
@@ -168,12 +172,15 @@ def array(x): return numpy.array(x) / 2
         "try: pop([])\nexcept Empty as e: assert str(e) == 'nothing'\nelse: assert False",
         "try: pop([])\nexcept ValueError: pass\nelse: assert False",
         "assert fold([1, 2]) == 3",
-        "assert Stack() is not None",
+        "s = Stack(); s.push(1).push('b'); assert s.items == [1, 'b'] and s.pop() == 'b' and s.items == [1]",
+        "try: Stack().pop()\nexcept Empty as e: assert str(e) == 'nothing'\nelse: assert False",
+        "assert Stack() == 0 or not hasattr(Stack(), '_x') and not hasattr(Stack(), 'nothing')",
+        "assert len(Stack()) == 0",
     ],
 )
 def test_what_tests_can_do_with_an_answer(sandbox: Sandbox, test: str) -> None:
     outcomes, _ = sandbox.run_snippets(HONEST, [test])
-    crosses = "fold" not in test and "Stack" not in test  # functions of tests and objects of answers do not
+    crosses = "fold" not in test and "len(" not in test  # functions of tests and operators on objects do not
     assert (values(outcomes) == [True]) == crosses, outcomes
 
 
