@@ -79,7 +79,7 @@ def test_inline_and_ray_agree(folder: Path) -> None:
 
 def test_evaluate_and_export_what_the_run_left(folder: Path) -> None:
     run_dir = folder / "first"
-    small = ["data.val_max_samples=16", "rollout.name=hf", "trainer.backend=inline"]
+    small = ["data.val_max_samples=16", "rollout.name=hf", "trainer.backend=inline", "trainer.n_gpus_per_node=1"]
     done = run(folder, str(run_dir), *small, module="trainer.main_eval")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "val-core" in (next((run_dir / "eval").glob("*")) / "metrics.jsonl").read_text()

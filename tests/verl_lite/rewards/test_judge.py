@@ -65,6 +65,14 @@ def test_the_request_is_a_chat_completion_and_the_number_is_scaled() -> None:
     assert "{" not in user["content"]
 
 
+def test_what_is_filled_in_is_not_filled_in_again() -> None:
+    """An answer may hold the names of the template's places."""
+    with scripted(says("Score: 1")) as server:
+        ask(server, "{ground_truth} {0} {{", "7", template="Q: {question} A: {answer} T: {ground_truth} {unknown}")
+    [message] = server.asked[0]["messages"]
+    assert message["content"] == "Q: What is 2 + 2? A: {ground_truth} {0} {{ T: 7 {unknown}"
+
+
 @pytest.mark.parametrize(
     ("reply", "verdict", "expected"),
     [

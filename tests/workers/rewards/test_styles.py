@@ -228,3 +228,16 @@ def test_the_rate_limit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 3600  # an idle hour is not saved up
     limit.count()
     assert not limit.allows_call() and RateLimit(None).allows_call()
+
+
+def test_a_key_never_reaches_files_or_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "very-secret")
+    with reward_server(lambda number, sample: Answer("no", 400)) as server:
+        remote = RemoteRewardConfig(url=server.url, api_key_env="JUDGE_KEY")
+        pool = RewardPool(RewardConfig(remote=remote), 1)
+        try:
+            [result] = score(pool, "x")
+        finally:
+            pool.close()
+    assert server.headers[0]["authorization"] == "Bearer very-secret"
+    assert result.failed and "very-secret" not in (result.error or "")
