@@ -31,6 +31,8 @@ def test_commands_and_links_exist(page: Path) -> None:
         assert (ROOT / "tests" / "bench" / f"{name}.py").exists(), f"{page.name}: bench {name}"
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+    named = re.findall(r"`((?:verl_lite|trainer|workers|tests)/[\w/]+\.(?:py|md|js))`", text)
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_every_benchmark_is_on_their_page() -> None:
