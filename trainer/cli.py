@@ -23,6 +23,7 @@ from typing import Any
 
 from verl_lite.errors import ClusterLostError, UserError, circumstances
 
+NOTHING_LEFT = "nothing is left to do"  # said of a run that has all its steps
 WRONG_INPUT = 2
 INTERRUPTED = 130
 """Exit status of a run that its user stopped, as shells have it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state
+from trainer.cli import NOTHING_LEFT
 from verl_lite.config import RunOptions, uncounted
 from verl_lite.errors import UserError
 
@@ -101,6 +102,6 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
     done = state["steps"]["global_step"]
     if done >= total_steps:
         raise UserError(
-            f"{folder} is at step {done} of {total_steps}: nothing is left to do. For more steps raise "
+            f"{folder} is at step {done} of {total_steps}: {NOTHING_LEFT}. For more steps raise "
             f"trainer.total_training_steps (or trainer.total_epochs); to look at it, {to_look}"
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from ray import tune
 
-from trainer.cli import WRONG_INPUT
+from trainer.cli import NOTHING_LEFT, WRONG_INPUT
 from trainer.sweeps.question import STOP
 from trainer.tracking.record import METRICS, read_metrics
 from verl_lite.errors import printable
@@ -150,7 +150,10 @@ class RunActor(tune.Trainable):
             return ended | {"state": "stopped" if status else "done"}
         with self._log.open("rb") as file:
             file.seek(max(self._logged, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            is_machines, error = diagnose(status, file.read().decode(errors="replace"))
+            output = file.read().decode(errors="replace")
+        if status == WRONG_INPUT and NOTHING_LEFT in output:  # killed with an earlier sweep after its last step
+            return ended | {"state": "done"}
+        is_machines, error = diagnose(status, output)
         if is_machines:
             raise MachineFault(error)
         return ended | {"state": "failed", "error": error}

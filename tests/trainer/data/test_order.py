@@ -173,8 +173,8 @@ def test_other_weights_go_on_from_where_the_sources_are(make: Callable) -> None:
     ("rows", "sources", "message"),
     [
         ({"a": 5, "b": 5}, {"a": {"weight": 1}}, "'b' has no weight: .*0 leaves it out"),
-        ({"a": 5}, {"a": {"weight": -1}}, "data.sources.a.weight=-1: expected a number of at least 0"),
-        ({"a": 5}, {"a": {"n": 0}}, "data.sources.a.n=0: expected a whole number of at least 1"),
+        ({"a": 5}, {"a": {"weight": -1}}, "data.sources.a.weight=-1: a number of at least 0 is expected"),
+        ({"a": 5}, {"a": {"n": 0}}, "data.sources.a.n=0: a whole number of at least 1 is expected"),
     ],
 )  # fmt: skip
 def test_mixtures_that_cannot_be_are_explained(

@@ -21,6 +21,7 @@ METRIC = "val-core/task/acc/mean@1"
 WORDS = {
     "lost": (1, "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
     "input": (2, "UserError: data.train_files=['a.parquet']: there is no such file\ngive one that is there"),
+    "finished": (2, "UserError: run/global_step_3 is at step 3 of 3: nothing is left to do. For more steps"),
     "error": (1, "Traceback (most recent call last):\n  File 'x.py', line 1\nValueError: the reward is wrong"),
 }
 

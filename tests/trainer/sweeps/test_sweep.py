@@ -147,6 +147,7 @@ def test_failures_by_cause_a_clean_environment_and_the_table(tmp_path: Path) -> 
     kinds = {
         "good": {"x": 2},
         "lost": {"x": 1, "fail": "lost", "times": 1, "at": 2},
+        "finished": {"x": 1, "fail": "finished", "at": 3},
         "lost_for_good": {"x": 1, "fail": "lost"},
         "wrong": {"x": 1, "fail": "input"},
         "broken": {"x": 1, "fail": "error"},
@@ -156,9 +157,9 @@ def test_failures_by_cause_a_clean_environment_and_the_table(tmp_path: Path) -> 
     process = started(tmp_path / "study", "--file", str(file), "--slots", "2", RAY_ADDRESS="10.0.0.9:6379")
     assert process.wait(timeout=500) == 1
     trials = {str(trial.parameters["kind"]): trial for trial in Study.load(tmp_path / "study").trials}
-    assert [trial.state for trial in trials.values()] == ["complete", "complete", *["failed"] * 3]
+    assert [trial.state for trial in trials.values()] == [*["complete"] * 3, *["failed"] * 3]
     counts = {kind: len(starts(trial.runs[0].folder)) for kind, trial in trials.items()}
-    assert counts == {"good": 1, "lost": 2, "lost_for_good": 2, "wrong": 1, "broken": 1}
+    assert counts == {"good": 1, "lost": 2, "finished": 1, "lost_for_good": 2, "wrong": 1, "broken": 1}
     assert (trials["lost"].runs[0].folder / "steps").read_text().split() == ["1", "2", "3"], "from its checkpoint"
     assert trials["wrong"].error.startswith("wrong input: UserError: data.train_files=['a.parquet']")
     assert trials["broken"].error == "ValueError: the reward is wrong" and "ECC" in trials["lost_for_good"].error
@@ -167,7 +168,7 @@ def test_failures_by_cause_a_clean_environment_and_the_table(tmp_path: Path) -> 
     assert not [name for name in environment if name.startswith(("RAY_", "TUNE_")) or name == "VERL_LITE_RUN"]
     assert environment.get("TMPDIR") == os.environ.get("TMPDIR"), "the sweep's own ends with the sweep"
     told = (tmp_path / "study.out").read_text()
-    assert f"trial 3 failed: {trials['wrong'].error}"[:80] in told and "To train trial 0 in full:" in told
+    assert f"trial 4 failed: {trials['wrong'].error}"[:80] in told and "To train trial 0 in full:" in told
 
 
 @pytest.mark.slow
