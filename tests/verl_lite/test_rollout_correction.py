@@ -397,6 +397,8 @@ def test_mismatch_metrics_are_those_of_a_plain_loop() -> None:
     assert len(filled) == ROWS - 1
     found = values(mismatch_metrics(old, rollout, mask))
     assert found == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
+    alone = {f"rollout_corr/{name}": expected[name] for name in ("training_ppl", "training_log_ppl")}
+    assert values(mismatch_metrics(old, None, mask)) == pytest.approx(alone), "what needs no rollout"
 
 
 # ---------------------------------------------------------------------------------------------------- ROLL
