@@ -143,8 +143,7 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
     """One metric against its range.
 
     bad: beyond the alarm in a tenth of the steps, or at the end (median of the last tenth). look: the same for the
-    range, one step beyond the alarm, or one step outside a range that ends at 0. What was outside only in the first
-    three quarters of the run is never bad.
+    range, one step beyond the alarm, or one outside a range that ends at 0. Nothing is bad that ended in the first 3/4.
     """
     scale = points[0][1] if healthy.of_start else 1.0
     if scale == 0:
@@ -163,11 +162,12 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
         grade = LOOK
     else:
         grade = OK
-    worst = (min if math.isfinite(healthy.low) else max)(outside, key=lambda point: point[1] / scale)
-    first = f" ({number(scale)})" if healthy.of_start else ""
-    text = f"{name} is not {healthy.shown}{first} in {len(outside)} of {len(points)} steps ({outside[0][0]} to "
-    text += f"{outside[-1][0]}): {number(worst[1])} at step {worst[0]}, {number(points[-1][1])} at the end"
-    return Finding(grade, name, text + f"; not since step {outside[-1][0]}" * is_past)
+    most, side = (min, "below") if math.isfinite(healthy.low) else (max, "above")
+    step, worst = most(outside, key=lambda point: point[1] / scale)
+    text = f"{name} is {side} {healthy.shown[3:]}{f' ({number(scale)})' * healthy.of_start} in {len(outside)} of "
+    text += f"{len(points)} steps ({outside[0][0]} to {outside[-1][0]}): {number(worst)} at step {step}, "
+    text += f"{number(points[-1][1])} at the end" + f"; not since step {outside[-1][0]}" * is_past
+    return Finding(grade, name, text)
 
 
 def score_falls(series: Series) -> Finding | None:
