@@ -28,7 +28,7 @@ from verl_lite.errors import UserError
 MARKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "data.pt"
-DRAFT, GONE = ".global_step_{}.draft", ".global_step_{}.gone"  # being written; being deleted or replaced
+DRAFT, OLD, GONE = (".global_step_{}." + kind for kind in ("draft", "old", "gone"))  # written, replaced, deleted
 SPARE_SHARE = 0.05  # of a checkpoint's size that must be free beyond it: sizes vary, and other files grow meanwhile
 LEAST_FREE_BYTES = 1 << 20  # a failed save that leaves less than this failed because the disk is full
 
@@ -66,23 +66,27 @@ def removed_on_failure(draft: Path, expected_bytes: int = 0) -> Iterator[None]:
 
 def publish(run_dir: Path, step: int) -> Path:
     """Makes a draft, all of whose files are written, the checkpoint of its step; the marker follows."""
-    final, draft, gone = (run_dir / name.format(step) for name in ("global_step_{}", DRAFT, GONE))
+    final, draft, old = (run_dir / name.format(step) for name in ("global_step_{}", DRAFT, OLD))
     names = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
     entries = {name: [(draft / name).stat().st_size, digest] for name, digest in hashes(draft, names).items()}
     (draft / MANIFEST).write_text(json.dumps({"sha256": entries}, indent=1), encoding="utf-8")
     for path in (*draft.rglob("*"), draft):
         _sync(path)
     if final.exists():  # a run that was resumed at an earlier step comes by again
-        final.rename(gone)
+        final.rename(old)
     draft.rename(final)
     _sync(run_dir)
     write_atomically(run_dir / MARKER, str(step))
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     return final
 
 
 def tidy(run_dir: Path) -> None:
-    """Removes what a process that was killed left half written or half deleted."""
+    """Removes what a process that was killed left half written or half deleted; what it had only begun to replace comes
+    back."""
+    for old in run_dir.glob(OLD.format("*")):
+        if not (final := run_dir / old.name[1:].removesuffix(".old")).exists():
+            old.rename(final)
     for left in run_dir.glob(".global_step_*"):
         shutil.rmtree(left)
 

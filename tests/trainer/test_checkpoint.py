@@ -120,6 +120,16 @@ def test_killed_at_any_instant_a_whole_checkpoint_is_there(tmp_path: Path) -> No
     assert leftovers >= 20, "the kills did not hit the saves: the test shows nothing"
 
 
+def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path: Path) -> None:
+    """Killed between the two renames of a step that a resumed run came by again."""
+    for name in ("global_step_2", ".global_step_3.old", ".global_step_3.draft"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".global_step_3.old" / "data.pt").write_text("old")
+    found = find_checkpoint(tmp_path, "auto", None)
+    assert found == tmp_path / "global_step_3" and (found / "data.pt").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "global_step_3"]
+
+
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     for step in (2, 9, 10):
         save(tmp_path, step)
