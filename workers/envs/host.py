@@ -62,22 +62,9 @@ class Begin:
 
 @dataclass(frozen=True)
 class Act:
-    """One step of a begun episode."""
+    """One step of a begun episode; None = one that the environment draws itself, if it can."""
 
-    action: str
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A new environment, one reset, one step: whether an environment works at all."""
-
-    tag: str
-
-
-@dataclass
-class _Episode:
-    tag: str
-    env: Env
+    action: str | None
 
 
 class EnvHost:
@@ -93,17 +80,17 @@ class EnvHost:
         for template in templates.values():
             find_env(template.env_type)  # now, and not within the deadline of a reset
         self._templates = templates
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, tuple[str, Env]] = {}
         self._spare: dict[str, list[Env]] = {tag: [] for tag in templates}
         self._changing = threading.Lock()
 
-    def run(self, session: int, payload: Begin | Act | Trial) -> EnvReply:
-        """A reset, a step, or a trial. Raises whatever the environment does, and NonsenseError."""
+    def run(self, session: int, payload: Begin | Act) -> EnvReply:
+        """A reset or a step. Raises whatever the environment does, and NonsenseError."""
         try:
-            if isinstance(payload, Act):
-                return read_step(self._episodes[session].env.step(payload.action))
-            reply = self._begin(session, payload)
-            return self._try(session) if isinstance(payload, Trial) else reply
+            if isinstance(payload, Begin):
+                return read_reset(self._env(session, payload.tag).reset(payload.seed))
+            env = self._episodes[session][1]
+            return read_step(env.step(_drawn(env) if payload.action is None else payload.action))
         except BaseException:
             self._close(session)
             raise
@@ -111,43 +98,29 @@ class EnvHost:
     def end(self, session: int) -> None:
         """The environment of this episode may serve another."""
         with self._changing:
-            if (episode := self._episodes.pop(session, None)) is not None:
-                self._spare[episode.tag].append(episode.env)
+            if session in self._episodes:
+                tag, env = self._episodes.pop(session)
+                self._spare[tag].append(env)
 
-    def _begin(self, session: int, payload: Begin | Trial) -> EnvReply:
-        begin = payload if isinstance(payload, Begin) else Begin(payload.tag, 0)
+    def _env(self, session: int, tag: str) -> Env:
         with self._changing:
-            spare = self._spare[begin.tag] if isinstance(payload, Begin) else []
-            env = spare.pop() if spare else None
-        episode = _Episode(begin.tag, env or self._templates[begin.tag].make())
+            env = self._spare[tag].pop() if self._spare[tag] else None
+        env = self._templates[tag].make() if env is None else env
         with self._changing:
-            self._episodes[session] = episode
-        observation, info = read_reset(episode.env.reset(begin.seed))
-        return EnvReply(None, observation, info=info)
-
-    def _try(self, session: int) -> EnvReply:
-        episode = self._episodes[session]
-        sample = getattr(episode.env, "sample_random_action", None)
-        action = sample() if callable(sample) else ""
-        if not isinstance(action, str):
-            raise _nonsense("sample_random_action", action, "the text of an action")
-        reply = read_step(episode.env.step(action))
-        self._close(session)
-        return reply
+            self._episodes[session] = tag, env
+        return env
 
     def _close(self, session: int) -> None:
         with self._changing:
-            episode = self._episodes.pop(session, None)
-        close = getattr(episode.env, "close", None) if episode is not None else None
-        if callable(close):
-            with contextlib.suppress(BaseException):  # it is thrown away: what it raises now changes nothing
-                close()
+            _, env = self._episodes.pop(session, (None, None))
+        with contextlib.suppress(BaseException):  # it is thrown away, also where it has no such method
+            env.close()  # type: ignore[union-attr]
 
 
-def read_reset(result: object) -> tuple[str, dict[str, Any]]:
+def read_reset(result: object) -> EnvReply:
     """Observation and info of a reset. Raises NonsenseError."""
     observation, info = _parts("reset", result, "(observation, info)")
-    return _text("the observation of reset", observation), _info("reset", info)
+    return EnvReply(None, _text("the observation of reset", observation), info=_info("reset", info))
 
 
 def read_step(result: object) -> EnvReply:
@@ -155,34 +128,33 @@ def read_step(result: object) -> EnvReply:
     found = _parts("step", result, "(observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = found
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not _is_flag(flag):
-            raise _nonsense(f"{name} of step", flag, "true or false")
+        _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
     observation, reward = _text("the observation of step", observation), _number("the reward of step", reward)
     return EnvReply(None, observation, reward, bool(terminated), bool(truncated), _info("step", info))
 
 
-def _parts(method: str, result: object, expected: str) -> tuple[Any, ...]:
+def _drawn(env: Env) -> str:
+    sample = getattr(env, "sample_random_action", None)
+    return _text("sample_random_action", sample() if callable(sample) else "")
+
+
+def _parts(method: str, result: Any, expected: str) -> tuple[Any, ...]:
     number = expected.count(",") + 1
-    if not isinstance(result, tuple | list) or len(result) != number:
-        raise _nonsense(f"what {method} gave", result, f"{number} values: a tuple {expected}")
+    is_right = isinstance(result, tuple | list) and len(result) == number
+    _expect(is_right, f"what {method} gave", result, f"{number} values: a tuple {expected}")
     return tuple(result)
 
 
-def _text(what: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _nonsense(what, value, "text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise _nonsense(what, value, f"valid text ({error})") from None
+def _text(what: str, value: Any) -> str:
+    _expect(isinstance(value, str), what, value, "text")
+    _expect(value == value.encode(errors="replace").decode(), what, value, "valid text, which UTF-8 can hold")
     return str(value)
 
 
-def _number(what: str, value: object) -> float:
+def _number(what: str, value: Any) -> float:
     item = getattr(value, "item", None)  # a numpy scalar, or an array of one number
     number = item() if callable(item) and getattr(value, "size", 1) == 1 else value
-    if not isinstance(number, numbers.Real) or not math.isfinite(number):
-        raise _nonsense(what, number, "a finite number")
+    _expect(isinstance(number, numbers.Real) and math.isfinite(number), what, number, "a finite number")
     return float(number)
 
 
@@ -190,31 +162,30 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's need not be imported here
 
 
-def _info(method: str, info: object) -> dict[str, Any]:
-    checked = dict(_mapping(f"the info of {method}", info))
+def _info(method: str, info: Any) -> dict[str, Any]:
+    where = f"in the info of {method}"
+    checked = _mapping(f"the info of {method}", info)
     for key in ("suffix", "env_instruction"):
         if checked.get(key) is not None:
-            checked[key] = _text(f"info[{key!r}] of {method}", checked[key])
+            checked[key] = _text(f"{key} {where}", checked[key])
     if checked.get("metrics") is not None:
         checked["metrics"] = {
             str(name): bool(value) if _is_flag(value) else _number(f"metric {name!r} of {method}", value)
-            for name, value in _mapping(f"metrics in the info of {method}", checked["metrics"]).items()
+            for name, value in _mapping(f"metrics {where}", checked["metrics"]).items()
         }
-    modes = checked.get("metrics_agg_mode")
-    for name, mode in _mapping("metrics_agg_mode", {} if modes is None else modes).items():
-        if mode not in AGGREGATIONS:
-            where = f"metrics_agg_mode[{name!r}] in the info of {method}"
-            raise _nonsense(where, mode, f"one of {', '.join(AGGREGATIONS)}")
+    for name, mode in _mapping(f"metrics_agg_mode {where}", checked.get("metrics_agg_mode") or {}).items():
+        known = ", ".join(AGGREGATIONS)
+        _expect(mode in AGGREGATIONS, f"metrics_agg_mode[{name!r}] {where}", mode, f"one of {known}")
     return checked
 
 
-def _mapping(what: str, value: object) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise _nonsense(what, value, "a dictionary")
-    return value
+def _mapping(what: str, value: Any) -> dict[Any, Any]:
+    _expect(isinstance(value, Mapping), what, value, "a dictionary")
+    return dict(value)
 
 
-def _nonsense(what: str, value: object, expected: str) -> NonsenseError:
-    text = repr(value)
-    shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-    return NonsenseError(f"{what} is {shown}, expected {expected}")
+def _expect(is_right: bool, what: str, value: object, expected: str) -> None:
+    if not is_right:
+        text = repr(value)
+        shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+        raise NonsenseError(f"{what} is {shown}, expected {expected}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError, printable
-from workers.envs.host import Act, Begin, EnvHost, EnvReply, Trial
+from workers.envs.host import Act, Begin, EnvHost, EnvReply
 from workers.pool.channel import Reply
 from workers.pool.pool import InlinePool, ProcessPool, Work
 
@@ -73,22 +74,28 @@ class EnvPool:
         self._ids: dict[Hashable, int] = {}
         self._episodes: dict[int, _Episode] = {}
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[tuple[int, Begin | Act | Trial]]] = {tag: deque() for tag in self._templates}
+        self._waiting: dict[str, deque[tuple[int, Begin | Act]]] = {tag: deque() for tag in self._templates}
 
-    def start(self) -> None:
+    def start(self) -> ProcessPool | InlinePool:
         """Starts the processes without waiting for them; the first `reset` does it too."""
-        self._started()
+        if self._pool is None:
+            self._pool = ProcessPool(self._work) if self._work.num_workers else InlinePool(self._work)
+        return self._pool
 
     def reset(self, key: Hashable, tag: str, seed: int) -> None:
         """Begins an episode; a previous one of the same key is discarded. Raises KeyError for a tag that has no
         template.
         """
         self.discard(key)
-        self._begin(key, tag, Begin(tag, seed))
+        if tag not in self._templates:
+            raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
+        number = self._ids[key] = next(self._numbers)
+        self._episodes[number] = _Episode(key, tag)
+        self._call(number, Begin(tag, seed))
 
-    def step(self, key: Hashable, action: str) -> None:
-        """Takes an action. Raises KeyError for an episode that is not there (never begun, failed, or discarded),
-        ValueError for one whose last reply has not come yet."""
+    def step(self, key: Hashable, action: str | None) -> None:
+        """Takes an action; None = one that the environment draws. Raises KeyError for an episode that is not there
+        (never begun, failed, or discarded), ValueError for one whose last reply has not come yet."""
         number = self._ids.get(key)
         if number is None:
             raise KeyError(f"episode {key!r} was not reset, has failed, or was discarded")
@@ -99,30 +106,22 @@ class EnvPool:
     def discard(self, key: Hashable) -> None:
         """Frees an episode; nothing more is heard of it. Unknown keys are welcome."""
         number = self._ids.pop(key, None)
-        if number is None:
-            return
-        episode = self._episodes[number]
-        waiting = self._waiting[episode.tag]
-        unsent = [call for call in waiting if call[0] == number]
-        if episode.is_busy and not unsent:
-            episode.is_discarded = True  # its reply is still to come, to be dropped
-            return
-        for call in unsent:
-            waiting.remove(call)
-        del self._episodes[number]
-        self._started().end(number)
+        if number is not None:
+            self._episodes[number].is_discarded = True
+            if not self._episodes[number].is_busy:
+                self._forget(number)
 
     def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
         """What ended since; waits up to `timeout_s` for the first. Raises EnvError if no process can be started."""
         until = time.monotonic() + timeout_s
         while True:
-            replies = self._started().poll(max(0.0, until - time.monotonic()))
+            replies = self.start().poll(max(0.0, until - time.monotonic()))
             wanted = [reply for reply in map(self._settle, replies) if reply is not None]
             if wanted or time.monotonic() >= until or (self._work.num_workers == 0 and not replies):
                 return wanted
 
     def dry_run(self, tags: Iterable[str]) -> None:
-        """Makes an environment of each tag, resets it with seed 0, takes one step and looks at all that it gives.
+        """Resets an environment of each tag with seed 0, takes one step and looks at all that it gives.
 
         Raises EnvError naming the tag, what is wrong and what to change. Not while episodes are under way.
         """
@@ -131,20 +130,25 @@ class EnvPool:
             known = ", ".join(self._templates) or "none"
             raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {known}")
         for tag in tags:
-            self._begin(("dry_run", tag), tag, Trial(tag))
-        replies: dict[Hashable, EnvReply] = {}
-        while len(replies) < len(tags):
-            replies |= {reply.key: reply for reply in self.poll(1.0)}
-        failures = []
+            self.reset(tag, tag, 0)
+        errors: dict[Hashable, str | None] = {}
+        stepped: set[Hashable] = set()
+        while len(errors) < len(tags):
+            for reply in self.poll(1.0):
+                if reply.error is None and reply.key not in stepped:
+                    stepped.add(reply.key)
+                    self.step(reply.key, None)
+                else:
+                    errors[reply.key] = reply.error
         for tag in tags:
-            self.discard(("dry_run", tag))
-            template, error = self._templates[tag], replies["dry_run", tag].error
-            if error is not None:
-                failures.append(
-                    f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does "
-                    f"not work; nothing was started. Made, reset with seed 0, and stepped once:\n{printable(error)}\n"
-                    "Change the entry, or the environment: trainer/AGENTIC.md says what it has to give."
-                )
+            self.discard(tag)
+        failures = [
+            f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not "
+            f"work; nothing was started. Made, reset with seed 0, and stepped once:\n{printable(error)}\n"
+            "Change the entry, or the environment: trainer/AGENTIC.md says what it has to give."
+            for tag, template in self._templates.items()
+            if (error := errors.get(tag)) is not None
+        ]
         if failures:
             raise EnvError("\n\n".join(failures))
 
@@ -158,42 +162,38 @@ class EnvPool:
         if self._pool is not None:
             self._pool.close()
 
-    def _started(self) -> ProcessPool | InlinePool:
-        if self._pool is None:
-            self._pool = InlinePool(self._work) if self._work.num_workers == 0 else ProcessPool(self._work)
-        return self._pool
-
-    def _begin(self, key: Hashable, tag: str, call: Begin | Trial) -> None:
-        if tag not in self._templates:
-            raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
-        number = self._ids[key] = next(self._numbers)
-        self._episodes[number] = _Episode(key, tag)
-        self._call(number, call)
-
-    def _call(self, number: int, call: Begin | Act | Trial) -> None:
+    def _call(self, number: int, call: Begin | Act) -> None:
         episode = self._episodes[number]
         episode.is_busy = True
-        template = self._templates[episode.tag]
-        limit = 1 if template.use_thread_lock else template.max_env_step_concurrent
-        if limit is not None and self._running[episode.tag] >= limit:
-            self._waiting[episode.tag].append((number, call))
-            return
-        self._running[episode.tag] += 1
-        self._started().submit(number, call)
+        self._waiting[episode.tag].append((number, call))
+        self._send_waiting(episode.tag)
+
+    def _send_waiting(self, tag: str) -> None:
+        template = self._templates[tag]
+        limit = 1 if template.use_thread_lock else template.max_env_step_concurrent or math.inf
+        while self._waiting[tag] and self._running[tag] < limit:
+            number, call = self._waiting[tag].popleft()
+            if self._episodes[number].is_discarded:
+                self._forget(number)
+            else:
+                self._running[tag] += 1
+                self.start().submit(number, call)
 
     def _settle(self, reply: Reply) -> EnvReply | None:
         """A reply as the caller gets it; None if nobody wants it."""
         episode = self._episodes[reply.session]
         episode.is_busy = False
         self._running[episode.tag] -= 1
-        if self._waiting[episode.tag]:
-            self._call(*self._waiting[episode.tag].popleft())
+        self._send_waiting(episode.tag)
         if episode.is_discarded or reply.error is not None:
-            del self._episodes[reply.session]
-            self._started().end(reply.session)
+            self._forget(reply.session)
         if episode.is_discarded:
             return None
         if reply.error is None:
             return replace(reply.value, key=episode.key, seconds=reply.seconds)
         del self._ids[episode.key]
         return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
+
+    def _forget(self, number: int) -> None:
+        del self._episodes[number]
+        self.start().end(number)

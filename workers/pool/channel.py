@@ -22,30 +22,12 @@ _CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Start:
-    """The first message to a process. make: pickled; called without arguments, it gives the `Handler`. log_path: where
-    prints go, None = nowhere. overdue: what is said of a call that takes longer than timeout_s."""
-
-    make: bytes
-    threads: int
-    log_path: str | None
-    overdue: str
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a session, which has one under way at most."""
-
-    session: int
-    payload: Any
-
-
-@dataclass(frozen=True)
 class Reply:
-    """What a call came to. seconds: it took. error: it failed, as a traceback or a sentence; there is no value then.
-    is_timeout: it failed because it took too long. The first one of CONTROL says how the handler began, and further
-    ones answer empty messages: the process is not frozen."""
+    """What a call came to.
+
+    seconds: it took. error: it failed, as a traceback or a sentence; there is no value then. is_timeout: it failed
+    because it took too long. The first one of CONTROL says how the handler began; further ones answer empty messages.
+    """
 
     session: int
     value: Any = None
@@ -69,8 +51,7 @@ class PoolEnd:
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
-        self._socket = end
-        self._unsent, self._received = bytearray(), bytearray()
+        self._socket, self._unsent, self._received = end, bytearray(), bytearray()
         self.is_closed = False
         self.fileno, self.close = end.fileno, end.close
 
@@ -92,17 +73,14 @@ class PoolEnd:
 
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that are complete. Sets is_closed when the other end is gone and all is read."""
-        while True:
-            try:
-                chunk = self._socket.recv(_CHUNK_BYTES)
-            except BlockingIOError:
-                break
-            except OSError:
-                chunk = b""
-            self.is_closed |= not chunk
-            self._received += chunk
-            if len(chunk) < _CHUNK_BYTES:
-                break
+        try:
+            while chunk := self._socket.recv(_CHUNK_BYTES):
+                self._received += chunk
+            self.is_closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_closed = True
         messages, place = [], 0
         while len(self._received) - place >= _HEADER.size:
             size, number = _HEADER.unpack_from(self._received, place)

@@ -9,7 +9,6 @@ import asyncio
 import contextvars
 import ctypes
 import faulthandler
-import io
 import os
 import pickle
 import queue
@@ -20,18 +19,16 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol, cast
 
 from verl_lite.errors import UserError
-from workers.pool.channel import CONTROL, Call, Page, Reply, Start, packed, unpacked
+from workers.pool.channel import CONTROL, Page, Reply, packed, unpacked
 
 STACK_SIGNAL = signal.SIGUSR1
-"""On this signal the process writes the stacks of its threads to stderr, whatever it is doing."""
+"""On this signal the process writes down the stacks of its threads, whatever it is doing."""
 
-_PRINTED_BYTES_MAX = 10 << 20
-_LAST_LINE = b"\n[more output of this process is dropped]\n"
 _REPLY_BYTES_MAX = 64 << 20
 _TRACEBACK_CHARS = 8000
 _PONG_AFTER_S = 0.2
@@ -65,17 +62,17 @@ class Handler(Protocol):
         ...
 
 
-def main(socket_fd: int, page_fd: int, threads: int, parent_pid: int) -> None:
-    """Serves until the pool closes its end. First message: `Start`."""
+def main(socket_fd: int, page_fd: int, stacks_fd: int, parent_pid: int, threads: int, timeout_s: float) -> None:
+    """Serves until the pool closes its end. The first message is pickled, and gives the `Handler` when it is called."""
     die_with_parent(parent_pid)
-    faulthandler.enable()
-    faulthandler.register(STACK_SIGNAL)
+    faulthandler.enable(stacks_fd)
+    faulthandler.register(STACK_SIGNAL, stacks_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     connection, page, pid, sending = Connection(socket_fd), Page(page_fd, threads), os.getpid(), threading.Lock()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
     os.register_at_fork(after_in_child=connection.close)  # the pool must not take the child for this process
-    start: Start = pickle.loads(unpacked(connection.recv_bytes())[1])
-    sys.stdout = sys.stderr = capped_log(start.log_path)
 
     def note(slot: int, session: int) -> None:
         if os.getpid() != pid:  # a fork inside untrusted code came back, and only one may go on
@@ -95,7 +92,7 @@ def main(socket_fd: int, page_fd: int, threads: int, parent_pid: int) -> None:
                     time.sleep(_PONG_AFTER_S)  # those that were held up by another, which just ended, end now too
                     deliver(Reply(CONTROL))
                 elif message:
-                    runner.submit(pickle.loads(message))
+                    runner.submit(number, pickle.loads(message))
                 else:
                     handler.end(number)
         except EOFError:
@@ -104,29 +101,29 @@ def main(socket_fd: int, page_fd: int, threads: int, parent_pid: int) -> None:
             os._exit(1)
 
     try:
-        handler: Handler = pickle.loads(start.make)()
+        handler: Handler = pickle.loads(unpacked(connection.recv_bytes())[1])()
     except BaseException:  # the user's modules may raise anything; the pool reports it
         return deliver(Reply(CONTROL, error=traceback.format_exc()))
     runner: ThreadRunner | LoopRunner
     if handler.is_async:
-        runner = LoopRunner(handler, start.timeout_s, start.overdue, deliver, note)
+        runner = LoopRunner(handler, timeout_s, deliver, note)
     else:
-        runner = ThreadRunner(handler, start.threads, deliver, note)
+        runner = ThreadRunner(handler, threads, deliver, note)
     deliver(Reply(CONTROL, handler.info))
     threading.Thread(target=read, name="pool-reader", daemon=True).start()
     runner.serve()
 
 
-def perform(handler: Handler, call: Call) -> Reply:
+def perform(session: int, work: Callable[[], Any]) -> Reply:
     """Runs a call here and now. Nothing is raised."""
     started, value, error = time.monotonic(), None, None
     try:
-        value = handler.run(call.session, call.payload)
+        value = work()
     except UserError as raised:
         error = str(raised)
     except BaseException:  # the one door to untrusted code, which may even raise SystemExit
         error = traceback.format_exc()[-_TRACEBACK_CHARS:]
-    return Reply(call.session, value, time.monotonic() - started, error)
+    return Reply(session, value, time.monotonic() - started, error)
 
 
 class ThreadRunner:
@@ -135,21 +132,21 @@ class ThreadRunner:
 
     def __init__(self, handler: Handler, threads: int, deliver: Deliver, note: Note) -> None:
         self._handler, self._deliver, self._note = handler, deliver, note
-        self._queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._slots = iter(range(1, threads))  # of threads that are not started yet
 
-    def submit(self, call: Call) -> None:
+    def submit(self, session: int, payload: Any) -> None:
         """Queues a call and returns at once."""
-        self._queue.put(call)
+        self._queue.put((session, payload))
         if (slot := next(self._slots, None)) is not None:
             threading.Thread(target=self.serve, args=(slot,), daemon=True).start()
 
     def serve(self, slot: int = 0) -> None:
         """Runs calls for ever."""
         while True:
-            call = self._queue.get()
-            self._note(slot, call.session)
-            reply = perform(self._handler, call)
+            session, payload = self._queue.get()
+            self._note(slot, session)
+            reply = perform(session, partial(self._handler.run, session, payload))
             self._note(slot, CONTROL)
             self._deliver(reply)
 
@@ -158,51 +155,41 @@ class LoopRunner:
     """Runs calls at once, in the event loop of the caller of `serve`.
 
     Each has `timeout_s` from its beginning; then it is cancelled and the others go on. One that blocks the loop instead
-    of awaiting is told apart: before each step of a task `note` gets the session that the task belongs to. overdue:
-    what is said of a cancelled call.
+    of awaiting is told apart: before each step of a task `note` gets the session that the task belongs to.
     """
 
-    def __init__(self, handler: Handler, timeout_s: float, overdue: str, deliver: Deliver, note: Note) -> None:
-        self._handler, self._timeout_s, self._overdue = handler, timeout_s, overdue
-        self._deliver, self._note = deliver, note
+    def __init__(self, handler: Handler, timeout_s: float, deliver: Deliver, note: Note) -> None:
+        self._handler, self._timeout_s, self._deliver, self._note = handler, timeout_s, deliver, note
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(
-            lambda loop, coroutine, **more: asyncio.Task(self._watched(cast(Any, coroutine)), loop=loop, **more)
+            lambda loop, work, **more: asyncio.Task(self._watched(cast(Any, work)), loop=loop, **more)
         )
 
-    def submit(self, call: Call) -> None:
+    def submit(self, session: int, payload: Any) -> None:
         """Starts a call, from any thread."""
-        self._loop.call_soon_threadsafe(self._begin, call)
+        self._loop.call_soon_threadsafe(self._begin, session, payload)
 
     def serve(self) -> None:
         """Runs calls for ever."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, session: int, payload: Any) -> None:
         context = contextvars.copy_context()
-        context.run(_session.set, call.session)
-        task = self._loop.create_task(self._perform(call), context=context)
+        context.run(_session.set, session)
+        task = self._loop.create_task(self._perform(session, payload), context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _perform(self, call: Call) -> None:
-        started = time.monotonic()
-        work = self._loop.create_task(self._handler.run(call.session, call.payload))
+    async def _perform(self, session: int, payload: Any) -> None:
+        work = self._loop.create_task(self._handler.run(session, payload))
         done, pending = await asyncio.wait({work}, timeout=self._timeout_s)
-        value, error = None, None
-        if not done:
-            error = f"{self._overdue}; it was cancelled."
-            work.cancel()
-            _, pending = await asyncio.wait({work}, timeout=_CANCEL_S)
-        elif work.cancelled():
-            error = "It cancelled itself (asyncio.CancelledError)."
-        elif (raised := work.exception()) is not None:
-            error = "".join(traceback.format_exception(raised))[-_TRACEBACK_CHARS:]
-        else:
-            value = work.result()
-        self._deliver(Reply(call.session, value, time.monotonic() - started, error, is_timeout=not done))
+        if done:
+            return self._deliver(perform(session, work.result))
+        work.cancel()
+        _, pending = await asyncio.wait({work}, timeout=_CANCEL_S)
+        self._deliver(Reply(session, error="it was cancelled", is_timeout=True))
         if pending:
             os._exit(1)  # it ignores its cancellation: what it holds ends with the process, and the others begin anew
 
@@ -213,22 +200,22 @@ class LoopRunner:
 @types.coroutine
 def _steps(coroutine: Coroutine[Any, Any, Any], note: Note, session: int) -> Generator[Any, None, Any]:
     """Runs a coroutine as `await` does, and notes its session while it runs, and nobody while it waits."""
-    thrown: BaseException | None = None
+    step: Callable[[], Any] = partial(coroutine.send, None)
     while True:
         note(0, session)
         try:
-            waits_for = coroutine.send(None) if thrown is None else coroutine.throw(thrown)
+            waits_for = step()
         except StopIteration as end:
             return end.value
         except (SystemExit, KeyboardInterrupt) as end:  # of this task alone, not of the loop
             raise RuntimeError(f"{type(end).__name__}: {end}") from end
         finally:
             note(0, CONTROL)
-        thrown = None
+        step = partial(coroutine.send, None)
         try:
             yield waits_for
         except BaseException as error:  # a cancellation, which is the coroutine's to handle
-            thrown = error
+            step = partial(coroutine.throw, error)
 
 
 def _pickled(reply: Reply) -> bytes:
@@ -249,30 +236,3 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
-
-
-def capped_log(path: str | None, limit: int = _PRINTED_BYTES_MAX) -> io.TextIOWrapper:
-    """A stream for what untrusted code prints, up to a number of bytes; then one line says so and the rest is dropped.
-
-    The processes that replace one another write into one file, which is begun anew when it is longer than that. A disk
-    that is full drops what is printed.
-    """
-    return io.TextIOWrapper(cast(BinaryIO, _CappedFile(path, limit)), "utf-8", "replace", write_through=True)
-
-
-class _CappedFile(io.RawIOBase):
-    def __init__(self, path: str | None, limit: int) -> None:
-        is_long = path is not None and Path(path).exists() and Path(path).stat().st_size > limit
-        self._left, self._file = limit, open(path or os.devnull, "wb" if is_long else "ab", buffering=0)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        if self._left > 0:
-            self._left -= len(data)
-            try:
-                self._file.write(data if self._left > 0 else _LAST_LINE)
-            except OSError:
-                pass
-        return len(data)

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 import pickle
-import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from workers.pool.channel import CONTROL, Call, Reply, Start
+from workers.pool.channel import CONTROL, Reply
 from workers.pool.child import Handler, perform
 from workers.pool.process import Process
 
@@ -60,14 +61,14 @@ class Work:
 
 @dataclass
 class _Session:
-    """process: where it lives. done: its calls so far, each with the digest of its reply. seen: how many of them its
-    process has run. call: what the caller waits for. is_sent: a call is under way."""
+    """process: where it lives. done: the payloads of its calls so far, each with the digest of its reply. seen: how
+    many of them its process has run. call: what the caller waits for, in a tuple. is_sent: a call is under way."""
 
     number: int
     process: Process
-    done: list[tuple[Call, str]] = field(default_factory=list)
+    done: list[tuple[Any, str]] = field(default_factory=list)
     seen: int = 0
-    call: Call | None = None
+    call: tuple[Any] | None = None
     is_sent: bool = False
 
 
@@ -77,12 +78,12 @@ class InlinePool:
     processes_replaced = 0
 
     def __init__(self, work: Work) -> None:
-        self.handler = work.make()
-        self.end = self.handler.end
+        self._handler = work.make()
+        self.end = self._handler.end
         self._replies: list[Reply] = []
 
     def submit(self, number: int, payload: Any) -> None:
-        self._replies.append(perform(self.handler, Call(number, payload)))
+        self._replies.append(perform(number, partial(self._handler.run, number, payload)))
 
     def poll(self, timeout_s: float) -> list[Reply]:
         replies, self._replies = self._replies, []
@@ -111,20 +112,18 @@ class ProcessPool:
         self._replies: list[Reply] = []
         self._failed_starts = 0
         self._next_check = 0.0
-        self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._fill()
 
     def submit(self, number: int, payload: Any, process: Process | None = None) -> None:
-        """Sends the next call of a session, or begins it; its reply comes from `poll`. An error ends the session.
-        process: where a new one is to live, from `emptiest`; None = with the fewest others."""
+        """Sends the next call of a session, or begins it in `process`, None = the emptiest; its reply comes from
+        `poll`. An error ends the session."""
         session = self._sessions.get(number)
         if session is None:
-            session = self._sessions[number] = _Session(number, process or self._emptiest())
+            session = self._sessions[number] = _Session(number, process or self.emptiest())
             session.process.sessions.add(number)
-        session.call = Call(number, payload)
+        session.call = (payload,)
         self._advance(session)
 
     def end(self, number: int) -> None:
@@ -151,17 +150,16 @@ class ProcessPool:
         except OSError:  # thousands of them unread, or the pool is closed
             pass
 
-    def emptiest(self) -> Process | None:
-        """The process with the fewest sessions of those that are ready for new ones."""
-        ready = [process for process in self._processes if process.is_loaded and not process.is_retiring]
-        return min(ready, key=lambda process: len(process.sessions), default=None)
+    def emptiest(self) -> Process:
+        """The process for a new session: with the fewest others, of those that are ready if one is."""
+        open_ones = [process for process in self._processes if not process.is_retiring]
+        return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
 
     def close(self) -> None:
         """Ends all processes, busy or not."""
         for process in list(self._processes):
             self._dispose(process)
         self._sessions = {}
-        self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
 
@@ -179,24 +177,14 @@ class ProcessPool:
             taken = {process.log_path for process in self._processes}
             paths = (str(Path(work.log_dir) / f"{work.name}-{number}.log") for number in range(len(taken) + 1))
             log_path = next(path for path in paths if path not in taken)
-        overdue = f"The {work.what} {self._overdue}"
-        process = Process(Start(self._make, threads, log_path, overdue, work.timeout_s), is_alone=is_alone)
+        process = Process(self._make, threads, work.timeout_s, log_path, is_alone=is_alone)
         self._processes.append(process)
-        for pipe in (process.channel.fileno(), *process.stderr):
-            self._selector.register(pipe, selectors.EVENT_READ, process)
         self._next_check = 0.0
         return process
-
-    def _emptiest(self) -> Process:
-        """The process for a new session: of those that are ready, if there is one."""
-        open_ones = [process for process in self._processes if not process.is_retiring]
-        return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
 
     def _dispose(self, process: Process) -> None:
         process.kill()
         self._processes.remove(process)
-        for key in [key for key in self._selector.get_map().values() if key.data is process]:
-            self._selector.unregister(key.fd)
         process.close()
 
     # ---------------------------------------------------------------------------------------------- calls and replies
@@ -207,7 +195,8 @@ class ProcessPool:
         if session.call is None or session.is_sent or (process.is_alone and self._sent(process)):
             return
         session.is_sent = True
-        process.send(session.done[session.seen][0] if session.seen < len(session.done) else session.call)
+        payload, *_ = session.done[session.seen] if session.seen < len(session.done) else session.call
+        process.send(session.number, payload)
         self._next_check = min(self._next_check, time.monotonic() + self._check_s)
 
     def _sent(self, process: Process) -> list[int]:
@@ -232,24 +221,16 @@ class ProcessPool:
 
     def _receive(self, timeout_s: float) -> bool:
         """Takes what comes within that time. True: it was woken."""
-        is_woken = False
         if any([process.channel.flush() for process in self._processes]):
             timeout_s = min(timeout_s, self._check_s / 10)
-        for key, _ in self._selector.select(None if math.isinf(timeout_s) else timeout_s):
-            process = key.data
-            if process is None:
-                is_woken = bool(self._wake_reader.recv(4096))
-            elif process not in self._processes:
-                continue
-            elif key.fd != process.channel.fileno():
-                process.read_stderr()
-                if not process.stderr:
-                    self._selector.unregister(key.fd)
-            else:
+        of_channel = {process.channel: process for process in self._processes}
+        ready = wait([self._wake_reader, *of_channel], None if math.isinf(timeout_s) else timeout_s)  # type: ignore[list-item]
+        for channel, process in of_channel.items():
+            if channel in ready and process in self._processes:
                 self._take_messages(process)
                 if process.channel.is_closed and process in self._processes:
                     self._handle_crash(process, process.cause_of_death())
-        return is_woken
+        return self._wake_reader in ready and bool(self._wake_reader.recv(4096))
 
     def _take_messages(self, process: Process) -> None:
         for reply in process.receive():
@@ -266,17 +247,19 @@ class ProcessPool:
                 self._check_memory(process, "before its first call")
 
     def _take_reply(self, process: Process, reply: Reply) -> None:
-        session = self._sessions.get(reply.session)
+        session, digest = self._sessions.get(reply.session), self._work.digest
         if session is None or session.process is not process or not session.is_sent:
             return
         session.is_sent = False
-        digest = None if reply.error is not None or self._work.digest is None else self._work.digest(reply.value)
+        if reply.is_timeout:
+            reply = replace(reply, error=f"The {self._work.what} {self._overdue}; {reply.error}.")
+        told = None if reply.error is not None or digest is None else digest(reply.value)
         if session.seen == len(session.done):
-            if digest is not None and session.call is not None:
-                session.done.append((session.call, digest))
+            if told is not None and session.call is not None:
+                session.done.append((*session.call, told))
                 session.seen += 1
             self._answer(session, reply)
-        elif digest == session.done[session.seen][1]:  # a call that was done again
+        elif told == session.done[session.seen][1]:  # a call that was done again
             session.seen += 1
             self._advance(session)
         else:
@@ -284,19 +267,19 @@ class ProcessPool:
                 f"Done again, it answered differently to its call {session.seen + 1} of {len(session.done)}: it depends"
                 " on something else (time, another process, a random state of its own) and so cannot go on."
             )
-            error = f"Its process died, for another's fault. {why}"
-            self._answer(session, Reply(session.number, error=error, is_timeout=reply.is_timeout))
-        if process.is_alone and process in self._processes:
-            for number in sorted(process.sessions):
-                self._advance(self._sessions[number])
-        elif process in self._processes:
+            self._answer(session, replace(reply, error=f"Its process died, for another's fault. {why}"))
+        if process not in self._processes:
+            return
+        if not process.is_alone:
             self._check_memory(process)
+        for number in sorted(process.sessions) if process.is_alone else ():
+            self._advance(self._sessions[number])
 
     # ------------------------------------------------------------------------------------------------------- watching
 
     def _check(self) -> None:
         """What takes too long or holds too much; nothing if there is nothing to watch."""
-        now = time.monotonic()
+        now, timeout_s = time.monotonic(), self._work.timeout_s
         awaited = {session.process for session in self._sessions.values() if session.is_sent}
         self._next_check = math.inf
         for process in list(self._processes):
@@ -306,15 +289,14 @@ class ProcessPool:
             running = process.running()
             if not process.is_loaded:
                 if now > process.started_at + START_TIMEOUT_S:
-                    process.stacks()
-                    how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.stderr_tail()}"
+                    how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.last_words()}"
                     raise self._work.error(f"The {self._work.what}'s process {how}")
             elif process.pinged_at is not None:
                 if now > process.pinged_at + _ANSWER_S:
                     self._end_overdue(process, is_frozen=True)
-            elif any(now > call.since + self._work.timeout_s for call in running):
+            elif any(now > call.since + timeout_s for call in running):
                 process.ping()
-            elif not running and now > process.last_sign_at + self._work.timeout_s + _GRACE_S:
+            elif not running and now > process.last_sign_at + timeout_s + _GRACE_S:
                 self._handle_crash(process, "stopped answering")
             else:
                 self._check_memory(process)
@@ -328,7 +310,7 @@ class ProcessPool:
         culprits = [call.session for call in running if call.since < before]
         if culprits and process in self._processes:
             certain = [] if is_frozen and len(running) > 1 else culprits
-            self._handle_crash(process, self._overdue, certain, stacks=stacks, is_timeout=True)
+            self._handle_crash(process, self._overdue, certain, stacks, is_timeout=True)
 
     def _check_memory(self, process: Process, when: str = "") -> None:
         limit = self._work.max_memory_mb
@@ -354,7 +336,6 @@ class ProcessPool:
         process: Process,
         how: str,
         culprits: Sequence[int] = (),
-        *,
         stacks: Mapping[int, str] | None = None,
         is_timeout: bool = False,
     ) -> None:
@@ -367,7 +348,7 @@ class ProcessPool:
         sent, running = self._sent(process), [call.session for call in process.running()]
         candidates = [number for number in certain or running or sent if number in sent]
         is_certain = bool(certain) or process.is_alone
-        tail = process.stderr_tail()
+        last_words = process.last_words()
         process.note(f"this process was replaced: the {self._work.what} {how}")
         self.processes_replaced += not process.is_retiring
         sessions = [self._sessions[number] for number in sorted(process.sessions)]
@@ -375,18 +356,18 @@ class ProcessPool:
         if not process.is_loaded:
             self._failed_starts += 1
             if self.info is None or self._failed_starts >= _FAILED_STARTS_MAX:
-                raise self._work.error(f"The {self._work.what} {how} while it started.{tail}")
+                raise self._work.error(f"The {self._work.what} {how} while it started.{last_words}")
         self._fill()
         alone = None
         for session in sessions:
             session.seen, session.is_sent = 0, False
             if session.number in candidates and is_certain:
-                details = (stacks or {}).get(session.number, tail)
+                details = (stacks or {}).get(session.number, last_words)
                 error = f"The {self._work.what} {how}; its process was replaced.{details}"
                 self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
                 continue
             if session.number in candidates:
                 alone = alone or self._start(1, is_alone=True)
-            session.process = alone if session.number in candidates and alone else self._emptiest()
+            session.process = alone if session.number in candidates and alone else self.emptiest()
             session.process.sessions.add(session.number)
             self._advance(session)

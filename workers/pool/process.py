@@ -1,8 +1,8 @@
 """One supervised process as its pool sees it: start it, send calls, take replies, kill it with all that it started, say
 what it died of and where its threads were.
 
-It runs a bare interpreter in a session of its own. What it writes to stderr below Python (the stack of a segmentation
-fault) comes through a pipe, of which only the end is kept, so that nothing that it prints can fill memory or disk.
+It runs a bare interpreter in a session of its own. What it prints comes through a pipe, of which the beginning goes to
+a log and the end is kept, so that nothing that it prints can fill memory or disk.
 """
 
 from __future__ import annotations
@@ -16,64 +16,71 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from workers.pool.channel import CONTROL, Call, Page, PoolEnd, Reply, Running, Start
+from workers.pool.channel import CONTROL, Page, PoolEnd, Reply, Running
 from workers.pool.child import STACK_SIGNAL
 
+PRINTED_BYTES_MAX = 10 << 20
+_LAST_LINE = b"\n[more output of this process is dropped]\n"
+_PRINTED_TAIL_CHARS = 4000
 _END_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 0.5
-_STACK_PAUSE_S = 0.1
-_STDERR_TAIL_BYTES = 1 << 16
-_STDERR_SHOWN_CHARS = 4000
-_CRASH = re.compile(r"Fatal Python error:[^\n]*\s+Current thread (0x[0-9a-f]+)[^\n]*(?:\n[^\n]+)*")
-"""As `faulthandler` tells it; other threads follow after an empty line."""
+_STACK_PAUSE_S = 0.05
+_STACK_BYTES_MAX = 1 << 20
+_CRASH = re.compile(r"(Fatal Python error:[^\n]*\n).*?(Current thread (0x[0-9a-f]+)[^\n]*(?:\n[^\n]+)*)", re.DOTALL)
+"""As `faulthandler` tells it: other threads stand before and after, between empty lines."""
 
 
 class Process:
     """A process, started by the constructor, in a thread that has to outlive it.
 
-    sessions: those that live there. is_loaded: it takes calls. is_retiring: it gets no new sessions. is_alone: it has
-    one call under way at most. pinged_at: when it was asked for a sign of life that has not come.
+    make: pickled; called there, it gives the `Handler`. sessions: those that live there. is_loaded: it takes calls.
+    is_retiring: it gets no new sessions. is_alone: it has one call under way at most. pinged_at: when it was asked for
+    a sign of life that has not come.
     """
 
-    def __init__(self, start: Start, *, is_alone: bool = False) -> None:
+    def __init__(
+        self, make: bytes, threads: int, timeout_s: float, log_path: str | None, *, is_alone: bool = False
+    ) -> None:
         ours, theirs = socket.socketpair()
-        self._stderr, stderr = os.pipe()
-        os.set_blocking(self._stderr, False)
-        with tempfile.TemporaryFile(buffering=0) as page, theirs:
-            page.write(Page.empty(start.threads))
-            self._page = Page(page.fileno(), start.threads)
-            arguments = f"{theirs.fileno()}, {page.fileno()}, {start.threads}, {os.getpid()}"
+        output, printed = os.pipe()
+        self._stacks = tempfile.TemporaryFile(buffering=0)
+        with theirs, open(printed, "wb") as stdout, tempfile.TemporaryFile(buffering=0) as page:
+            page.write(Page.empty(threads))
+            self._page = Page(page.fileno(), threads)
+            fds = theirs.fileno(), page.fileno(), self._stacks.fileno()
+            arguments = ", ".join(map(str, (*fds, os.getpid(), threads, timeout_s)))
             code = f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child import main; main({arguments})"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-u", "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                pass_fds=(theirs.fileno(), page.fileno()),
+                stdout=stdout,
+                stderr=stdout,
+                pass_fds=fds,
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        os.close(stderr)
         self.channel = PoolEnd(ours)
-        self.log_path = start.log_path
-        self.stderr = [self._stderr]
-        self._stderr_tail, self._is_killed = b"", False
+        self.log_path = log_path
+        self._printed_tail, self._is_killed = b"", False
+        self._reader = threading.Thread(target=self._keep_output, args=(output,), name="pool-output", daemon=True)
+        self._reader.start()
         self.sessions: set[int] = set()
         self.is_loaded = False
         self.is_retiring = self.is_alone = is_alone
         self.pinged_at: float | None = None
         self.started_at = self.last_sign_at = time.monotonic()
-        self.channel.send(CONTROL, pickle.dumps(start))
+        self.channel.send(CONTROL, make)
 
-    def send(self, call: Call) -> None:
+    def send(self, session: int, payload: Any) -> None:
         self.last_sign_at = time.monotonic()
-        self.channel.send(call.session, pickle.dumps(call))
+        self.channel.send(session, pickle.dumps(payload))
 
     def end(self, session: int) -> None:
         self.channel.send(session, b"")
@@ -100,8 +107,8 @@ class Process:
 
     def crashed(self) -> list[int]:
         """Of a dead process: the session in whose thread it crashed, if it left the stack of a crash."""
-        crash = _CRASH.search(self._stderr_text())
-        return [call.session for call in self.running() if crash and call.thread == int(crash[1], 16)]
+        crash = _CRASH.search(self._written_stacks())
+        return [call.session for call in self.running() if crash and call.thread == int(crash[3], 16)]
 
     def memory_mb(self) -> float:
         """Its resident memory in MiB; 0 if it is dead."""
@@ -110,36 +117,26 @@ class Process:
         except psutil.NoSuchProcess:
             return 0.0
 
-    def read_stderr(self) -> None:
-        """Takes what there is of stderr, keeping its end."""
-        for _ in range(16):  # not without end: others wait
-            try:
-                chunk = os.read(self._stderr, 1 << 16)
-            except BlockingIOError:
-                return
-            if not chunk:
-                self.stderr = []
-                return
-            self._stderr_tail = (self._stderr_tail + chunk)[-_STDERR_TAIL_BYTES:]
-
     def stacks(self) -> dict[int, str]:
-        """Where the code of each running session is, inside C code too; asks the process, which writes it to stderr."""
+        """Where the code of each running session is, inside C code too: asks the process, which writes it down."""
+        before = text = self._written_stacks()
         os.kill(self._process.pid, STACK_SIGNAL)
-        patience_s, until = _STACK_TIMEOUT_S, time.monotonic() + _STACK_TIMEOUT_S
-        while self.stderr and time.monotonic() < until and wait(self.stderr, patience_s):
-            self.read_stderr()
-            patience_s = _STACK_PAUSE_S  # it comes in pieces
-        text, found = self._stderr_text(), {}
+        until = time.monotonic() + _STACK_TIMEOUT_S
+        while time.monotonic() < until:
+            time.sleep(_STACK_PAUSE_S)
+            last, text = text, self._written_stacks()
+            if last == text != before:  # it comes in pieces
+                break
+        found = {}
         for call in self.running():
-            if stack := re.search(rf"hread 0x0*{call.thread:x} [^\n]*\n((?:  [^\n]*\n?)+)", text):
-                found[call.session] = f" It was here (last call first):\n{stack[1]}"
+            if stacks := re.findall(rf"hread 0x0*{call.thread:x} [^\n]*\n((?:  [^\n]*\n?)+)", text):
+                found[call.session] = f" It was here (last call first):\n{stacks[-1]}"
         return found
 
-    def stderr_tail(self) -> str:
-        """The end of what the process wrote to stderr below Python; of a crash, the stack of its thread."""
-        text = self._stderr_text()
-        crash = _CRASH.search(text)
-        shown = crash.group() if crash else text[-_STDERR_SHOWN_CHARS:]
+    def last_words(self) -> str:
+        """Of a dead process: the stack of its crash, or else the end of what it printed."""
+        crash = _CRASH.search(self._written_stacks())
+        shown = crash[1] + crash[2] if crash else self._printed_tail.decode(errors="replace")[-_PRINTED_TAIL_CHARS:]
         return f"\n{shown}" if shown else ""
 
     def note(self, text: str) -> None:
@@ -164,22 +161,33 @@ class Process:
         if self._is_killed:
             return
         self._is_killed = True
-        try:
+        strays = []
+        with contextlib.suppress(psutil.NoSuchProcess):
             strays = psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            strays = []
         for kill in (lambda: os.killpg(self._process.pid, signal.SIGKILL), *(stray.kill for stray in strays)):
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 kill()
         self._process.wait()
+        self._reader.join(_END_TIMEOUT_S)
 
     def close(self) -> None:
         """Frees what the pool holds of a killed process."""
         self.channel.close()
         self._page.close()
-        os.close(self._stderr)
-        self.stderr = []
+        self._stacks.close()
 
-    def _stderr_text(self) -> str:
-        self.read_stderr()
-        return self._stderr_tail.decode(errors="replace")
+    def _written_stacks(self) -> str:
+        return os.pread(self._stacks.fileno(), _STACK_BYTES_MAX, 0).decode(errors="replace")
+
+    def _keep_output(self, output: int) -> None:
+        """Runs in a thread: up to a number of bytes go to the log, which the processes that replace one another write
+        to and which is begun anew when it is longer than that. A disk that is full drops what is printed."""
+        path, left = self.log_path or os.devnull, PRINTED_BYTES_MAX
+        is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
+        with open(output, "rb", buffering=0) as pipe, open(path, "wb" if is_long else "ab", buffering=0) as log:
+            while chunk := pipe.read(1 << 16):
+                self._printed_tail = (self._printed_tail + chunk)[-_PRINTED_TAIL_CHARS:]
+                if left > 0:
+                    left -= len(chunk)
+                    with contextlib.suppress(OSError):
+                        log.write(chunk if left > 0 else _LAST_LINE)

@@ -68,9 +68,10 @@ class RewardPool:
     def __init__(
         self, config: RewardConfig, num_workers: int, *, modules: Sequence[str] = (), log_dir: str | None = None
     ) -> None:
-        self._config, self._modules = config, tuple(modules)
+        self._config = config
+        self._make = functools.partial(RewardHandler, config, tuple(modules))
         self._work = Work(
-            functools.partial(RewardHandler, config, self._modules),
+            self._make,
             name="reward",
             what="reward function",
             options="reward",
@@ -100,7 +101,7 @@ class RewardPool:
         """Starts the processes without waiting for them; `submit` does it at first use."""
         with self._changed:
             if self._work.num_workers == 0:
-                self._inline = self._inline or RewardHandler(self._config, self._modules)
+                self._inline = self._inline or self._make()
             elif self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
                 self._thread.start()
@@ -148,11 +149,17 @@ class RewardPool:
                 a bare ground truth need not be an answer.
         """
         if asks_by_source(self._config):
-            RewardHandler(self._config, self._modules)
+            self._make()
             for data_source in data_sources:
                 find_reward(data_source)
         rows = list(rows)
-        items = [_ground_truth_item(index, row) for index, row in enumerate(rows)]
+        truths = [row["reward_model"]["ground_truth"] for row in rows]
+        items = [
+            RewardItem(
+                ("dry_run", index), row["data_source"], str(truth), truth, row.get("extra_info"), row.get("prompt")
+            )
+            for index, (row, truth) in enumerate(zip(rows, truths, strict=True))
+        ]
         self.submit(items)
         results = list(self.collect(item.key for item in items).values())
         for row, result in zip(rows, results, strict=True):
@@ -190,7 +197,7 @@ class RewardPool:
     # ------------------------------------------------------------------- the thread to which the processes belong
 
     def _serve(self) -> None:
-        pool, reason = None, "The reward pool's thread died."
+        reason = "The reward pool's thread died."
         try:
             pool = self._pool = ProcessPool(self._work)
             while not self._is_closing:
@@ -200,8 +207,8 @@ class RewardPool:
         except RewardError as error:
             reason = printable(str(error))
         finally:  # also when this thread dies of a defect: nobody may wait for it in vain
-            if pool is not None:
-                pool.close()
+            if self._pool is not None:
+                self._pool.close()
             with self._changed:
                 self._failure = reason
                 self._changed.notify_all()
@@ -209,21 +216,18 @@ class RewardPool:
     def _feed(self, pool: ProcessPool) -> float:
         """Sends samples to the processes that have room. Returns when the rate limit lets the next one go, by
         `time.monotonic`; infinity if that is not what samples wait for."""
-        while (waiting := len(self._alone) + len(self._queue)) and (process := pool.emptiest()) is not None:
+        while (waiting := len(self._alone) + len(self._queue)) and (process := pool.emptiest()).is_loaded:
             room = self._room(pool.info, len(process.sessions), math.ceil(waiting / self._work.num_workers))
             if room <= 0:
                 break
             for _ in range(room):
-                if not self._rate.allows_call():
+                if not self._rate.take():
                     return self._rate.next_call
-                self._rate.count()
+                share = math.ceil(len(self._queue) / self._work.num_workers) if pool.info == "batch" else 1
+                size = 1 if self._alone else min(share, self._config.batch_size)
+                items = self._alone or self._queue
                 number = next(self._numbers)
-                if self._alone:
-                    self._sent[number] = [self._alone.popleft()]
-                else:
-                    share = math.ceil(len(self._queue) / self._work.num_workers) if pool.info == "batch" else 1
-                    size = min(share, self._config.batch_size)
-                    self._sent[number] = [self._queue.popleft() for _ in range(size)]
+                self._sent[number] = [items.popleft() for _ in range(size)]
                 pool.submit(number, self._sent[number], process)
         return math.inf
 
@@ -260,18 +264,9 @@ class RateLimit:
         self._interval_s = 60.0 / per_minute if per_minute else 0.0
         self.next_call = -math.inf
 
-    def allows_call(self) -> bool:
-        """Whether a call may begin now."""
-        return self.next_call <= time.monotonic()
-
-    def count(self) -> None:
-        """Notes a call that begins now."""
-        if self._interval_s:
+    def take(self) -> bool:
+        """Whether a call may begin now; it counts then."""
+        is_free = self.next_call <= time.monotonic()
+        if is_free and self._interval_s:
             self.next_call = max(self.next_call, time.monotonic() - self._CATCH_UP_S) + self._interval_s
-
-
-def _ground_truth_item(index: int, row: Mapping[str, Any]) -> RewardItem:
-    truth = row["reward_model"]["ground_truth"]
-    return RewardItem(
-        ("dry_run", index), row["data_source"], str(truth), truth, row.get("extra_info"), row.get("prompt")
-    )
+        return is_free

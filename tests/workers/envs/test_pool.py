@@ -76,10 +76,8 @@ def test_nonsense_is_a_failure_that_says_what_came(make_pool: MakePool, word: st
 
 
 def test_what_the_checks_say() -> None:
-    assert read_reset(["text", {"suffix": "s", "metrics": {"a": 1}}]) == (
-        "text",
-        {"suffix": "s", "metrics": {"a": 1.0}},
-    )
+    began = read_reset(["text", {"suffix": "s", "metrics": {"a": 1}}])
+    assert (began.observation, began.info) == ("text", {"suffix": "s", "metrics": {"a": 1.0}})
     for read, result, match in (
         (read_reset, "text", "what reset gave is 'text', expected 2 values"),
         (read_step, ("text", 0.0, False, {}), "what step gave is .* expected 5 values"),

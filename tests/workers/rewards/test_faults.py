@@ -14,7 +14,7 @@ import pytest
 from tests.workers.rewards.test_pool import gone
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from workers.pool.child import capped_log
+from workers.pool import process
 from workers.rewards.pool import RewardError, RewardPool
 
 pytestmark = pytest.mark.slow
@@ -36,6 +36,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     what, _, argument = solution_str.partition(" ")
     if what == "print":
         for _ in range(1024): print("x" * MIB)
+    if what == "print and exit":
+        for _ in range(10): print("y" * 700)
+        os._exit(1)
     if what == "print at once": print("x" * (1 << 30))
     if what == "stdout":
         for _ in range(1024): os.write(1, b"x" * MIB)
@@ -109,15 +112,13 @@ def test_a_gigabyte_of_stderr_below_python_goes_through_a_pipe_of_which_the_end_
     assert psutil.Process().memory_info().rss - before < 200 << 20
 
 
-def test_processes_that_replace_one_another_do_not_fill_the_disk_either(tmp_path: Path) -> None:
-    path = tmp_path / "reward-0.log"
-    for _ in range(10):
-        print("x" * 700, file=capped_log(str(path), 1000), flush=True)
-        assert path.stat().st_size <= 2 * 1000
-    log = capped_log(str(path), 1000)
-    for _ in range(10):
-        print("y" * 700, file=log)
-    assert path.stat().st_size <= 2 * 1000 and "dropped" in path.read_text()
+def test_processes_that_replace_one_another_do_not_fill_the_disk_either(
+    make_pool: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PRINTED_BYTES_MAX", 1000)
+    score(make_pool(), *["print and exit"] * 5, "fine")
+    text = (tmp_path / "logs" / "reward-0.log").read_text()
+    assert len(text) < 3000 and "dropped" in text and "exit code 1" in text
 
 
 # ------------------------------------------------------------------------------------------------------------ hanging
