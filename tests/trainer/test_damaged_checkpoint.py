@@ -77,9 +77,7 @@ def test_auto_goes_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Pat
 def test_a_damaged_one_that_was_named_is_refused_with_the_others(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     flip_a_bit(second / "data.pt")
-    with pytest.raises(
-        UserError, match=f"global_step_2 is damaged: .* written: data.pt. Others of its run: {first}"
-    ):
+    with pytest.raises(UserError, match=f"global_step_2 is damaged: .* written: data.pt. Others of its run: {first}"):
         whole_checkpoint(tmp_path, "resume_path", str(second), pytest.fail)
     (second / "manifest.json").write_text("{")
     assert damage_of(second) == "manifest.json is missing or cannot be read"

@@ -56,7 +56,7 @@ class EpisodeRewards:
         """
         counts: EpisodeCounts = batch.meta_info["episodes"]
         row = {name: getattr(counts, name) for name in ("failed", "timeouts", "episodes", "first_failure")}
-        self._failures.note(counts.failed, counts.episodes, [row], lambda: str(counts.first_failure))
+        self._failures.note(counts.failed, counts.episodes, [row], counts.first_failure)
         metrics = {
             "env/error_rate": Metric.mean(counts.failed, counts.episodes),
             "env/timeout_rate": Metric.mean(counts.timeouts, counts.episodes),

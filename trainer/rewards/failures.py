@@ -47,7 +47,7 @@ class Failures:
         self._recent: deque[tuple[int, int]] = deque()  # failures and things of the last batches
         self._shown = False
 
-    def note(self, failed: int, total: int, rows: Iterable[dict[str, Any]], first: Callable[[], str]) -> None:
+    def note(self, failed: int, total: int, rows: Iterable[dict[str, Any]], first: str | None) -> None:
         """Takes in a batch. rows: of the file. first: the first failure of the batch as text.
 
         Raises the error if more than the limit failed: of the last batches that have at least 20 things together, and
@@ -70,13 +70,13 @@ class Failures:
             raise self._error(
                 f"{failures} of {things} {self._what}s failed; {self._option}={self._max_error_rate} allows "
                 f"{int(allowed)}. {where}. Mend what fails, or raise the limit. The first of this batch: "
-                f"{printable(first())}"
+                f"{printable(str(first))}"
             )
         if not self._shown:
             self._shown = True
             self._show(
                 f"a {self._what} failed: it is left out of loss, groups and metrics, and counted. Later ones are not "
-                f"shown. {where}. It was {printable(first())}"
+                f"shown. {where}. It was {printable(str(first))}"
             )
 
 
@@ -102,19 +102,19 @@ class FailureLog:
 
         Raises RewardFailure if more than `max_error_rate` of them failed; see `Failures.note`.
         """
-        columns, rows = batch.non_tensor_batch, []
+        columns, rows, first = batch.non_tensor_batch, [], None
         failed = [row for row, result in enumerate(results) if result.failed]
         for row in failed[:_KEPT_PER_BATCH]:
             ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
-            truth = columns["reward_model"][row].get("ground_truth") if "reward_model" in columns else None
             kept = {name: columns[name][row] for name in ("sample_id", "data_source")}
-            kept |= {"ground_truth": truth, "response": self._decode(ids), "response_ids": ids}
+            kept["ground_truth"] = (
+                columns["reward_model"][row].get("ground_truth") if "reward_model" in columns else None
+            )
+            kept |= {"response": self._decode(ids), "response_ids": ids}
             rows.append(kept | {"timed_out": results[row].timed_out, "error": results[row].error})
-
-        def first() -> str:
+        if rows:
             answer = rows[0]["response"]
             cut = answer if len(answer) <= _SHOWN_CHARACTERS else answer[:_SHOWN_CHARACTERS] + " ..."
             where = f"sample {rows[0]['sample_id']} of data_source={rows[0]['data_source']!r}"
-            return f"{where}, with the answer\n{cut}\nand the error\n{rows[0]['error']}"
-
+            first = f"{where}, with the answer\n{cut}\nand the error\n{rows[0]['error']}"
         self._failures.note(len(failed), len(results), rows, first)

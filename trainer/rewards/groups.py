@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.rewards.scores import check_no_overlong_entry
+from trainer.rewards.scores import OVERLONG, OVERLONG_TAKEN, check_no_such_entry
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.algos.group_outcomes import KINDS, GroupKinds, group_kinds
 from verl_lite.algos.masked import group_ids
@@ -89,7 +89,7 @@ def check_entries(config: PPOConfig, sources: Sequence[str], results: Sequence[R
     looks at, and none that the penalty of long answers needs for itself. sources: the data_source of each row."""
     overlong = config.reward.overlong_buffer
     if overlong.enable and overlong.log:
-        check_no_overlong_entry({f"reward/{name}" for result in results for name in result.extra})
+        check_no_such_entry(OVERLONG, {f"reward/{name}" for x in results for name in x.extra}, OVERLONG_TAKEN)
     metric = config.algorithm.filter_groups.metric
     for source, result in zip(sources, results, strict=True):
         is_alone = metric == ACCURACY and not result.extra

@@ -29,13 +29,16 @@ from verl_lite.single_controller.worker_group import ServiceHandle
 OVERLONG = ("overlong_reward", "overlong")
 """Columns `reward/<name>` of the penalty of a long answer and of whether there is one, under verl's names."""
 
+OVERLONG_TAKEN = (
+    "a column of reward.overlong_buffer.log: call it something else, or set reward.overlong_buffer.log=false"
+)
+
 
 class Scorer(Protocol):
     """What scores a batch, as the trainer sees it."""
 
     def score(self, batch: DataProto) -> DataProto:
-        """Columns to be added to the batch, and meta_info metrics. Afterwards it has token_level_scores and
-        reward_failed."""
+        """Columns to be added to the batch, token_level_scores and reward_failed among them, and meta_info metrics."""
         ...
 
 
@@ -93,21 +96,22 @@ class Rewards:
         results = [_weighted_sum(weights, row) for row in zip(*(each for _, each in parts.values()), strict=True)]
         self.failures.check(batch, results)
         failed, timed_out = (np.array([getattr(x, name) for x in results], bool) for name in ("failed", "timed_out"))
-        scores = torch.tensor([0.0 if result.failed else result.score for result in results])
-        mask = batch.batch["response_mask"]
-        answered = mask.sum(1) > 0
-        token_level_scores = torch.zeros(mask.shape)
-        token_level_scores[torch.arange(len(mask)), (mask.sum(1) - 1).clamp(min=0)] = scores * answered
-        extras = sorted({name for result in results for name in result.extra})
-        columns = {f"reward/{name}": as_column([result.extra.get(name) for result in results]) for name in extras}
         metrics = {
             "reward/error_rate": Metric.mean(int(failed.sum()), len(results)),
             "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(results)),
         }
         if self.pool is not None:
             metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
-        greedy = batch.non_tensor_batch.get("is_greedy", np.zeros(len(mask), bool)).astype(bool)
-        counted = answered.numpy() & ~greedy
+
+        scores = torch.tensor([0.0 if result.failed else result.score for result in results])
+        mask = batch.batch["response_mask"]
+        answered = mask.sum(1) > 0
+        token_level_scores = torch.zeros(mask.shape)
+        token_level_scores[torch.arange(len(mask)), (mask.sum(1) - 1).clamp(min=0)] = scores * answered
+        is_greedy = batch.non_tensor_batch.get("is_greedy", np.zeros(len(mask), bool)).astype(bool)
+        counted = answered.numpy() & ~is_greedy
+        extras = sorted({name for result in results for name in result.extra})
+        columns = {f"reward/{name}": as_column([result.extra.get(name) for result in results]) for name in extras}
         metrics |= _means(columns, counted)
         if self.model is not None:
             check_no_such_entry(parts, columns, "a part of the score beside a reward model: call it something else")
@@ -155,7 +159,7 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     result.batch["token_level_scores"] = scores
     if not options.log:
         return result, {}
-    check_no_overlong_entry(batch.non_tensor_batch)
+    check_no_such_entry(OVERLONG, batch.non_tensor_batch, OVERLONG_TAKEN)
     columns = dict(zip(OVERLONG, (penalty, (penalty < 0).float()), strict=True))
     result.non_tensor_batch |= {f"reward/{name}": as_column(values.tolist()) for name, values in columns.items()}
     counted = int((lengths > 0).sum())
@@ -185,12 +189,6 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
         "critic/reward_baselines/mean": Metric.mean(float(scores.sum()), int(is_known.sum())),
         "reward/baseline_error_rate": Metric.mean(float((~is_known).sum()), len(is_known)),
     }
-
-
-def check_no_overlong_entry(columns: Container[str]) -> None:
-    """Raises UserError if one of the columns of the penalty is there already."""
-    what = "a column of reward.overlong_buffer.log: call it something else, or set reward.overlong_buffer.log=false"
-    check_no_such_entry(OVERLONG, columns, what)
 
 
 def check_no_such_entry(names: Iterable[str], columns: Container[str], what: str) -> None:
