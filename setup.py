@@ -21,7 +21,7 @@ setup(
     ],
     package_data={
         "recipes": ["*.md", "*/*.md", "*/*.sh", "*/*.yaml"],
-        "trainer": ["**/*.css", "**/*.js", "recipe_template/*.txt"],
+        "trainer": ["METRICS.md", "**/*.css", "**/*.js", "recipe_template/*.txt"],
     },
     install_requires=[
         "torch>=2.11",

@@ -29,10 +29,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         with open(record, "a", encoding="utf-8") as file:
             file.writelines(f"{name}\n" for name in sorted(names))
     unknown = [name for name in undocumented(names) if not name.startswith(OF_USERS)]
-    assert not unknown, (
-        f"logged and not explained: {', '.join(unknown)}. Add a line to the table in "
-        "trainer/metric_docs.py, and run: python -m trainer.metric_docs"
-    )
+    assert not unknown, f"logged and not explained: {', '.join(unknown)}. Add a line to trainer/METRICS.md"
     return result
 
 

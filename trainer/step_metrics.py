@@ -45,6 +45,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
       response_length/{...,clip_ratio}  tokens; share of answers cut off at data.max_response_length
       prompt_length/{...,clip_ratio}    tokens; share of prompts as long as data.max_prompt_length
       response/aborted_ratio            share of rows, fillers aside, whose answer is empty
+      response_length_non_aborted/{...,clip_ratio}   the same under verl's name: an empty answer is in no length here
       frac_reward_zero_std              share of prompts with several answers, all of the same score: nothing to learn
     """
     tensors = batch.batch
@@ -59,6 +60,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         **summary("critic/advantages", tensors["advantages"][mask]),
         **summary("critic/returns", returns),
         **summary("response_length", lengths.response),
+        **summary("response_length_non_aborted", lengths.response),
         **summary("prompt_length", lengths.prompt),
     }
     answers = tensors["attention_mask"][~_fillers(batch), -width:]
@@ -68,7 +70,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         is_cut_off = lengths.response == width
         if "finish_reason" in batch.non_tensor_batch:  # one that ends by itself at the last possible token is not
             is_cut_off = torch.from_numpy(batch.non_tensor_batch["finish_reason"][counted.numpy()] == "length")
-        metrics["response_length/clip_ratio"] = _mean(is_cut_off)
+        metrics["response_length/clip_ratio"] = metrics["response_length_non_aborted/clip_ratio"] = _mean(is_cut_off)
         metrics["prompt_length/clip_ratio"] = _mean(lengths.prompt == tensors["attention_mask"].shape[-1] - width)
     if "uid" in batch.non_tensor_batch:
         metrics |= frac_reward_zero_std(scores, batch.non_tensor_batch["uid"][counted.numpy()])

@@ -66,6 +66,10 @@ def test_data_metrics_by_hand():
         "response_length/max": 4.0,
         "response_length/min": 1.0,
         "response_length/clip_ratio": 0.0,
+        "response_length_non_aborted/mean": (2 + 4 + 1 + 3) / 4,
+        "response_length_non_aborted/max": 4.0,
+        "response_length_non_aborted/min": 1.0,
+        "response_length_non_aborted/clip_ratio": 0.0,
         "prompt_length/mean": (2 + 2 + 3 + 3) / 4,
         "prompt_length/max": 3.0,
         "prompt_length/min": 2.0,
@@ -87,6 +91,17 @@ def test_cut_off_is_what_the_engine_says_where_it_says_it():
     assert compute_data_metrics(data)["response_length/clip_ratio"] == 0.25
     del data.non_tensor_batch["finish_reason"]
     assert compute_data_metrics(data)["response_length/clip_ratio"] == 0.25  # row 1, by its length
+
+
+def test_an_empty_answer_is_aborted_and_in_no_length():
+    data = batch()
+    data.batch["attention_mask"][1, 3:] = data.batch["response_mask"][1] = 0  # the one of 4 tokens
+    metrics = compute_data_metrics(data)
+    assert metrics["response/aborted_ratio"] == pytest.approx(0.2)
+    names = [f"response_length_non_aborted/{name}" for name in ("mean", "max", "min", "clip_ratio")]
+    assert [metrics[name] for name in names] == [2.0, 3.0, 1.0, 0.0]
+    data.non_tensor_batch["finish_reason"][2] = "length"
+    assert compute_data_metrics(data)[names[-1]] == pytest.approx(1 / 3)
 
 
 def test_a_step_without_any_valid_row_has_no_means():

@@ -172,16 +172,17 @@ def best_of(sample: Floats, n: int) -> tuple[Floats, Floats]:
 def majority_of(values: Floats, ballots: Sequence[Any], n: int, seed: int = SEED) -> tuple[float, float]:
     """Mean and standard deviation of the value of the most frequent ballot among n drawn with replacement.
 
-    values, ballots: (N,) of one prompt. The value of a ballot is the mean over the answers that cast it; of tied
-    ballots, the mean over them.
+    values, ballots: (N,) of one prompt. Of tied ballots, and of a ballot's answers, each is as likely to give its value
+    (verl takes the first one of the draw, which is the same).
     """
     ascending = np.argsort(values, kind="stable")  # sums of floats depend on their order, which must not
     values, ballots = values[ascending], [ballots[i] for i in ascending]
-    names, voters = np.unique([str(ballot) for ballot in ballots], return_inverse=True)
+    _, voters = np.unique([str(ballot) for ballot in ballots], return_inverse=True)
     sizes = np.bincount(voters)
-    worth = np.bincount(voters, weights=values) / sizes
-    outcomes = _shares_of_victory(tuple(sizes.tolist()), n, seed) @ worth
-    return float(outcomes.mean()), float(outcomes.std())
+    shares = _shares_of_victory(tuple(sizes.tolist()), n, seed)
+    mean = float((shares @ (np.bincount(voters, weights=values) / sizes)).mean())
+    squares = np.bincount(voters, weights=(values - mean) ** 2) / sizes
+    return mean, float(np.sqrt((shares @ squares).mean()))
 
 
 @lru_cache(maxsize=256)
