@@ -96,20 +96,18 @@ def main(argv: list[str]) -> int:
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
     if not names:
-        print(USAGE, file=sys.stderr)
-        return 2
+        raise UserError(USAGE)
     targets = [each for name in names for each in find_targets(name, all_checkpoints=ALL_CHECKPOINTS in argv)]
     given = [item for item in options if item.startswith(FOLDER)]
     if given and len(targets) > 1:
         raise UserError(f"{given[-1]}: each of the {len(targets)} targets has a folder of its own; leave it out")
-    done: list[tuple[str, dict[str, float]]] = []
+    done: dict[str, dict[str, float]] = {}
     for target in targets:
-        status, metrics = evaluate(target, options)
+        status, done[target.name] = evaluate(target, options)
         if status:
             return status
-        done.append((target.name, metrics))
-    if len(done) > 1:
-        Console().print(validation_table(dict(done)))
+    if len(targets) > 1:
+        Console().print(validation_table(done))
     return 0
 
 

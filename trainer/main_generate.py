@@ -35,10 +35,8 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
                 f"{item} has no effect here: each prompt is answered in one way, nothing is scored (`python -m "
                 "trainer.score` does that with the file), and the run folder stands beside output=...; leave it out"
             )
-    targets = find_targets(name)
-    if len(targets) > 1:
-        raise UserError(f"{name} names {len(targets)} checkpoints; one file has the answers of one: name it")
-    argv = [*targets[0].arguments, *UNSCORED, "trainer.experiment_name=generate", *overrides]
+    [target] = find_targets(name)
+    argv = [*target.arguments, *UNSCORED, "trainer.experiment_name=generate", *overrides]
     argv.append(f"{FOLDER}{folder_of(output)}")
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     if loaded.action != "run":
@@ -69,8 +67,7 @@ def main(argv: list[str]) -> int:
     outputs = [item.removeprefix(OUTPUT) for item in argv if item.startswith(OUTPUT)]
     names, options = split_arguments([item for item in argv if not item.startswith(OUTPUT)])
     if len(names) != 1:
-        print(USAGE, file=sys.stderr)
-        return 2
+        raise UserError(USAGE)
     if len(outputs) != 1 or not outputs[0].endswith(".parquet"):
         raise UserError(f"output={','.join(outputs)}: the file to write is expected once, output=FILE.parquet")
     return generate(names[0], Path(outputs[0]).expanduser().absolute(), options)

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from trainer.cli import command
 from trainer.data.sources import parse_json, read_rows
-from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, write_table
+from trainer.evaluate.sample_files import FOLDER, JSON, TRAIN, VAL, as_text, reward_columns, write_table
 from trainer.final_report import titled_table
 from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, help_config, load_config, load_schema
 from verl_lite.config.checks import reward_problems, section_problems
@@ -63,14 +63,13 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
-        return 0
-    if "--help-config" in argv:
+    elif "--help-config" in argv:
         print(help_config(ScoreConfig))
-        return 0
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
-        print(USAGE, file=sys.stderr)
-        return 2
-    return score(Path(argv[0]).expanduser(), argv[1:])
+    elif not argv or argv[0].startswith("-") or "=" in argv[0]:
+        raise UserError(USAGE)
+    else:
+        return score(Path(argv[0]).expanduser(), argv[1:])
+    return 0
 
 
 def score(target: Path, overrides: list[str]) -> int:
@@ -87,9 +86,9 @@ def score(target: Path, overrides: list[str]) -> int:
             console.note(f"{lacking} answers have no {what}: a reward that asks for it gets None")
     if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
         console.note("saved scores have the reward model's and the penalty of long answers in them; the new have not")
+    beside = target / "answers" if target.is_dir() else target.with_suffix("")
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    folder, name = (target, "answers") if target.is_dir() else (target.parent, target.stem)
-    path = Path(config.out).expanduser() if config.out else folder / f"{name}-scored-{stamp}.parquet"
+    path = Path(config.out or f"{beside}-scored-{stamp}.parquet").expanduser()
     results = score_answers(answers, config)
     console.print(comparison_table(answers, results))
     write_scores(path, answers, results)
@@ -184,8 +183,7 @@ def _files(target: Path, run: PPOConfig | None) -> list[Path]:
             return sorted(found, key=lambda file: (int(file.stem) if file.stem.isdigit() else -1, file.name))
     raise UserError(
         f"{target}: there are no saved answers. Give a .jsonl or .parquet file, a folder of them, or a run folder (a "
-        "run keeps its answers unless trainer.samples_max_mb=0; trainer.rollout_data_dir=FOLDER keeps those of "
-        "training as jsonl, trainer.validation_data_dir=FOLDER those of validation)"
+        "run keeps its answers unless trainer.samples_max_mb=0 and no trainer.rollout_data_dir=FOLDER is set)"
     )
 
 
@@ -223,15 +221,10 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> 
     truth = next((value for value in (row.get("ground_truth"), nested, row.get("gts")) if value is not None), None)
     prompt, info, score, step = (row.get(name) for name in ("prompt", "extra_info", "score", "step"))
     info, prompt = info if isinstance(info, dict) else None, prompt if isinstance(prompt, list) and prompt else None
-    return [
-        SavedAnswer(
-            RewardItem(key + number, source, text, truth, info, prompt),
-            uid=str(row.get("uid", where)),
-            step=step if isinstance(step, int) else None,
-            score=float(score) if isinstance(score, int | float) else None,
-        )
-        for number, text in enumerate(texts)
-    ]
+    items = [RewardItem(key + number, source, text, truth, info, prompt) for number, text in enumerate(texts)]
+    step = step if isinstance(step, int) else None
+    score = float(score) if isinstance(score, int | float) else None
+    return [SavedAnswer(item, str(row.get("uid", where)), step, score) for item in items]
 
 
 # ------------------------------------------------------------------------------------------------ scoring and comparing
@@ -259,12 +252,11 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
     for name in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
         table.add_column(name, justify="right")
     for source in sorted({answer.item.data_source for answer in answers}):
-        pairs = [pair for pair in zip(answers, results, strict=True) if pair[0].item.data_source == source]
-        before = [answer.score for answer, _ in pairs if answer.score is not None]
-        now = [result.score for _, result in pairs if not result.failed]
-        changes = [new.score - old.score for old, new in pairs if old.score is not None and not new.failed]
-        same = sum(abs(change) <= _EQUAL for change in changes)
-        higher = sum(change > _EQUAL for change in changes)
+        own = [pair for pair in zip(answers, results, strict=True) if pair[0].item.data_source == source]
+        pairs = [(old.score, None if new.failed else new.score) for old, new in own]
+        before, now = ([score for score in scores if score is not None] for scores in zip(*pairs, strict=True))
+        changes = [new - old for old, new in pairs if old is not None and new is not None]
+        same, higher = sum(abs(x) <= _EQUAL for x in changes), sum(x > _EQUAL for x in changes)
         table.add_row(
             source,
             str(len(pairs)),
@@ -279,35 +271,21 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
     """A parquet file with a row for each answer, in order; there whole or not at all.
 
     Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
-    and reward/<name> for what the reward returned besides, as text where one of the values is text.
+    and reward/<name> for what the reward returned besides.
     """
-    columns: dict[str, list[Any]] = {
-        "uid": [answer.uid for answer in answers],
+    columns: dict[str, Any] = {
+        "uid": [as_text(answer.uid) for answer in answers],
         "step": [answer.step for answer in answers],
-        "data_source": [answer.item.data_source for answer in answers],
-        "response": [answer.item.solution_str for answer in answers],
-        "ground_truth": [_as_text(answer.item.ground_truth) for answer in answers],
+        "data_source": [as_text(answer.item.data_source) for answer in answers],
+        "response": [as_text(answer.item.solution_str) for answer in answers],
+        "ground_truth": [as_text(answer.item.ground_truth) for answer in answers],
         "score_before": [answer.score for answer in answers],
         "score": [None if result.failed else result.score for result in results],
         "failed": [result.failed for result in results],
         "timed_out": [result.timed_out for result in results],
-        "error": [result.error for result in results],
+        "error": [as_text(result.error) for result in results],
     }
-    for name in sorted({name for result in results for name in result.extra}):
-        values = [result.extra.get(name) for result in results]
-        is_text = any(isinstance(value, str) for value in values)
-        columns[f"{REWARD}{name}"] = [None if value is None else str(value) if is_text else value for value in values]
-    columns = {name: [_encodable(value) for value in values] for name, values in columns.items()}
-    write_table(pyarrow.table(columns), path)
-
-
-def _as_text(ground_truth: Any) -> str:
-    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, default=str)
-
-
-def _encodable(value: Any) -> Any:
-    """Half of a surrogate pair, which json can spell, becomes a question mark: it has no place in UTF-8."""
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+    write_table(pyarrow.table(columns | reward_columns([result.extra for result in results])), path)
 
 
 if __name__ == "__main__":

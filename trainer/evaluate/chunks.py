@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainer.data.prompts import PromptDataset
 
 _SETTINGS = "settings.json"
-_WHOLE_BYTES = 64 << 20  # of a file that is read in whole; of a larger one, as weights are, only samples
 _PIECES, _PIECE_BYTES = 256, 1 << 16
 
 
@@ -181,7 +180,7 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
 def content_of(path: str | Path) -> str:
     """A short name for what is in a file, or in the files of a folder of weights; "absent" for what is not there.
 
-    Of files beyond 64 MiB size and 256 evenly spread pieces are looked at.
+    Size and 256 evenly spread pieces of 64 KiB are looked at: all of a file of up to 16 MiB.
     """
     path, digest = Path(path).expanduser(), hashlib.blake2b(digest_size=8)
     if path.is_dir():
@@ -193,10 +192,7 @@ def content_of(path: str | Path) -> str:
     size = path.stat().st_size
     digest.update(str(size).encode())
     with path.open("rb") as file:
-        if size <= _WHOLE_BYTES:
-            digest.update(file.read())
-        else:
-            for piece in range(_PIECES):
-                file.seek((size - _PIECE_BYTES) * piece // (_PIECES - 1))
-                digest.update(file.read(_PIECE_BYTES))
+        for place in sorted({max(0, size - _PIECE_BYTES) * piece // (_PIECES - 1) for piece in range(_PIECES)}):
+            file.seek(place)
+            digest.update(file.read(_PIECE_BYTES))
     return digest.hexdigest()

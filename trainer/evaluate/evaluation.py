@@ -60,37 +60,32 @@ class Target:
     arguments: tuple[str, ...]
     is_model: bool = False
 
-    @staticmethod
-    def checkpoint(path: Path) -> Target:
-        """A global_step_N folder of a run."""
-        resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
-        arguments = ("--config", str(path.parent / "config.yaml"), *ONLY_ANSWERS, *resume)
-        return Target(path.name, path.parent / "eval", arguments)
-
-    @staticmethod
-    def model(name: str, path: str | Path) -> Target:
-        """A model folder, or one of the hub."""
-        return Target(name, MODELS.absolute(), (f"model.path={path}", *ONLY_ANSWERS), is_model=True)
-
 
 def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
     """The policies that `text` names: a run folder (its newest checkpoint, or all), a global_step_N folder, a model
     folder, or the name of a model on the hub. Raises UserError if it is none of these."""
     path = Path(text).expanduser().absolute()
     if (path / "data.pt").exists():
-        return [Target.checkpoint(path)]
+        return [_checkpoint(path)]
     if (path / "config.yaml").exists():
         steps = saved_steps(path)
         if not steps:
             raise UserError(f"{path} is a run without a checkpoint; run it with trainer.save_freq=-1 or above 0")
-        return [Target.checkpoint(steps[step]) for step in (sorted(steps) if all_checkpoints else [max(steps)])]
+        return [_checkpoint(steps[step]) for step in (sorted(steps) if all_checkpoints else [max(steps)])]
     if all_checkpoints:
         raise UserError(f"{path}: --all-checkpoints is for a run folder (config.yaml), which this is not")
-    if (path / "config.json").exists():
-        return [Target.model(path.name, path)]
+    name, model = path.name, str(path)
     if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):  # a hub name; the options' check looks further
-        return [Target.model(text.replace("/", "--"), text)]
-    raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
+        name, model = text.replace("/", "--"), text
+    elif not (path / "config.json").exists():
+        raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
+    return [Target(name, MODELS.absolute(), (f"model.path={model}", *ONLY_ANSWERS), is_model=True)]
+
+
+def _checkpoint(path: Path) -> Target:
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    arguments = ("--config", str(path.parent / "config.yaml"), *ONLY_ANSWERS, *resume)
+    return Target(path.name, path.parent / "eval", arguments)
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:

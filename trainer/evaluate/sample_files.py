@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -120,22 +120,34 @@ def write_table(table: pyarrow.Table, path: Path) -> None:
 
 
 def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
-    """The samples as columns; a column reward/NAME is of text where one of its values is."""
+    """The samples as columns."""
     kinds = {name: _KINDS[kind] for name, kind in get_type_hints(Sample).items() if kind in _KINDS}
-    rows = [{name: getattr(sample, name) for name in kinds} for sample in samples]
-    for row, sample in zip(rows, samples, strict=True):
-        row["prompt"] = [{key: _text(message.get(key, "")) for key in ("role", "content")} for message in sample.prompt]
-        row |= {f"{name}{JSON}": json.dumps(getattr(sample, name)) for name in ("ground_truth", "extra_info")}
-    kinds |= dict.fromkeys((f"ground_truth{JSON}", f"extra_info{JSON}"), pyarrow.string())
-    for name in sorted({name for sample in samples for name in sample.extra}):
-        is_text = any(isinstance(sample.extra.get(name), str) for sample in samples)
-        kinds[f"{REWARD}{name}"] = pyarrow.string() if is_text else pyarrow.float64()
-        for row, sample in zip(rows, samples, strict=True):
-            value = sample.extra.get(name)
-            row[f"{REWARD}{name}"] = str(value) if is_text and value is not None else value
-    return pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(kinds))
+    columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in samples] for name in kinds}
+    columns["prompt"] = [
+        [{key: as_text(message.get(key, "")) for key in ("role", "content")} for message in sample.prompt]
+        for sample in samples
+    ]
+    arrays = {name: pyarrow.array(values, kinds[name]) for name, values in columns.items()}
+    for name in ("ground_truth", "extra_info"):
+        texts = [json.dumps(getattr(sample, name)) for sample in samples]
+        arrays[f"{name}{JSON}"] = pyarrow.array(texts, pyarrow.string())
+    return pyarrow.table(arrays | reward_columns([sample.extra for sample in samples]))
 
 
-def _text(value: Any) -> str:
-    """Text as it is; content of several parts as json."""
-    return value if isinstance(value, str) else json.dumps(value)
+def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pyarrow.Array]:
+    """A column reward/NAME for all that rewards gave beside their scores; of text where one of its values is."""
+    columns = {}
+    for name in sorted({name for extra in extras for name in extra}):
+        values: list[Any] = [extra.get(name) for extra in extras]
+        is_text = any(isinstance(value, str) for value in values)
+        if is_text:
+            values = [None if value is None else as_text(str(value)) for value in values]
+        columns[f"{REWARD}{name}"] = pyarrow.array(values, pyarrow.string() if is_text else pyarrow.float64())
+    return columns
+
+
+def as_text(value: Any) -> str:
+    """Text as it is, anything else as json. Half of a surrogate pair, which json can spell and UTF-8 cannot, becomes a
+    question mark."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.encode(errors="replace").decode()

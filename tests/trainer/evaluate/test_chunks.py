@@ -144,7 +144,6 @@ def test_contents_tell_files_and_folders_apart(tmp_path: Path, monkeypatch: pyte
     assert content_of(tmp_path / "none") == "absent" and content_of(tmp_path) != first
     path.write_bytes(bytes(range(256)) * 63 + bytes(255) + b"x")
     assert content_of(path) != first
-    monkeypatch.setattr("trainer.evaluate.chunks._WHOLE_BYTES", 100)
     monkeypatch.setattr("trainer.evaluate.chunks._PIECE_BYTES", 16)
     pieces, folder = content_of(path), content_of(tmp_path)
     path.write_bytes(bytes(range(256)) * 63 + bytes(256))
