@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
-from trainer.tracking.record import SAMPLES, messages
+from trainer.tracking.record import SAMPLES, read_samples
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def groups(run_dir: Path, step: int | None = None) -> Iterator[Group]:
     for number, kind, file in sorted(files):
         if step in (None, number) and (judged := _table(file, ["uid", "score"])) is not None:
             yield _group(judged.to_pylist(), f"{kind} {file.stem.partition('-')[2]}".strip(), number, file)
-    for message in messages(run_dir / SAMPLES) if not files else ():
-        if step in (None, message.step):
-            yield _group([asdict(sample) for sample in message.samples], VAL, message.step, None)
+    for number, samples in read_samples(run_dir / SAMPLES).items() if not files else ():
+        if step in (None, number):
+            yield _group([asdict(sample) for sample in samples], VAL, number, None)
 
 
 def chosen(folder: Path, choice: Choice, count: int) -> tuple[list[Answer], int]:

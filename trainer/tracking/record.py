@@ -1,19 +1,20 @@
-"""A run's own record: metrics.jsonl and samples.jsonl, which every run writes, and what reads them again. Trackers are
-given what stands there, so it is all that they need."""
+"""A run's own record: metrics.jsonl and samples.jsonl, which every run writes, and what reads them again."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.evaluate.sample import Sample
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+TRAINED = "training/global_step"
+"""Among the numbers of a training step; those of a validation or a checkpoint join them."""
 
 
 class Record:
@@ -43,55 +44,37 @@ class Record:
             self._warned = True
 
 
-@dataclass(frozen=True)
-class Message:
-    """Numbers of a step, or the samples of one. end: where its last line ends in the file."""
-
-    step: int
-    end: int
-    metrics: Mapping[str, float] | None = None
-    samples: tuple[Sample, ...] = ()
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether a run that went back says it anew: not the numbers of a validation or a checkpoint, which join those
-        of their step."""
-        return self.metrics is None or "training/global_step" in self.metrics
-
-
-def messages(path: Path, offset: int = 0) -> list[Message]:
-    """What the file says from there on, in its order; of steps that were done again, only the last time. A line that
-    was cut off by a crash is left out."""
-    written: list[Message] = []
-    for line in path.read_bytes()[offset:].splitlines(keepends=True) if path.is_file() else ():
-        offset += len(line)
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else {}
-        except ValueError:
-            row = {}
-        if "data" in row:
-            data = {name: value for name, value in row["data"].items() if value is not None}
-            written.append(Message(int(row["step"]), offset, data))
-        elif row:
-            same = written.pop().samples if written and written[-1].step == row["step"] else ()
-            written.append(Message(int(row["step"]), offset, samples=(*same, Sample(**row))))
-    kept: list[Message] = []
-    least = repeated = math.inf  # of the steps that come later
-    for message in reversed(written):
-        if message.step <= least and not (message.is_repeatable and message.step >= repeated):
-            least = message.step
-            repeated = message.step if message.is_repeatable else repeated
-            kept.append(message)
-    return kept[::-1]
-
-
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Metrics by step, in order of steps; several lines of one step are joined. Where a resumed run went back, what was
-    written of later steps before is left out, and so is a line that was cut off by a crash."""
+    written of the steps that it did again, and of later ones, is left out, and so is a line that a crash cut off."""
     steps: dict[int, dict[str, float]] = {}
-    for message in messages(path):
-        steps.setdefault(message.step, {}).update(message.metrics or {})
+    for row in _rows(path):
+        is_anew = TRAINED in row["data"]
+        while steps and (last := next(reversed(steps))) >= row["step"] and (is_anew or last > row["step"]):
+            steps.popitem()
+        found = {name: value for name, value in row["data"].items() if value is not None}
+        steps.setdefault(row["step"], {}).update(found)
     return steps
+
+
+def read_samples(path: Path) -> dict[int, list[Sample]]:
+    """Samples by step, in order of steps; of steps that were done again only the last time."""
+    steps: dict[int, list[Sample]] = {}
+    step_before = -1
+    for sample in (Sample(**row) for row in _rows(path)):
+        while sample.step != step_before and steps and next(reversed(steps)) >= sample.step:
+            steps.popitem()
+        steps.setdefault(sample.step, []).append(sample)
+        step_before = sample.step
+    return steps
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of the file, without those that a crash cut off."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    for line in filter(None, lines):
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a tracker is, what it may know of a run, and which there are: an adapter for each package, which is imported
-where `trainer.logger` asks for it. `@register_tracker(name)` adds one: a factory of `Tracker` from a `TrackedRun`."""
+where `trainer.logger` asks for it, and writes to disk where it has no account or server. `@register_tracker(name)` adds
+one: a factory of `Tracker` from a `TrackedRun`."""
 
 from __future__ import annotations
 
@@ -21,11 +22,9 @@ from verl_lite.registry import Registry
 
 OWN = ("console", "jsonl")
 """Names in `trainer.logger` that need no tracker: lines on the console, and the record that is always written."""
-PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")}
-"""Adapters, and the package that each needs; its name is the same for pip."""
 
 _COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
-Numbers = Mapping[str, float]
+_GENERATIONS = "val/generations"
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,25 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A place for numbers and samples.
+    """A place for numbers and samples. Steps never fall; of a step that a resumed run repeats it gets the first."""
 
-    Steps never fall, except in a tracker with an attribute `forgets` that is true: there a resumed run begins with the
-    step that it repeats, and the tracker replaces what it had of that and later ones.
-    """
-
-    def log(self, metrics: Numbers, step: int, /) -> object: ...
+    def log(self, metrics: Mapping[str, float], step: int, /) -> object: ...
 
     def log_samples(self, samples: Sequence[Sample], step: int, /) -> object: ...
 
     def finish(self) -> object: ...
 
 
-TrackerFactory = Callable[[TrackedRun], Tracker]
-TRACKERS: Registry[TrackerFactory] = Registry("tracker")
+@dataclass(frozen=True)
+class Adapter:
+    """A tracker of three functions."""
+
+    log: Callable[[Mapping[str, Any], int], object]
+    log_samples: Callable[[Sequence[Sample], int], object]
+    finish: Callable[[], object]
 
 
+TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry("tracker")
 register_tracker = TRACKERS.register
 """Decorator: the class, or a function of `TrackedRun`, makes the tracker that `trainer.logger` calls by its name."""
 
@@ -76,18 +77,17 @@ def _own(run: TrackedRun) -> Tracker:
 
 
 def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
-    """Raises UserError for a name that is not known, and for one whose package is missing. asked: how the user named
-    them; None = by `trainer.logger`."""
+    """Raises UserError for a name that is not known, and for one whose package, which is called like it, is missing.
+    asked: how the user named them; None = by `trainer.logger`."""
     names = list(names)
     asked = asked or f"trainer.logger={names}"
-    for name in names:
+    for name in (name for name in names if name not in OWN):
         try:
-            TRACKERS.get_fn(name)
-        except ValueError:
-            raise UserError(f"{asked}: no tracker {name!r}; known: {', '.join(TRACKERS)}") from None
-        package = PACKAGES.get(name)
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise UserError(f"{asked}: needs the package {package}: pip install {package}; or leave {name} out")
+            factory = TRACKERS.get_fn(name)
+        except ValueError as error:
+            raise UserError(f"{asked}: {error}") from None
+        if factory.__module__ == __name__ and importlib.util.find_spec(name) is None:
+            raise UserError(f"{asked}: needs the package {name}: pip install {name}; or leave {name} out")
 
 
 def _rows(samples: Sequence[Sample]) -> list[list[Any]]:
@@ -95,86 +95,57 @@ def _rows(samples: Sequence[Sample]) -> list[list[Any]]:
 
 
 @register_tracker("tensorboard")
-class TensorBoard:
-    """Event files in RUN/tensorboard. A resumed run hides the events of the steps that it repeats."""
+def _tensorboard(run: TrackedRun) -> Tracker:
+    """Event files in RUN/tensorboard."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    forgets = True
-    _writer: Any = None
+    writer: Any = SummaryWriter(str(run.run_dir / "tensorboard"))
 
-    def __init__(self, run: TrackedRun) -> None:
-        self._folder = run.run_dir / "tensorboard"
-
-    def log(self, metrics: Numbers, step: int) -> None:
-        # a resumed run may validate first: that adds to its step, whose training was not repeated
-        writer = self._open(step if "training/global_step" in metrics else step + 1)
+    def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
         text = "\n\n".join(f"{x.data_source}, score {x.score}: {x.input}\n---\n{x.output}" for x in samples)
-        self._open(step + 1).add_text("samples", text, step)
+        writer.add_text("samples", text, step)
 
-    def finish(self) -> None:
-        self._writer.close()
-
-    def _open(self, first_repeated: int) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = first_repeated if self._folder.exists() else None
-        self._writer = self._writer or SummaryWriter(str(self._folder), purge_step=purge)
-        return self._writer
+    return Adapter(log, log_samples, writer.close)
 
 
 @register_tracker("mlflow")
-class MLflow:
+def _mlflow(run: TrackedRun) -> Tracker:
     """MLflow. Without MLFLOW_TRACKING_URI it writes RUN/mlflow.db, for `mlflow ui --backend-store-uri sqlite:///...`.
     Numbers by step (`@` is written `_at_`, which MLflow refuses), the options as config.json, samples as
     generations/step_N.json."""
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
 
-    def __init__(self, run: TrackedRun) -> None:
-        from mlflow.tracking import MlflowClient
+    uri, folder = os.environ.get("MLFLOW_TRACKING_URI"), run.run_dir.absolute()
+    client: Any = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
 
-        uri, folder = os.environ.get("MLFLOW_TRACKING_URI"), run.run_dir.absolute()
-        client = self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+    def create() -> str:
+        known = client.get_experiment_by_name(run.project)
+        place = None if uri else (folder / "mlflow_artifacts").as_uri()
+        experiment = known.experiment_id if known else client.create_experiment(run.project, place)
+        return str(client.create_run(experiment, run_name=run.name).info.run_id)
 
-        def create() -> str:
-            known = client.get_experiment_by_name(run.project)
-            place = None if uri else (folder / "mlflow_artifacts").as_uri()
-            experiment = known.experiment_id if known else client.create_experiment(run.project, place)
-            return str(client.create_run(experiment, run_name=run.name).info.run_id)
+    # a server knows nothing of the run in the local store, so that has an id of its own
+    known_as = run.kept_id("mlflow_server" if uri else "mlflow", create)
+    client.update_run(known_as, status="RUNNING")
+    client.log_dict(known_as, dict(run.options), "config.json")
 
-        # a server knows nothing of the run in the local store, so that has an id of its own
-        self._id = run.kept_id("mlflow_server" if uri else "mlflow", create)
-        client.update_run(self._id, status="RUNNING")
-        client.log_dict(self._id, dict(run.options), "config.json")
-
-    def log(self, metrics: Numbers, step: int) -> None:
-        from mlflow.entities import Metric
-
+    def log(metrics: Mapping[str, float], step: int) -> None:
         now, names = int(time.time() * 1000), {x: re.sub(r"[^\w\-. :/]", "_", x.replace("@", "_at_")) for x in metrics}
         rows = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
         for start in range(0, len(rows), 1000):  # the most that it takes at once
-            self._client.log_batch(self._id, metrics=rows[start : start + 1000])
+            client.log_batch(known_as, metrics=rows[start : start + 1000])
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
         rows = {"step": step, "samples": [dataclasses.asdict(sample) for sample in samples]}
-        self._client.log_dict(self._id, rows, f"generations/step_{step}.json")
+        client.log_dict(known_as, rows, f"generations/step_{step}.json")
 
-    def finish(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-@dataclass(frozen=True)
-class Dashboard:
-    """A tracker of three functions: log takes a dict and a step; shown makes of samples what the dict may hold."""
-
-    log: Callable[[Mapping[str, Any], int], object]
-    shown: Callable[[Sequence[Sample]], object]
-    finish: Callable[[], object]
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        self.log({"val/generations": self.shown(samples)}, step)
+    return Adapter(log, log_samples, lambda: client.set_terminated(known_as))
 
 
 @register_tracker("wandb")
@@ -191,15 +162,15 @@ def _wandb(run: TrackedRun) -> Tracker:
     made = wandb.init(project=run.project, name=run.name, config=dict(run.options), **options)
     made.define_metric("*", step_metric="training/global_step")
 
+    def log(data: Mapping[str, Any], step: int) -> None:
+        made.log({**data, "training/global_step": step})
+
     def finish() -> None:
         made.finish()
         if wandb.run is None:  # nobody else's: its service ends here in good order, not killed with the run
             wandb.teardown()
 
-    def log(data: Mapping[str, Any], step: int) -> None:
-        made.log({**data, "training/global_step": step})
-
-    return Dashboard(log, lambda samples: wandb.Table(list(_COLUMNS), _rows(samples)), finish)
+    return Adapter(log, lambda x, step: log({_GENERATIONS: wandb.Table(list(_COLUMNS), _rows(x))}, step), finish)
 
 
 @register_tracker("swanlab")
@@ -215,10 +186,11 @@ def _swanlab(run: TrackedRun) -> Tracker:
     folder.mkdir(exist_ok=True)
     made = swanlab.init(project=run.project, name=run.name, **options)
 
-    def shown(samples: Sequence[Sample]) -> list[Any]:
-        return [swanlab.Text(f"{x.input}\n---\n{x.output}", caption=f"score {x.score}") for x in samples]
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
+        texts = [swanlab.Text(f"{x.input}\n---\n{x.output}", caption=f"score {x.score}") for x in samples]
+        made.log({_GENERATIONS: texts}, step=step)
 
-    return Dashboard(lambda data, step: made.log(dict(data), step=step), shown, made.finish)
+    return Adapter(lambda data, step: made.log(dict(data), step=step), log_samples, made.finish)
 
 
 @register_tracker("trackio")
@@ -231,7 +203,7 @@ def _trackio(run: TrackedRun) -> Tracker:
     options: dict[str, Any] = {"config": dict(run.options), "resume": "allow", "embed": False, "auto_log_gpu": False}
     made = trackio.init(project=run.project, name=name, **options)
 
-    def shown(samples: Sequence[Sample]) -> Any:
-        return trackio.Table(columns=list(_COLUMNS), data=_rows(samples))
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
+        made.log({_GENERATIONS: trackio.Table(columns=list(_COLUMNS), data=_rows(samples))}, step=step)
 
-    return Dashboard(lambda data, step: made.log(dict(data), step=step), shown, made.finish)
+    return Adapter(lambda data, step: made.log(dict(data), step=step), log_samples, made.finish)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from trainer.console import Console
 from trainer.evaluate.sample import Sample
@@ -13,15 +14,16 @@ from trainer.tracking import TRACKERS, TrackedRun, Tracking
 from verl_lite.config import PPOConfig, TrainerConfig
 
 SAMPLE = Sample(3, "val-0", "verl_lite/sort", "Sort 21 | now\n", "12", "12", 1.0, 3, "stop", 2, {"acc": 1.0})
-OUTAGE = ConnectionError("the server is down")
 
 
 class Scripted:
-    """Keeps what it is given, unless `before` raises or waits; it gets `start`, `log`, `log_samples` or `finish`."""
+    """Keeps what it is given, unless `before` raises or waits; it gets `start`, `log`, `log_samples` or `finish`. The
+    tracker `scripted` until the test ends."""
 
-    def __init__(self, before: Callable[[str], None] = lambda what: None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[str], object] = lambda what: None) -> None:
         self.before = before
         self.taken: list[tuple[int, object]] = []
+        monkeypatch.setitem(TRACKERS, "scripted", self)
 
     def __call__(self, run: TrackedRun) -> Scripted:
         self.before("start")
@@ -44,29 +46,10 @@ class Scripted:
         return [step for step, given in self.taken if isinstance(given, dict)]
 
 
-def hanging(where: str, release: threading.Event) -> Callable[[str], None]:
-    """A `before` that hangs in one call until it is released."""
-    return lambda what: release.wait(30) and None if what == where else None
-
-
-def raising(where: str, times: int = 10**6) -> Callable[[str], None]:
-    """A `before` that raises in the first `times` calls of that kind."""
-    left = [times]
-
-    def before(what: str) -> None:
-        if what == where and left[0]:
-            left[0] -= 1
-            raise OUTAGE
-
-    return before
-
-
 class Run:
-    """A run folder whose trackers are the named ones, and what the console printed. tracker: is called `scripted`."""
+    """A run folder with these trackers, and what the console printed."""
 
-    def __init__(self, folder: Path, tracker: Scripted | None = None, loggers: Sequence[str] = ("scripted",)) -> None:
-        if tracker is not None:
-            TRACKERS["scripted"] = tracker
+    def __init__(self, folder: Path, loggers: Sequence[str] = ("scripted",)) -> None:
         self.folder, self.file = folder, io.StringIO()
         trainer = TrainerConfig(logger=list(loggers), project_name="p", experiment_name="e")
         self.tracking = Tracking(folder, PPOConfig(trainer=trainer), Console(self.file))
