@@ -42,10 +42,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
       critic/rewards/{...}              the same of token_level_rewards: after the KL penalty
       critic/advantages|returns|values/{...}   over valid tokens
       critic/vf_explained_var           1 - Var(returns - values) / Var(returns)
-      response_length/{...,clip_ratio}  tokens; share of answers cut off at data.max_response_length
+      response_length/{...,clip_ratio}  tokens; share of answers cut off at data.max_response_length; an empty one is
+                                        in neither, so verl's response_length_non_aborted/{...} is the same
       prompt_length/{...,clip_ratio}    tokens; share of prompts as long as data.max_prompt_length
       response/aborted_ratio            share of rows, fillers aside, whose answer is empty
-      response_length_non_aborted/{...,clip_ratio}   the same under verl's name: an empty answer is in no length here
       frac_reward_zero_std              share of prompts with several answers, all of the same score: nothing to learn
     """
     tensors = batch.batch
@@ -110,11 +110,9 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     lengths = _lengths(batch)
     response, whole = int(lengths.response.sum()), int(lengths.response.sum() + lengths.prompt.sum())
     tokens = {"gen": response} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
+    spent = {name: timing_raw[name] * 1000 / count for name, count in tokens.items() if name in timing_raw and count}
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
-    for name, count in tokens.items():
-        if name in timing_raw and count:
-            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / count
-    return metrics
+    return metrics | {f"timing_per_token_ms/{name}": milliseconds for name, milliseconds in spent.items()}
 
 
 def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
