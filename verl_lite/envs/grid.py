@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import ClassVar
 
-from verl_lite.envs.actions import ActionParser, Lookup
+from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
 from verl_lite.envs.base import Info
 from verl_lite.errors import UserError
 
@@ -20,50 +21,60 @@ SPLITS = ("all", "train", "test")
 TEST_SHARE = 5  # one in five
 
 
+@dataclass(eq=False, kw_only=True)
 class GridEnv(ABC):
     """An environment whose observation is a grid and whose actions are moves.
 
-    moves: names of the world's actions. instruction: the task in words, with {actions}, and {example}, the name of the
-    move `example`; env_instruction: other words, "" = none. action_lookup: other names. feedback: whether an
-    observation begins with a sentence on what the action did. max_steps: actions after which the episode is truncated;
-    None = the template's. Other arguments are those of `ActionParser`. A move that is not understood changes nothing
+    split: "train" or "test" use disjoint worlds; one in five, chosen by its content, is "test". env_instruction: words
+    instead of the world's own, "" = none. action_lookup: other names of the moves. feedback: whether an observation
+    begins with a sentence on what the action did. max_steps: actions after which the episode is truncated; None = the
+    template's. action_pattern, special_token_list: see `ActionParser`. A move that is not understood changes nothing
     and costs what `_idle` says.
     """
 
-    def __init__(
-        self,
-        *,
-        moves: Mapping[int, str],
-        instruction: str,
-        example: int,
-        env_instruction: str | None,
-        action_lookup: Lookup,
-        action_pattern: str,
-        special_token_list: Sequence[str],
-        feedback: bool,
-        max_steps: int | None,
-    ) -> None:
-        self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
-        names = self.parser.names or {}
-        if set(names) != set(moves):
-            first, last = min(moves), max(moves)
+    moves: ClassVar[Mapping[int, str]]
+    example: ClassVar[int]
+
+    split: str = "all"
+    env_instruction: str | None = None
+    action_lookup: Lookup | None = None
+    action_pattern: str = ANSWER_PATTERN
+    special_token_list: Sequence[str] = SPECIAL_TOKENS
+    feedback: bool = True
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise UserError(f"split={self.split!r}: expected one of {', '.join(SPLITS)}")
+        lookup = self.moves if self.action_lookup is None else self.action_lookup
+        self.parser = ActionParser(self.action_pattern, lookup, self.special_token_list)
+        self.names = self.parser.names or {}
+        if set(self.names) != set(self.moves):
+            first, last = min(self.moves), max(self.moves)
             raise UserError(
-                f"action_lookup={action_lookup!r}: expected names for the actions {first} to {last}, as in {moves}"
+                f"action_lookup={lookup!r}: expected names for the actions {first} to {last}, as in {self.moves}"
             )
-        own = instruction.format(actions=", ".join(names.values()), example=names[example])
-        self.instruction, self.feedback = own if env_instruction is None else env_instruction, feedback
-        self.max_steps, self.steps = max_steps, 0
+        self.instruction = self.env_instruction
+        if self.instruction is None:
+            names = ", ".join(self.names.values())
+            answer = f"Answer with one move a turn: {names}, for example <answer>{self.names[self.example]}</answer>.\n"
+            self.instruction = f"{self._task()} {answer}"
+        self.steps = 0
 
     @abstractmethod
     def rows(self) -> list[str]:
         """The grid, a letter a cell."""
 
     @abstractmethod
+    def _task(self) -> str:
+        """The task in words, without its actions."""
+
+    @abstractmethod
     def _begin(self, seed: int) -> None:
         """Sets the world up."""
 
     @abstractmethod
-    def _move(self, action: Any) -> tuple[float, bool, bool]:
+    def _move(self, action: int) -> tuple[float, bool, bool]:
         """Acts: (reward, whether the episode ended, whether anything changed)."""
 
     @abstractmethod
@@ -85,34 +96,23 @@ class GridEnv(ABC):
         self.steps += 1
         truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
         metrics = {"action_is_valid": valid, "action_is_effective": effective, "success": self._succeeded()}
-        said = self._said(parsed.action, effective) if self.feedback else ""
+        if not valid:
+            said = f"This is not an action. Actions are {', '.join(self.names.values())}."
+        elif effective:
+            said = f"You moved {self.names[parsed.action]}."
+        else:
+            said = f"Moving {self.names[parsed.action]} changed nothing."
+        observation = f"{said}\n{self.text()}" if self.feedback else self.text()
         info = {"metrics": metrics, "metrics_agg_mode": AGG_MODES, "action_content": parsed.action_content}
-        return said + self.text(), float(reward), terminated, truncated, info
+        return observation, float(reward), terminated, truncated, info
 
     def text(self) -> str:
         return "\n".join(self.rows())
 
     def sample_random_action(self) -> str:
         """The first move, in the notation of the default pattern."""
-        return f"<answer>{next(iter((self.parser.names or {}).values()), '')}</answer>"
+        return f"<answer>{next(iter(self.names.values()))}</answer>"
 
-    def _said(self, action: Any, effective: bool) -> str:
-        names = self.parser.names or {}
-        if action is None:
-            return f"This is not an action. Actions are {', '.join(names.values())}.\n"
-        return f"You moved {names[action]}.\n" if effective else f"Moving {names[action]} changed nothing.\n"
-
-
-def in_split(rows: Sequence[str], split: str) -> bool:
-    """Whether a world belongs to this part: one in five, chosen by its content, is "test", the others are "train"."""
-    if split == "all":
-        return True
-    is_test = int.from_bytes(sha256("\n".join(rows).encode()).digest()[:8], "big") % TEST_SHARE == 0
-    return is_test == (split == "test")
-
-
-def check_split(split: str) -> str:
-    """The split. Raises UserError if there is none of that name."""
-    if split not in SPLITS:
-        raise UserError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
-    return split
+    def _is_in_split(self, rows: Sequence[str]) -> bool:
+        is_test = int.from_bytes(sha256("\n".join(rows).encode()).digest()[:8], "big") % TEST_SHARE == 0
+        return self.split == "all" or is_test == (self.split == "test")

@@ -13,19 +13,16 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, Lookup
 from verl_lite.envs.base import register_env
-from verl_lite.envs.grid import GridEnv, check_split, in_split
+from verl_lite.envs.grid import GridEnv
 from verl_lite.errors import UserError
 
-ACTIONS = {1: "Up", 2: "Down", 3: "Left", 4: "Right"}
 DIRECTIONS = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
-INSTRUCTION = (
+TASK = (
     "You are solving a Sokoban puzzle: push every box onto a target. You can push one box, and pull none. "
-    "P is you, # a wall, _ floor, O a target, X a box, √ a box on a target, S you on a target. "
-    "Answer with one move a turn: {actions}, for example <answer>{example}</answer>.\n"
+    "P is you, # a wall, _ floor, O a target, X a box, √ a box on a target, S you on a target."
 )
 _STATES_MAX = 20_000
 _ROOMS_TRIED = 1_000
@@ -44,78 +41,60 @@ class Room:
     boxes: frozenset[Cell]
     player: Cell
 
-    def free(self, cell: Cell) -> bool:
-        return cell not in self.walls
-
 
 @register_env("sokoban")
+@dataclass(eq=False, kw_only=True)
 class Sokoban(GridEnv):
     """A room with boxes.
 
     dim_room: height and width, walls included. num_boxes. wall_share: of the inner cells that are wall. search_depth:
-    moves of the shortest solution at most, min_depth: at least. split: "train" or "test" use disjoint rooms. The four
-    rewards: above. Other options: `GridEnv`.
+    moves of the shortest solution at most, min_depth: at least. The four rewards: above. Other options: `GridEnv`.
     """
 
-    def __init__(
-        self,
-        dim_room: Sequence[int] = (6, 6),
-        num_boxes: int = 1,
-        search_depth: int = 100,
-        min_depth: int = 1,
-        wall_share: float = 0.2,
-        penalty_for_step: float = -0.1,
-        reward_box_on_target: float = 1.0,
-        penalty_box_off_target: float = -1.0,
-        reward_finished: float = 10.0,
-        split: str = "all",
-        env_instruction: str | None = None,
-        action_lookup: Lookup = ACTIONS,
-        action_pattern: str = ANSWER_PATTERN,
-        special_token_list: Sequence[str] = SPECIAL_TOKENS,
-        feedback: bool = True,
-        max_steps: int | None = None,
-    ) -> None:
-        self.height, self.width = _dimensions(dim_room, num_boxes)
-        if not 1 <= min_depth <= search_depth:
-            raise UserError(f"min_depth={min_depth!r}, search_depth={search_depth!r}: expected 1 <= min <= search")
-        if not 0 <= wall_share < 1:
-            raise UserError(f"wall_share={wall_share!r}: expected a share from 0 to less than 1")
-        self.num_boxes, self.depths, self.wall_share = num_boxes, (min_depth, search_depth), wall_share
-        self.penalty_for_step, self.reward_finished = penalty_for_step, reward_finished
-        self.reward_on, self.reward_off = reward_box_on_target, penalty_box_off_target
-        self.split = check_split(split)
-        self.room: Room | None = None
-        self.boxes: frozenset[Cell] = frozenset()
-        self.player: Cell = (0, 0)
-        super().__init__(
-            moves=ACTIONS,
-            instruction=INSTRUCTION,
-            example=4,
-            env_instruction=env_instruction,
-            action_lookup=action_lookup,
-            action_pattern=action_pattern,
-            special_token_list=special_token_list,
-            feedback=feedback,
-            max_steps=max_steps,
-        )
+    moves: ClassVar = {1: "Up", 2: "Down", 3: "Left", 4: "Right"}
+    example: ClassVar = 4
+
+    dim_room: Sequence[int] = (6, 6)
+    num_boxes: int = 1
+    search_depth: int = 100
+    min_depth: int = 1
+    wall_share: float = 0.2
+    penalty_for_step: float = -0.1
+    reward_box_on_target: float = 1.0
+    penalty_box_off_target: float = -1.0
+    reward_finished: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_dimensions(self.dim_room, self.num_boxes)
+        if not 1 <= self.min_depth <= self.search_depth:
+            found = f"min_depth={self.min_depth!r}, search_depth={self.search_depth!r}"
+            raise UserError(f"{found}: expected 1 <= min <= search")
+        if not 0 <= self.wall_share < 1:
+            raise UserError(f"wall_share={self.wall_share!r}: expected a share from 0 to less than 1")
+        self.room: Room
+        self.boxes: frozenset[Cell]
+        self.player: Cell
+
+    def _task(self) -> str:
+        return TASK
 
     def room_of(self, seed: int) -> Room:
         """The room of this seed. Raises UserError if the options leave no room."""
-        rng = random.Random(seed)
+        rng, (height, width), depths = random.Random(seed), self.dim_room, (self.min_depth, self.search_depth)
         for _ in range(_ROOMS_TRIED):
-            room = random_room(rng, self.height, self.width, self.num_boxes, self.wall_share, self.depths)
-            if room is not None and in_split(_draw(room, room.player, room.boxes), self.split):
+            room = random_room(rng, height, width, self.num_boxes, self.wall_share, depths)
+            if room is not None and self._is_in_split(_draw(room, room.player, room.boxes)):
                 return room
         raise UserError(
-            f"sokoban: no room found in {_ROOMS_TRIED} attempts with dim_room={[self.height, self.width]}, "
-            f"num_boxes={self.num_boxes}, depth {self.depths[0]} to {self.depths[1]}, wall_share={self.wall_share}: "
+            f"sokoban: no room found in {_ROOMS_TRIED} attempts with dim_room={[height, width]}, "
+            f"num_boxes={self.num_boxes}, depth {depths[0]} to {depths[1]}, wall_share={self.wall_share}: "
             "use a larger room, fewer boxes or a lower min_depth"
         )
 
     def rows(self) -> list[str]:
         """What the agent sees."""
-        return _draw(self._room(), self.player, self.boxes)
+        return _draw(self.room, self.player, self.boxes)
 
     def _begin(self, seed: int) -> None:
         self.room = self.room_of(seed)
@@ -124,36 +103,32 @@ class Sokoban(GridEnv):
     def _idle(self) -> float:
         return self.penalty_for_step
 
-    def _move(self, action: Any) -> tuple[float, bool, bool]:
-        room = self._room()
+    def _move(self, action: int) -> tuple[float, bool, bool]:
         before = self.boxes
-        after = move(room, self.player, self.boxes, DIRECTIONS[action])
+        after = move(self.room, self.player, self.boxes, DIRECTIONS[action])
         if after is None:
             return self.penalty_for_step, False, False
         self.player, self.boxes = after
-        gained = len(self.boxes & room.targets) - len(before & room.targets)
-        reward = self.penalty_for_step + (self.reward_on if gained > 0 else self.reward_off if gained < 0 else 0.0)
+        gained = len(self.boxes & self.room.targets) - len(before & self.room.targets)
+        reward = self.penalty_for_step
+        if gained:
+            reward += self.reward_box_on_target if gained > 0 else self.penalty_box_off_target
         solved = self._succeeded()
         return reward + (self.reward_finished if solved else 0.0), solved, True
 
     def _succeeded(self) -> bool:
-        return self.boxes == self._room().targets
-
-    def _room(self) -> Room:
-        if self.room is None:
-            raise RuntimeError("step or render before reset")
-        return self.room
+        return self.boxes == self.room.targets
 
 
 def move(room: Room, player: Cell, boxes: frozenset[Cell], direction: Cell) -> tuple[Cell, frozenset[Cell]] | None:
     """Player and boxes after a step or a push; None if a wall or a second box is in the way."""
     ahead = (player[0] + direction[0], player[1] + direction[1])
-    if not room.free(ahead):
+    if ahead in room.walls:
         return None
     if ahead not in boxes:
         return ahead, boxes
     beyond = (ahead[0] + direction[0], ahead[1] + direction[1])
-    if not room.free(beyond) or beyond in boxes:
+    if beyond in room.walls or beyond in boxes:
         return None
     return ahead, (boxes - {ahead}) | {beyond}
 
@@ -210,7 +185,7 @@ def _pulled(room: Room, players: list[Cell]) -> Iterator[tuple[tuple[Cell, froze
         for down, right in DIRECTIONS.values():
             back = (player[0] - down, player[1] - right)
             ahead = (player[0] + down, player[1] + right)
-            if not room.free(back) or back in boxes:
+            if back in room.walls or back in boxes:
                 continue
             befores = [(back, boxes)]  # the move into this cell was a step, or a push of what now stands ahead
             if ahead in boxes:
@@ -251,9 +226,8 @@ def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
     return ["".join(letter((row, column)) for column in range(room.width)) for row in range(room.height)]
 
 
-def _dimensions(dim_room: Sequence[int], num_boxes: int) -> tuple[int, int]:
+def _check_dimensions(dim_room: Sequence[int], num_boxes: int) -> None:
     if isinstance(dim_room, str) or len(dim_room) != 2 or min(dim_room) < 4:
         raise UserError(f"dim_room={dim_room!r}: expected [height, width] of at least 4, walls included")
     if num_boxes < 1 or num_boxes + 2 > (dim_room[0] - 2) * (dim_room[1] - 2):
         raise UserError(f"num_boxes={num_boxes!r}: expected at least 1, and fewer than fit dim_room={list(dim_room)}")
-    return int(dim_room[0]), int(dim_room[1])

@@ -48,16 +48,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
-    def __post_init__(self) -> None:
-        for name, value, expected, holds in (
-            ("temperature", self.temperature, "at least 0 (0 = greedy)", self.temperature >= 0),
-            ("top_p", self.top_p, "above 0 and at most 1", 0 < self.top_p <= 1),
-            ("top_k", self.top_k, "-1 (all tokens) or at least 1", self.top_k == -1 or self.top_k >= 1),
-            ("max_tokens", self.max_tokens, "at least 1", self.max_tokens >= 1),
-        ):
-            if not holds:
-                raise ValueError(f"sampling parameter {name}={value}: expected {expected}")
-
 
 @dataclass(frozen=True)
 class Request:

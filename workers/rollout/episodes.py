@@ -27,7 +27,7 @@ from workers.envs.host import EnvReply
 from workers.envs.pool import EnvPool
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message
-from workers.rollout.turn_messages import PastTurn, turn_messages
+from workers.rollout.turn_messages import Turn, turn_messages
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]
 
@@ -55,29 +55,6 @@ class EpisodeSpec:
 
 
 @dataclass
-class Turn:
-    """One action of the agent.
-
-    messages, prompt_ids: what the turn's prompt adds to the turns before it; by steps, the whole prompt.
-    response_ids, log_probs, finish_reason, policy_version: see `Completion`. action: the response as text, without its
-    stop token. observation, state_hash: what the agent acted upon. reward: of the step, a format penalty included.
-    info: that the step gave.
-    """
-
-    messages: list[Message]
-    prompt_ids: tuple[int, ...]
-    response_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
-    policy_version: int
-    action: str
-    observation: str
-    state_hash: str
-    reward: float = 0.0
-    info: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
 class Trajectory:
     """An episode that ended.
 
@@ -86,7 +63,7 @@ class Trajectory:
     surplus: its group was full before it ended.
     is_kept: whether it becomes rows; a failed one does only if its group cannot be filled without it.
     prompt_messages, prompt_ids: of the first turn, also where that turn was too long to be taken.
-    last_observation: what the last action led to. metrics: of the environment, aggregated over the turns.
+    metrics: of the environment, aggregated over the turns.
     """
 
     spec: EpisodeSpec
@@ -98,13 +75,12 @@ class Trajectory:
     is_timeout: bool = False
     prompt_messages: list[Message] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
-    last_observation: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def score(self) -> float:
-        """Sum of the turns' rewards."""
-        return sum(turn.reward for turn in self.turns)
+        """Sum of the turns' rewards; 0 of an episode that failed."""
+        return 0.0 if self.stop == "failed" else sum(turn.reward for turn in self.turns)
 
     @property
     def messages(self) -> list[Message]:
@@ -142,7 +118,6 @@ class _Episode:
     is_ended: bool = False
     request_id: str | None = None
     context: list[int] = field(default_factory=list)
-    past: list[PastTurn] = field(default_factory=list)
     instruction: str = ""
     observation: str = ""
     info: dict[str, Any] = field(default_factory=dict)
@@ -232,12 +207,6 @@ class EpisodeRunner:
             raise RuntimeError(f"{self.unfinished(batch)} episodes of batch {batch} are not finished")
         return [episode.trajectory for episode in self._batches.pop(batch, [])]
 
-    def abort(self, batch: int) -> None:
-        """Ends the unfinished episodes of a batch now, as surplus."""
-        for episode in self._batches.get(batch, ()):
-            if not episode.is_ended:
-                self._end(episode, "surplus")
-
     # -------------------------------------------------------------------------------------------------------- advance
 
     def advance(self, wait_s: float = 0.0) -> None:
@@ -309,71 +278,58 @@ class EpisodeRunner:
         if not trajectory.turns:
             episode.instruction = reply.info.get("env_instruction") or ""
             return self._ask(episode)
-        trajectory.last_observation = reply.observation
-        self._reward(episode, reply)
+        turn = trajectory.turns[-1]
+        turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
+        penalty = 0.0 if turn.is_valid else self._format_penalty.get(trajectory.spec.purpose, 0.0)
+        turn.reward, turn.info = reply.reward + penalty, reply.info
         if reply.terminated or reply.truncated:
             return self._end(episode, "terminated" if reply.terminated else "truncated")
         if len(trajectory.turns) >= episode.template.max_steps:
             return self._end(episode, "max_steps")
         return self._ask(episode)
 
-    def _reward(self, episode: _Episode, reply: EnvReply) -> None:
-        turn = episode.trajectory.turns[-1]
-        is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
-        penalty = 0.0 if is_valid else self._format_penalty.get(episode.trajectory.spec.purpose, 0.0)
-        turn.reward, turn.info = reply.reward + penalty, reply.info
-        episode.past.append(PastTurn(turn.observation, turn.action, turn.reward, is_valid))
-
     def _ask(self, episode: _Episode) -> None:
         """Hands the next turn to the engine, or ends the episode where it does not fit."""
-        trajectory, limits = episode.trajectory, self._limits
-        turn = len(trajectory.turns)
-        messages = self._messages(episode)
-        is_whole_prompt = turn == 0 or episode.template.by_step
-        if is_whole_prompt:
+        trajectory, template, limits = episode.trajectory, episode.template, self._limits
+        spec, turn, most = trajectory.spec, len(trajectory.turns), limits.max_response_length
+        messages = turn_messages(
+            template,
+            episode.observation,
+            trajectory.turns,
+            instruction=episode.instruction,
+            info=episode.info,
+            max_response_length=min(
+                template.max_tokens_per_step or limits.max_response_length, limits.max_response_length
+            ),
+        )
+        if turn == 0 or template.by_step:
             ids = self._joins.prompt(messages)
             episode.context = list(ids)
-            room = limits.max_response_length if len(ids) <= limits.max_prompt_length else 0
+            room = most if len(ids) <= limits.max_prompt_length else 0
         else:
             ids = self._joins.join(trajectory.turns[-1].response_ids, messages[0])
             episode.context.extend(ids)
-            room = limits.max_response_length - (len(episode.context) - len(trajectory.prompt_ids))
+            room = most - (len(episode.context) - len(trajectory.prompt_ids))
         if turn == 0:
             trajectory.prompt_messages, trajectory.prompt_ids = messages, ids
         room = min(
             room,
             limits.max_model_len - len(episode.context),
-            episode.template.max_tokens_per_step or room,
+            template.max_tokens_per_step or room,
             episode.sampling.max_tokens,
         )
         if room < 1:
             return self._end(episode, "max_length")
         episode.messages, episode.prompt_ids = messages, ids
-        self._submit(episode, room)
-
-    def _submit(self, episode: _Episode, max_tokens: int) -> None:
-        spec, turn = episode.trajectory.spec, len(episode.trajectory.turns)
         sampling = replace(
             episode.sampling,
-            max_tokens=max_tokens,
+            max_tokens=room,
             seed=derive_seed(self._seed, spec.start_step, spec.traj_id, turn),
             stop_token_ids=self._stop_token_ids,
         )
         episode.request_id = f"{episode.key}/{turn}"
         self._requests[episode.request_id] = episode
         self._engine.submit(Request(episode.request_id, tuple(episode.context), sampling))
-
-    def _messages(self, episode: _Episode) -> list[Message]:
-        """Of the next turn: those it adds, or, by steps, all of its prompt."""
-        template, limit = episode.template, self._limits.max_response_length
-        return turn_messages(
-            template,
-            episode.observation,
-            episode.past,
-            instruction=episode.instruction,
-            info=episode.info,
-            max_response_length=min(template.max_tokens_per_step or limit, limit),
-        )
 
     def _act(self, episode: _Episode, completion: Completion) -> None:
         """A turn is sampled: the environment steps."""
@@ -387,6 +343,9 @@ class EpisodeRunner:
         said = response_ids[:-1] if ended_by_token else response_ids
         action = self._tokenizer.decode(said, clean_up_tokenization_spaces=False)
         assert isinstance(action, str)
+        state_hash = episode.info.get("state_hash")
+        if state_hash is None:
+            state_hash = hashlib.sha256(episode.observation.encode()).hexdigest()
         trajectory.turns.append(
             Turn(
                 messages=episode.messages,
@@ -397,7 +356,7 @@ class EpisodeRunner:
                 policy_version=completion.policy_version,
                 action=action,
                 observation=episode.observation,
-                state_hash=_state_hash(episode.observation, episode.info),
+                state_hash=str(state_hash),
             )
         )
         episode.context.extend(response_ids)
@@ -451,8 +410,3 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {
     "last": lambda several: several[-1],
     "first": lambda several: several[0],
 }
-
-
-def _state_hash(observation: str, info: Mapping[str, Any]) -> str:
-    given = info.get("state_hash")
-    return hashlib.sha256(observation.encode()).hexdigest() if given is None else str(given)

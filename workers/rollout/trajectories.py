@@ -16,7 +16,8 @@ import torch
 
 from verl_lite.protocol import DataProto, as_column
 from workers.rollout.conversation import Message
-from workers.rollout.episodes import Trajectory, Turn, messages_of
+from workers.rollout.episodes import Trajectory, messages_of
+from workers.rollout.turn_messages import Turn
 
 
 @dataclass
@@ -87,12 +88,8 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         row.response_ids += [*joined, *turn.response_ids]
         row.response_mask += [0] * len(joined) + [1] * len(turn.response_ids)
         row.log_probs += [0.0] * len(joined) + turn.log_probs
-        row.scores += [0.0] * len(joined) + _at_end(turn)
+        row.scores += [0.0] * (len(joined) + len(turn.response_ids) - 1) + [turn.reward]
     return row
-
-
-def _at_end(turn: Turn) -> list[float]:
-    return [0.0] * (len(turn.response_ids) - 1) + [turn.reward]
 
 
 def _tensors(rows: list[_Row], pad_token_id: int, prompt_length: int, response_length: int) -> dict[str, torch.Tensor]:
@@ -130,7 +127,7 @@ def _tensors(rows: list[_Row], pad_token_id: int, prompt_length: int, response_l
         "step": np.array([row.step for row in rows], dtype=np.int64),
         "start_step": np.array([row.trajectory.spec.start_step for row in rows], dtype=np.int64),
         "num_turns": np.array([len(row.trajectory.turns) for row in rows], dtype=np.int64),
-        "episode_scores": np.array([_score(row.trajectory) for row in rows], dtype=np.float32),
+        "episode_scores": np.array([row.trajectory.score for row in rows], dtype=np.float32),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -166,7 +163,3 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "env_timeout": [one.is_timeout for one in trajectories],
     }
     return {name: as_column(values) for name, values in columns.items()}
-
-
-def _score(trajectory: Trajectory) -> float:
-    return 0.0 if trajectory.stop == "failed" else trajectory.score

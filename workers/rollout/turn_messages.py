@@ -1,4 +1,5 @@
-"""What an environment says, as chat messages: the user (or tool) message of a turn, in the words of `EnvTemplate`.
+"""A turn of an agent, and what an environment says as chat messages: the user (or tool) message of a turn, in the words
+of `EnvTemplate`.
 
 In a trajectory a turn adds one message to the conversation. By steps, each turn is a conversation of its own, whose one
 message tells the last turns; all of them, valid actions and invalid ones (ROLL tells the invalid only).
@@ -7,27 +8,41 @@ message tells the last turns; all of them, valid actions and invalid ones (ROLL 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_lite.envs.base import EnvTemplate
 from workers.rollout.conversation import Message
 
 
-@dataclass(frozen=True)
-class PastTurn:
-    """What a later prompt may tell of a turn. is_valid: as far as the environment said."""
+@dataclass
+class Turn:
+    """One action of the agent.
 
-    observation: str
+    messages, prompt_ids: what the turn's prompt adds to the turns before it; by steps, the whole prompt.
+    response_ids, log_probs, finish_reason, policy_version: see `Completion`. action: the response as text, without its
+    stop token. observation, state_hash: what the agent acted upon. reward: of the step, a format penalty included.
+    is_valid: as far as the environment said. info: that the step gave.
+    """
+
+    messages: list[Message]
+    prompt_ids: tuple[int, ...]
+    response_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    policy_version: int
     action: str
-    reward: float
-    is_valid: bool
+    observation: str
+    state_hash: str
+    reward: float = 0.0
+    is_valid: bool = True
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 def turn_messages(
     template: EnvTemplate,
     observation: str,
-    past: Sequence[PastTurn],
+    past: Sequence[Turn],
     *,
     instruction: str,
     info: Mapping[str, Any],
@@ -66,6 +81,6 @@ def turn_messages(
     return [{"role": "system", "content": system}, own] if system else [own]
 
 
-def _told(number: int, turn: PastTurn) -> str:
+def _told(number: int, turn: Turn) -> str:
     action = turn.action if turn.is_valid else f"{turn.action} (not a valid action)"
     return f"(step {number}, observation: {turn.observation}, action: {action}, reward: {turn.reward:g})"

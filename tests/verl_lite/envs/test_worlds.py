@@ -136,7 +136,7 @@ def test_every_room_is_solvable_within_its_depths(options: dict[str, Any], rooms
     for seed in range(rooms):
         room = env.room_of(seed)
         actions = solution(room)
-        assert actions is not None and env.depths[0] <= len(actions) <= env.depths[1]
+        assert actions is not None and env.min_depth <= len(actions) <= env.search_depth
         assert len(room.boxes) == len(room.targets) == env.num_boxes
         env.reset(seed)
         assert env.parser.names is not None

@@ -15,14 +15,7 @@ from tests.workers.rollout import chat_templates as families
 from verl_lite.errors import UserError
 from workers.rollout.conversation import ChatJoins, Message
 
-Family = Callable[[], PreTrainedTokenizerBase]
-WITH_SYSTEM = [families.chatml, families.qwen3, families.llama3, tiny_tokenizer]
-ALL = [*WITH_SYSTEM, families.gemma, families.mistral]
 SYSTEM: Message = {"role": "system", "content": "you are an agent."}
-
-
-def name(family: Family) -> str:
-    return family.__name__
 
 
 class Talk:
@@ -72,26 +65,34 @@ def tool(content: str) -> Message:
     return {"role": "tool", "content": content}
 
 
-@pytest.mark.parametrize("family", ALL, ids=name)
-def test_joined_turns_are_the_template_of_the_whole_conversation(family: Family) -> None:
-    talk = Talk(family(), [user("what is one plus two?")])
-    talk.turn("it is three", user("go up")).turn("up", user("a wall\n\nis up."), is_cut=True).turn("down", user("go"))
-    assert talk.ids == talk.encode(talk.template(talk.messages))
-
-
-@pytest.mark.parametrize("family", WITH_SYSTEM, ids=name)
-def test_with_a_system_message(family: Family) -> None:
-    talk = Talk(family(), [SYSTEM, user("go")])
-    talk.turn("up", user("a wall")).turn("the answer is down", user(" three "), is_cut=True)
-    assert talk.ids == talk.encode(talk.template(talk.messages))
-
-
-@pytest.mark.parametrize("family", [families.chatml, families.llama3, tiny_tokenizer], ids=name)
-def test_with_tool_messages(family: Family) -> None:
+@pytest.mark.parametrize(
+    ("family", "has_system", "tool_role"),
+    [
+        (families.chatml, True, "tool"),
+        (families.qwen3, True, None),  # it rewrites thoughts after a tool's message
+        (families.llama3, True, "tool"),
+        (tiny_tokenizer, True, "tool"),
+        (families.gemma, False, "user"),
+        (families.mistral, False, "user"),
+    ],
+    ids=str,
+)
+def test_joined_turns_are_the_template_of_the_whole_conversation(
+    family: Callable[[], PreTrainedTokenizerBase], has_system: bool, tool_role: str | None
+) -> None:
+    """With contents that templates trim or escape, answers that a limit cut off, and messages of tools."""
+    for system in [[], [SYSTEM]] if has_system else [[]]:
+        talk = Talk(family(), [*system, user("what is one plus two?")])
+        talk.turn("it is three", user("go up")).turn("up", user("a wall\n\nis up."), is_cut=True)
+        talk.turn("down", user(' \n{{ x }} {% if %} <a> & "b"\\ ')).turn("left", user("verlliteprobe \u00fc")).turn(
+            "up", user("")
+        )
+        assert talk.ids == talk.encode(talk.template(talk.messages))
     talk = Talk(family(), [user("go")])
-    talk.turn("left", tool('{"wall": "x"}')).turn("up", tool("three"), is_cut=True).turn("one", user("two"))
-    assert talk.joins.tool_role == "tool"
-    assert talk.ids == talk.encode(talk.template(talk.messages))
+    if tool_role is not None:
+        assert talk.joins.tool_role == tool_role
+        talk.turn("left", tool('{"wall": "x"}')).turn("up", tool("three"), is_cut=True).turn("one", user("two"))
+        assert talk.ids == talk.encode(talk.template(talk.messages))
 
 
 def test_chatml_by_hand() -> None:
@@ -101,19 +102,6 @@ def test_chatml_by_hand() -> None:
         "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
         "up<|im_end|>\n<|im_start|>user\n<tool_response>\nwall\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
         "left<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_gemma_by_hand() -> None:
-    talk = Talk(families.gemma(), [user("go")])
-    assert talk.tokenizer.decode([talk.joins.end_of_turn]) == "<end_of_turn>"
-    assert talk.tokenizer.eos_token == "<eos>"
-    talk.turn("up", tool("wall")).turn("left", user(" on "), is_cut=True)
-    assert talk.joins.tool_role == "user"  # the template refuses the role
-    assert talk.text() == (
-        "<bos><start_of_turn>user\ngo<end_of_turn>\n<start_of_turn>model\nup<end_of_turn>\n"
-        "<start_of_turn>user\nwall<end_of_turn>\n<start_of_turn>model\nleft<end_of_turn>\n"
-        "<start_of_turn>user\non<end_of_turn>\n<start_of_turn>model\n"
     )
 
 
@@ -166,56 +154,30 @@ def test_thinking_that_the_template_strips_from_history_stays() -> None:
     assert whole == head + "up" + tail
 
 
-# --------------------------------------------------------------------------------------------------- contents, speed
-
-
-@pytest.mark.parametrize("family", ALL, ids=name)
-@pytest.mark.parametrize("content", ["", " \n", '{{ x }} {% if %} <a> & "b"\\', "verlliteprobe", "ü ✓ \x00"])
-def test_any_content_is_written_as_the_template_writes_it(family: Family, content: str) -> None:
-    tokenizer = family()
-    joins = ChatJoins(tokenizer)
-    messages = [user("q"), {"role": "assistant", "content": "1"}, user(content)]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = joins.join([joins.end_of_turn], user(content))
-    expected = tokenizer.encode(text, add_special_tokens=False)
-    assert expected[-len(ids) :] == list(ids)
-
-
 # ------------------------------------------------------------------------------------------------------------ refusals
 
-
-def refused(tokenizer: PreTrainedTokenizerBase, match: str, *, system: bool = False) -> None:
-    with pytest.raises(UserError, match=match):
-        ChatJoins(tokenizer, system=system)
-
-
-def test_no_template() -> None:
-    refused(families.byte_level(None, "<e>"), "has no chat template.*model.tokenizer_path")  # type: ignore[arg-type]
+SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<e>{% endif %}{% endfor %}"
+NEEDING = "{{ raise_exception('no date') if date is not defined }}" + families.CHATML
+UNTAKEN = "; .*agent_system_template empty"
 
 
-def test_a_system_message_that_the_template_does_not_take() -> None:
-    refused(families.gemma(), "System role not supported; .*agent_system_template empty", system=True)
-    refused(families.mistral(), "only user and assistant; .*agent_system_template empty", system=True)
-    ChatJoins(families.gemma())
+@pytest.mark.parametrize(
+    ("tokenizer", "system", "told"),
+    [
+        (lambda: families.byte_level(None, "<e>"), False, "has no chat template.*model.tokenizer_path"),
+        (families.gemma, True, "System role not supported" + UNTAKEN),
+        (families.mistral, True, "only user and assistant" + UNTAKEN),
+        (lambda: families.metaspace(families.MISTRAL_MOVING_SYSTEM), True, "differently once.*system_template empty"),
+        (lambda: families.byte_level(families.PLAIN, "<e>"), False, "no token that ends an assistant's turn.*'.nuser"),
+        (lambda: families.byte_level(SILENT, "<e>"), False, "leaves out what the assistant said"),
+        (lambda: families.byte_level(NEEDING, "<|im_end|>", "<|im_start|>"), False, "no date; set data.apply_chat"),
+    ],
+)
+def test_a_template_whose_turns_cannot_be_joined_is_refused(tokenizer: Any, system: bool, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        ChatJoins(tokenizer(), system=system)
 
 
-def test_a_system_message_that_moves() -> None:
-    tokenizer = families.metaspace(families.MISTRAL_MOVING_SYSTEM)
-    refused(tokenizer, "differently once others follow.*agent_system_template empty", system=True)
-    ChatJoins(tokenizer)
-
-
-def test_a_template_without_an_end_of_turn() -> None:
-    refused(families.byte_level(families.PLAIN, "<e>"), "no token that ends an assistant's turn.*'.nuser: verl")
-
-
-def test_a_template_that_drops_answers() -> None:
-    silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<e>{% endif %}{% endfor %}"
-    refused(families.byte_level(silent, "<e>"), "leaves out what the assistant said")
-
-
-def test_a_template_that_needs_arguments() -> None:
-    needing = "{{ raise_exception('no date') if date is not defined }}" + families.CHATML
-    tokenizer = families.byte_level(needing, "<|im_end|>", "<|im_start|>")
-    refused(tokenizer, "no date; set data.apply_chat_template_kwargs")
-    ChatJoins(tokenizer, {"date": "today"})
+def test_what_was_refused_is_taken_with_what_it_needs() -> None:
+    ChatJoins(families.byte_level(NEEDING, "<|im_end|>", "<|im_start|>"), {"date": "today"})
+    ChatJoins(families.metaspace(families.MISTRAL_MOVING_SYSTEM))

@@ -20,7 +20,8 @@ from tests.workers.rollout.scripted import (
     template,
 )
 from workers.rollout.base import Request, SamplingParams
-from workers.rollout.episodes import EpisodeRunner, TokenLimits, Turn, aggregate_metrics
+from workers.rollout.episodes import EpisodeRunner, TokenLimits, aggregate_metrics
+from workers.rollout.turn_messages import Turn
 
 LONG = TokenLimits(max_prompt_length=200, max_response_length=400, max_model_len=600)
 
@@ -295,20 +296,3 @@ def test_batches_are_taken_one_by_one_in_the_order_of_begin() -> None:
     assert (by_name["g0_0"].temperature, by_name["g0_0"].max_tokens) == (1.0, 16)
     assert runner.take(1) == []
     runner.begin([spec("h_0", batch=2)], SAMPLING)  # taken, so the name is free
-
-
-def test_abort_ends_a_batch_wherever_its_episodes_are() -> None:
-    engine, pool = ScriptedEngine(lambda *_: ids_of("b" * 9)), ScriptedPool(endless, latency=(0, 9))
-    runner = make_runner(engine, pool, max_live=4)
-    runner.begin([spec(f"g{number}_0") for number in range(6)], SAMPLING)
-    for _ in range(6):
-        runner.advance()
-    assert engine.running and pool.coming
-    runner.abort(0)
-    assert not engine.running and not pool.seeds and runner.unfinished(0) == 0
-    assert {one.stop for one in runner.take(0)} == {"surplus"}
-    runner.advance()
-    runner.begin([spec("g0_0")], SAMPLING)  # late answers to the earlier one of this name are not for it
-    for _ in range(12):
-        runner.advance()
-    assert runner.unfinished(0) == 1 and len(engine.running) <= 1

@@ -1,4 +1,4 @@
-"""Slots that keep finished requests for those that continue them: the bookkeeping, and that the hf engine uses it."""
+"""Slots that keep finished requests for those that continue them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,6 @@ from tests.tiny_model import tiny_qwen2
 from verl_lite.config import RolloutConfig
 from workers.rollout.base import Request, SamplingParams
 from workers.rollout.hf_engine import HFEngine
-from workers.rollout.kept_slots import KeptSlots
-
-
-def test_moves_never_overwrite_what_is_kept_or_needed() -> None:
-    """Against an array that holds what each slot would hold."""
-    rng = random.Random(0)
-    for _ in range(300):
-        slots = rng.randrange(1, 9)
-        kept, content = KeptSlots(slots), [(-1,)] * slots
-        for slot in rng.sample(range(slots), rng.randrange(slots + 1)):
-            content[slot] = (slot, rng.randrange(9))
-            kept.keep(slot, content[slot])
-        known = [one for one in content if one != (-1,)]
-        start = rng.randrange(slots)
-        end = rng.randrange(start, slots) + 1
-        for destination, source, length in kept.vacate(start, end):
-            assert start <= source < end <= destination and length == 2
-            content[destination] = content[source]
-        found = [one for one in known if kept.longest_prefix(one) is not None]
-        assert len(found) == len(kept)
-        for one in found:
-            place = kept.longest_prefix(one)
-            assert place is not None and content[place] == one and not start <= place < end
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Sampling as a pure function: against Python integers, naive loops and exact probabilities."""
+"""Sampling as a pure function, against Python integers, naive loops and exact probabilities; test_engines.py has what
+draws do not depend on."""
 
 from __future__ import annotations
 
@@ -27,17 +28,6 @@ def test_uniform_equals_unsigned_integer_arithmetic() -> None:
         for seed, position in zip(seeds, positions, strict=True)
     ]
     assert uniform(torch.tensor(seeds), torch.tensor(positions)).tolist() == expected
-
-
-def test_uniform_fills_the_interval_without_correlation_along_seeds_or_positions() -> None:
-    grid = uniform(torch.arange(256)[:, None], torch.arange(256)[None, :])
-    assert abs(grid.mean() - 0.5) < 4 / math.sqrt(12 * grid.numel())
-    counts = torch.histc(grid.float(), bins=64, min=0, max=1)
-    chi_square = ((counts - 1024) ** 2 / 1024).sum().item()
-    assert chi_square < 63 + 5 * math.sqrt(2 * 63)
-    for neighbour in (grid[1:] - 0.5, grid[:, 1:] - 0.5):
-        other = grid[:-1] - 0.5 if neighbour.shape[0] == 255 else grid[:, :-1] - 0.5
-        assert abs((neighbour * other).mean() * 12) < 5 / math.sqrt(neighbour.numel())
 
 
 def _draw(logits: torch.Tensor, count: int, position: int = 0, **options: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,12 +70,3 @@ def test_truncation_keeps_exactly_the_naive_set(top_k: int, top_p: float) -> Non
     tokens, log_probs = _draw(logits, 6000, top_k=top_k, top_p=top_p)
     assert set(tokens.tolist()) == kept
     torch.testing.assert_close(log_probs, torch.log_softmax(logits, 0)[tokens])  # of the full distribution
-
-
-def test_a_draw_does_not_depend_on_its_batch() -> None:
-    logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
-    seeds, positions = torch.arange(50) * 977, torch.arange(50) % 7
-    together, _ = sample(logits, temperature=torch.ones(50), seeds=seeds, positions=positions)
-    order = torch.randperm(50, generator=torch.Generator().manual_seed(2))
-    shuffled, _ = sample(logits[order], temperature=torch.ones(50), seeds=seeds[order], positions=positions[order])
-    assert shuffled.tolist() == together[order].tolist()
