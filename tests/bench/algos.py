@@ -4,7 +4,7 @@
 `--repeat`; the contestants of a line take turns, so that noise on the machine hits all.
 
   ours       the whole batch in fp32; losses with their gradient
-  loop       plain Python loops over `--naive-rows` of the rows, extrapolated to all; a loss's value only
+  loop       plain Python loops (those of the tests) over `--naive-rows` of the rows, extrapolated; a loss's value only
   x          loop / ours
   fp64 fp32  largest difference between the loops (in double precision) and ours on those rows, in that precision
   verl       verl's own function on the same batch, if verl is importable: time, verl / ours, largest difference in fp64
@@ -13,16 +13,188 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
-from tests.bench.algos_cases import CASES, Case, Columns, batch, in_precision, largest_difference
-from tests.bench.algos_verl import VerlPeer, find_verl
+from tests.verl_lite.naive_estimators import NAIVE_ESTIMATORS, naive_estimate
+from tests.verl_lite.naive_losses import (
+    NAIVE_ROW_LOSSES,
+    NAIVE_TOKEN_LOSSES,
+    naive_aggregate,
+    naive_policy_loss,
+    naive_value_loss,
+)
+from verl_lite import core_algos
+from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
+from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
+
+Columns = dict[str, Any]
+Numbers = list[Any]
 
 ROWS_PER_GROUP = 8
+CONFIG = ActorConfig(clip_ratio_high=0.28, policy_loss=PolicyLossConfig(dro_beta=0.5))
+MODE = "seq-mean-token-mean"
+CLIPRANGE_VALUE = 0.5
+REWARD_KEYS = ("correct", "short")
+NAIVE_KL: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "abs": abs,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: float(np.exp(-d)) + d - 1,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. run: with a module of algorithms, ours or verl's, and the config of losses. Both give the
+    numbers to compare: tensors or scalars, lists or floats."""
+
+    kind: str
+    name: str
+    run: Callable[[Any, Any, Columns], Numbers]
+    naive: Callable[[Columns], Numbers]
+
+
+def batch(rows: int, width: int, seed: int = 0) -> Columns:
+    """Every column that an estimator or a loss asks for, fp32: ragged answers, one score at the end of each."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(rows, width, generator=generator)
+
+    lengths = torch.randint(width // 8, width + 1, (rows,), generator=generator)
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    rewards = torch.zeros(rows, width)
+    rewards[torch.arange(rows), lengths - 1] = torch.randn(rows, generator=generator)
+    old = -draw().abs() - 0.05
+    numbers, prompts = np.arange(rows), torch.ones(rows, 1, dtype=torch.long)
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "values": draw(),
+        "old_log_probs": old,
+        "sum_pi_squared": old.exp() ** 2 + draw().sigmoid() * (1 - old.exp()) ** 2,
+        "index": np.array([f"task-{row // ROWS_PER_GROUP}" for row in range(rows)], dtype=object),
+        "reward_baselines": torch.randn(rows, generator=generator),
+        "traj_id": numbers // 4,
+        "step": numbers % 4,
+        "state_hash": numbers % 3,
+        "non_tensor_batch": {key: torch.randn(rows, generator=generator).double().numpy() for key in REWARD_KEYS},
+        "batch": {"prompts": prompts, "attention_mask": torch.cat([prompts, mask], dim=1)},  # verl's gdpo reads these
+        "gamma": 0.99,
+        "lam": 0.95,
+        "config": AlgorithmConfig(gamma=0.99, gdpo_reward_keys=list(REWARD_KEYS), gdpo_reward_weights=[1.0, 0.5]),
+        "log_prob": (old + 0.2 * draw()).clamp(max=-0.01),
+        "advantages": draw(),
+        "selected": torch.rand(rows, width, generator=generator) < 0.01,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- the cases
+
+
+def estimator(name: str) -> Case:
+    def run(algos: Any, config: Any, columns: Columns) -> Numbers:
+        function = algos.ADV_ESTIMATOR_REGISTRY[name]
+        named = inspect.signature(function).parameters
+        return list(function(**{key: value for key, value in columns.items() if key in named}))
+
+    return Case("estimator", name, run, lambda c: list(naive_estimate(name, c)))
+
+
+def policy_loss(name: str) -> Case:
+    def columns_of(columns: Columns) -> Columns:
+        chosen = {"selected": columns["selected"]} if name in TOKEN_SELECTIONS else {}
+        names = ("log_prob", "advantages", "response_mask")
+        return {"old_log_prob": columns["old_log_probs"], **{key: columns[key] for key in names}, **chosen}
+
+    def run(algos: Any, config: Any, columns: Columns) -> Numbers:
+        given = columns_of(columns)
+        given["log_prob"] = given["log_prob"].detach().requires_grad_()
+        loss, _ = algos.POLICY_LOSS_REGISTRY[name](**given, loss_agg_mode=MODE, config=config)
+        loss.backward()
+        return [loss]
+
+    return Case("loss", name, run, lambda c: [naive_policy_loss(name, columns_of(c), MODE, CONFIG)])
+
+
+def value_loss() -> Case:
+    names = {"vpreds": "log_prob", "returns": "advantages", "values": "values", "response_mask": "response_mask"}
+
+    def run(algos: Any, config: Any, columns: Columns) -> Numbers:
+        given = {name: columns[source] for name, source in names.items()}
+        given["vpreds"] = given["vpreds"].detach().requires_grad_()
+        loss, _ = algos.compute_value_loss(**given, cliprange_value=CLIPRANGE_VALUE, loss_agg_mode=MODE)
+        loss.backward()
+        return [loss]
+
+    def naive(columns: Columns) -> Numbers:
+        return [naive_value_loss({name: columns[source] for name, source in names.items()}, CLIPRANGE_VALUE, MODE)]
+
+    return Case("value loss", "compute_value_loss", run, naive)
+
+
+def aggregation(mode: str) -> Case:
+    def naive(columns: Columns) -> Numbers:
+        rows = zip(columns["advantages"].tolist(), columns["response_mask"].tolist(), strict=True)
+        losses = [[x for x, m in zip(values, mask, strict=True) if m] for values, mask in rows]
+        return [naive_aggregate(losses, mode, columns["advantages"].shape[1])]
+
+    return Case("agg_loss", mode, lambda a, _, c: [a.agg_loss(c["advantages"], c["response_mask"], mode)], naive)
+
+
+def kl(name: str) -> Case:
+    def run(algos: Any, config: Any, columns: Columns) -> Numbers:
+        leaf = columns["log_prob"].detach().requires_grad_()
+        values = algos.kl_penalty(leaf, columns["old_log_probs"], name)
+        algos.agg_loss(values, columns["response_mask"], MODE).backward()
+        return [values]
+
+    def naive(columns: Columns) -> Numbers:
+        differences = (columns["log_prob"].double() - columns["old_log_probs"].double()).tolist()
+        return [[[NAIVE_KL[name.removesuffix("+")](d) for d in row] for row in differences]]
+
+    return Case("kl_penalty", name, run, naive)
+
+
+CASES: list[Case] = [
+    *(estimator(name) for name in core_algos.ADV_ESTIMATOR_REGISTRY if name in NAIVE_ESTIMATORS),
+    *(policy_loss(n) for n in core_algos.POLICY_LOSS_REGISTRY if n in NAIVE_TOKEN_LOSSES or n in NAIVE_ROW_LOSSES),
+    value_loss(),
+    *(aggregation(mode) for mode in core_algos.LOSS_AGG_MODES),
+    *(kl(name) for name in (*NAIVE_KL, "k3+")),
+]
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+class VerlConfig(SimpleNamespace):
+    """Options with verl's way of asking for them."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+def find_verl() -> tuple[Any, Any] | None:
+    """verl's module of algorithms and a config for its losses, if verl is importable."""
+    try:
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        config = object.__new__(importlib.import_module("verl.workers.config").ActorConfig)  # it wants a whole actor
+    except ImportError:
+        return None
+    bounds = {"clip_ratio_low": CONFIG.clip_ratio, "clip_ratio_high": CONFIG.clip_ratio_high}
+    more = {"policy_loss": VerlConfig(**vars(CONFIG.policy_loss)), "global_batch_info": {"dp_size": 1}}
+    vars(config).update(vars(CONFIG) | bounds | more)
+    return algos, config
 
 
 def best_ms(repeat: int, *contestants: Callable[[], Any]) -> list[float]:
@@ -36,22 +208,33 @@ def best_ms(repeat: int, *contestants: Callable[[], Any]) -> list[float]:
     return best
 
 
-def one_line(case: Case, columns: Columns, small: Columns, verl: VerlPeer | None, repeat: int) -> str:
-    """Measures one case and formats it."""
+def largest_difference(found: Numbers, expected: Numbers, mask: torch.Tensor) -> float:
+    """Over all numbers, in double precision; of (B, T) ones over valid tokens."""
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        difference = (torch.as_tensor(a).detach().double() - torch.as_tensor(b, dtype=torch.float64).detach()).abs()
+        worst = max(worst, float((difference[mask != 0] if difference.dim() else difference).max()))
+    return worst
+
+
+def one_line(case: Case, columns: Columns, small: Columns, verl: tuple[Any, Any] | None, repeat: int) -> str:
+    """Measures one case and formats it. verl's call is tried on the small batch first, since its functions change."""
     mask = small["response_mask"]
     scale = len(columns["response_mask"]) / len(mask)
-    contestants: list[Callable[[], Any]] = [lambda: case.ours(columns), lambda: case.naive(small)]
-    peer = verl.find(case, small) if verl else ""
-    if not isinstance(peer, str):
-        contestants.append(lambda: peer(columns))
+    double = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in small.items()}
+    contestants = [lambda: case.run(core_algos, CONFIG, columns), lambda: case.naive(small)]
+    loops, found = case.naive(small), case.run(core_algos, CONFIG, double)
+    compared = ""
+    if verl is not None:
+        try:
+            difference = largest_difference(found, case.run(*verl, double), mask)
+            contestants.append(lambda: case.run(*verl, columns))
+        except (AttributeError, TypeError, KeyError, ValueError, AssertionError, NotImplementedError) as error:
+            compared = f"   {type(error).__name__}: {error}"[:60]
     ours, naive, *theirs = best_ms(repeat, *contestants)
-    double = in_precision(small, torch.float64)
-    loops, found = case.naive(small), case.ours(double)
-    differences = [largest_difference(numbers, loops, mask) for numbers in (found, case.ours(small))]
-    if isinstance(peer, str):
-        compared = f"   {peer[:60]}"
-    else:
-        compared = f"{theirs[0]:>8.1f} {theirs[0] / ours:>6.2f} {largest_difference(found, peer(double), mask):>8.0e}"
+    if theirs:
+        compared = f"{theirs[0]:>8.1f} {theirs[0] / ours:>6.2f} {difference:>8.0e}"
+    differences = [largest_difference(x, loops, mask) for x in (found, case.run(core_algos, CONFIG, small))]
     return (
         f"{case.kind:<10} {case.name:<28} {ours:>8.1f} {naive * scale / 1e3:>8.1f} "
         f"{naive * scale / ours:>7.0f} {differences[0]:>8.0e} {differences[1]:>8.0e} {compared}".rstrip()
@@ -68,13 +251,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="entries of these names; default: all")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    verl = find_verl()
-    columns = batch(args.rows, args.width, ROWS_PER_GROUP)
-    small = batch(args.naive_rows, args.width, ROWS_PER_GROUP)
-    tokens = float(columns["response_mask"].float().mean())
+    verl, columns, small = find_verl(), batch(args.rows, args.width), batch(args.naive_rows, args.width)
     print(
-        f"{args.rows} rows x {args.width} tokens, {tokens:.0%} of them valid, groups of {ROWS_PER_GROUP}; one thread; "
-        f"loops over {args.naive_rows} rows, extrapolated; verl is {'there' if verl else 'not importable'}"
+        f"{args.rows} rows x {args.width} tokens, {columns['response_mask'].float().mean():.0%} of them valid, groups "
+        f"of {ROWS_PER_GROUP}; one thread; loops over {args.naive_rows} rows, extrapolated; verl is "
+        f"{'there' if verl else 'not importable'}"
     )
     head = f"{'kind':<10} {'name':<28} {'ours ms':>8} {'loop s':>8} {'x':>7} {'fp64':>8} {'fp32':>8}"
     print(head + (f" {'verl ms':>8} {'x':>6} {'fp64':>8}" if verl else ""))

@@ -84,141 +84,165 @@ def test_the_value_loss_keeps_the_promises_of_a_policy_loss() -> None:
     check_policy_loss(value_loss)
 
 
-# ---------------------------------------------------------------------------------------------------- wrong estimators
+# ---------------------------------------------------------------------------------------------------- what is wrong
+
+Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
 def sound_estimator(token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
     """Score less the mean of the group: keeps every promise. The wrong ones below differ in one point each."""
     valid = (response_mask != 0).any(dim=1)
-    scores = torch.where(response_mask != 0, token_level_rewards, 0).sum(dim=1)
+    scores = scores_of(token_level_rewards, response_mask)
     groups, number = group_ids(index, scores.device)
     totals = scores.new_zeros(number, 2).index_add(0, groups, torch.stack([scores, valid.to(scores.dtype)], dim=1))
-    centred = scores - (totals[:, 0] / totals[:, 1].clamp(min=1))[groups]
-    advantages = torch.where(response_mask != 0, centred[:, None], 0)
+    return spread(scores - (totals[:, 0] / totals[:, 1].clamp(min=1))[groups], response_mask)
+
+
+def scores_of(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask != 0, rewards, 0).sum(dim=1)
+
+
+def spread(numbers: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's number at its valid tokens, as advantages and returns."""
+    advantages = torch.where(mask != 0, numbers[:, None], 0)
     return advantages, advantages
 
 
-def reads_masked_values(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
-    scores = token_level_rewards.sum(dim=1, keepdim=True)
-    advantages = torch.where(response_mask != 0, scores, 0)
+def nan_on_an_empty_row(rewards: Any, mask: Any, _index: Any) -> Any:
+    advantages = (scores_of(rewards, mask) / mask.sum(1))[:, None] * mask
     return advantages, advantages
 
 
-def nan_on_an_empty_row(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
-    means = (torch.where(response_mask != 0, token_level_rewards, 0).sum(1) / response_mask.sum(1))[:, None]
-    advantages = means * response_mask
-    return advantages, advantages
-
-
-def counts_empty_rows(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
-    scores = torch.where(response_mask != 0, token_level_rewards, 0).sum(dim=1)
-    advantages = torch.where(response_mask != 0, (scores - scores.mean())[:, None], 0)
-    return advantages, advantages
-
-
-def looks_at_the_row_before(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
-    valid = (response_mask != 0).any(dim=1)
-    scores = torch.where(response_mask != 0, token_level_rewards, 0).sum(dim=1)
+def looks_at_the_row_before(rewards: Any, mask: Any, _index: Any) -> Any:
+    valid, scores = (mask != 0).any(dim=1), scores_of(rewards, mask)
     before = torch.zeros_like(scores)
     before[valid] = scores[valid].roll(1)
-    advantages = torch.where(response_mask != 0, (scores - before)[:, None], 0)
+    return spread(scores - before, mask)
+
+
+def divides_by_a_deviation_of_one_value(rewards: Any, mask: Any, _index: Any) -> Any:
+    kept = rewards[mask != 0]
+    scale = ((kept - kept.mean()).square().sum() / (len(kept) - 1)).sqrt()
+    advantages = torch.where(mask != 0, (rewards - kept.mean()) / scale, 0)
     return advantages, advantages
 
 
-def divides_by_a_deviation_of_one_value(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
-    kept = token_level_rewards[response_mask != 0]
-    advantages = torch.where(response_mask != 0, (token_level_rewards - kept.mean()) / kept.std(), 0)
-    return advantages, advantages
+WRONG_ESTIMATORS: dict[str, tuple[Any, str]] = {
+    "reads masked values": (lambda r, m, i: spread(r.sum(1), m), "values under mask 0 never matter"),
+    "leaves values under the mask": (
+        lambda r, m, i: (scores_of(r, m)[:, None].expand_as(r), spread(scores_of(r, m), m)[1]),
+        "the result is 0 under mask 0",
+    ),
+    "gives one number per row": (lambda r, m, i: (scores_of(r, m), spread(scores_of(r, m), m)[1]), r"are \(B, T\)"),
+    "teaches nothing": (lambda r, m, i: (torch.zeros_like(r), torch.zeros_like(r)), "not all zero"),
+    "nan on an empty row": (nan_on_an_empty_row, "advantages are finite"),
+    "counts empty rows": (
+        lambda r, m, i: spread(scores_of(r, m) - scores_of(r, m).mean(), m),
+        "rows without a valid token have no weight",
+    ),
+    "looks at the row before": (looks_at_the_row_before, "the order of the rows does not matter"),
+    "divides by a deviation of one value": (
+        divides_by_a_deviation_of_one_value,
+        "a batch with hardly a token is finite",
+    ),
+    "writes into its argument": (
+        lambda r, m, i: sound_estimator(r.mul_(m).mul_(2), m, i),
+        "arguments are not written to",
+    ),
+    "forgets the device": (
+        lambda r, m, i: tuple(x * torch.ones(WIDTH) for x in sound_estimator(r, m, i)),
+        "new tensors are made on the device of the arguments",
+    ),
+}
 
 
-def writes_into_its_argument(token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
-    token_level_rewards.mul_(response_mask).mul_(2)
-    return sound_estimator(token_level_rewards, response_mask, index)
-
-
-def forgets_the_device(token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
-    advantages, _same = sound_estimator(token_level_rewards, response_mask, index)
-    return advantages * torch.ones(WIDTH), advantages
-
-
-@pytest.mark.parametrize(
-    ("wrong", "promise"),
-    [
-        (reads_masked_values, "values under mask 0 never matter"),
-        (nan_on_an_empty_row, "advantages are finite"),
-        (counts_empty_rows, "rows without a valid token have no weight"),
-        (looks_at_the_row_before, "the order of the rows does not matter"),
-        (divides_by_a_deviation_of_one_value, "a batch with hardly a token is finite"),
-        (writes_into_its_argument, "arguments are not written to"),
-        (forgets_the_device, "new tensors are made on the device of the arguments"),
-    ],
-)
-def test_a_wrong_estimator_is_caught(wrong: Any, promise: str) -> None:
+@pytest.mark.parametrize("name", WRONG_ESTIMATORS)
+def test_a_wrong_estimator_is_caught(name: str) -> None:
+    wrong, promise = WRONG_ESTIMATORS[name]
     with pytest.raises(BrokenPromise, match=promise):
-        check_adv_estimator(wrong)
-
-
-# ---------------------------------------------------------------------------------------------------- wrong losses
+        check_adv_estimator(
+            lambda token_level_rewards, response_mask, index, **_: wrong(token_level_rewards, response_mask, index)
+        )
 
 
 def sound_loss(
     old: Any, new: Any, advantages: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any
-):
+) -> Loss:
     """-A times the ratio, bounded: keeps every promise. The wrong ones below differ in one point each."""
-    kept = mask != 0
-    log_ratio = torch.where(kept, new - old, 0).clamp(-20, 20)
-    losses = -torch.where(kept, advantages, 0) * log_ratio.exp()
-    return agg_loss(losses, mask, mode, **counts), {"kl": float(masked_mean(-log_ratio.detach(), mask))}
+    loss = agg_loss(losses_of(old, new, advantages, mask), mask, mode, **counts)
+    return loss, {"kl": float(masked_mean((old - new).detach(), mask))}
 
 
 def losses_of(old: Any, new: Any, advantages: Any, mask: Any) -> torch.Tensor:
     return -torch.where(mask != 0, advantages, 0) * torch.where(mask != 0, new - old, 0).clamp(-20, 20).exp()
 
 
-def divides_by_its_own_tokens(old: Any, new: Any, advantages: Any, mask: Any, *_: Any, **__: Any) -> Any:
-    return masked_mean(losses_of(old, new, advantages, mask), mask), {}
-
-
-def multiplies_nan_by_zero(
-    old: Any, new: Any, advantages: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any
-) -> Any:
-    return agg_loss(-advantages * new * mask, mask, mode, **counts), {}
-
-
-def measures_under_the_mask(*args: Any, **counts: Any) -> Any:
-    return sound_loss(*args, **counts)[0], {"kl": float((args[0] - args[1]).detach().mean())}
-
-
-def overflows(
-    old: Any, new: Any, advantages: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any
-) -> Any:
+def unbounded(old: Any, new: Any, advantages: Any, mask: Any) -> torch.Tensor:
     ratio = torch.where(mask != 0, new - old, 0).square().exp()
-    return agg_loss(-torch.where(mask != 0, advantages, 0) * ratio, mask, mode, **counts), {}
+    return -torch.where(mask != 0, advantages, 0) * ratio
 
 
-def clips_in_place(old: Any, new: Any, advantages: Any, *rest: Any, **counts: Any) -> Any:
-    return sound_loss(old, new, advantages.clamp_(-0.5, 0.5), *rest, **counts)
+WRONG_LOSSES: dict[str, tuple[Any, str]] = {
+    "divides by its own tokens": (
+        lambda o, n, a, m, mode, counts: masked_mean(losses_of(o, n, a, m), m),
+        "sum to the whole.*divides by what it counts in its own.*as agg_loss does",
+    ),
+    "divides by its own rows": (
+        lambda o, n, a, m, mode, counts: agg_loss(
+            losses_of(o, n, a, m), m, mode, **counts | {"global_batch_size": len(m)}
+        ),
+        "the parts of a mini-batch sum to the whole",
+    ),
+    "multiplies NaN by zero": (
+        lambda o, n, a, m, mode, counts: agg_loss(-a * n * m, m, mode, **counts),
+        "mask 0.*torch.where.*not a product|the loss is finite",
+    ),
+    "takes a mean over nothing": (
+        lambda o, n, a, m, mode, counts: (
+            (losses_of(o, n, a, m).sum(1) / m.sum(1)).sum() / max(1, counts["global_batch_size"])
+        ),
+        "the loss is finite",
+    ),
+    "divides by no tokens": (
+        lambda o, n, a, m, mode, counts: losses_of(o, n, a, m).sum() / torch.tensor(counts["batch_num_tokens"]),
+        "sum to the whole|the loss is finite|a part without a token has loss 0",
+    ),
+    "has no gradient": (
+        lambda o, n, a, m, mode, counts: agg_loss(losses_of(o, n.detach(), a, m), m, mode, **counts),
+        "a loss is a scalar with a gradient",
+    ),
+    "overflows": (
+        lambda o, n, a, m, mode, counts: agg_loss(unbounded(o, n, a, m), m, mode, **counts),
+        "the loss is finite.*clamp",
+    ),
+    "clips in place": (
+        lambda o, n, a, m, mode, counts: agg_loss(losses_of(o, n, a.clamp_(-0.5, 0.5), m), m, mode, **counts),
+        "arguments are not written to",
+    ),
+    "mixes devices": (
+        lambda o, n, a, m, mode, counts: agg_loss(losses_of(o, n, a, m), m, mode, **counts) * torch.ones(()),
+        "new tensors are made on the device of the arguments",
+    ),
+}
 
 
-def mixes_devices(old: Any, new: Any, advantages: Any, mask: Any, *rest: Any, **counts: Any) -> Any:
-    loss, metrics = sound_loss(old, new, advantages, mask, *rest, **counts)
-    return loss * torch.ones(()), metrics
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_a_wrong_loss_is_caught(name: str) -> None:
+    wrong, promise = WRONG_LOSSES[name]
 
+    def loss(old: Any, new: Any, a: Any, mask: Any, mode: str, config: Any, weights: Any = None, **counts: Any) -> Loss:
+        return wrong(old, new, a, mask, mode, counts), {}
 
-@pytest.mark.parametrize(
-    ("wrong", "promise"),
-    [
-        (divides_by_its_own_tokens, "sum to the whole.*divides by what it counts in its own.*as agg_loss does"),
-        (multiplies_nan_by_zero, "mask 0.*torch.where.*not a product|the loss is finite"),
-        (measures_under_the_mask, "metrics are finite numbers"),
-        (overflows, "the loss is finite.*clamp"),
-        (clips_in_place, "arguments are not written to"),
-        (mixes_devices, "new tensors are made on the device of the arguments"),
-    ],
-)
-def test_a_wrong_loss_is_caught(wrong: Any, promise: str) -> None:
     with pytest.raises(BrokenPromise, match=promise):
-        check_policy_loss(wrong)
+        check_policy_loss(loss)
+
+
+def test_metrics_that_read_under_the_mask_are_caught() -> None:
+    def loss(old: Any, new: Any, *rest: Any, **counts: Any) -> Loss:
+        return sound_loss(old, new, *rest, **counts)[0], {"kl": float((old - new).detach().mean())}
+
+    with pytest.raises(BrokenPromise, match="metrics are finite numbers"):
+        check_policy_loss(loss)
 
 
 def test_what_is_sound_passes() -> None:

@@ -14,14 +14,6 @@ def kinds(outcomes: list[float], counted: list[int], groups: list[int], number: 
     return [KINDS[each.index(True)] for each in zip(*columns, strict=True)]
 
 
-def test_the_kinds_by_hand() -> None:
-    outcomes = [1, 0, 1, 1, 0, 0, -1, -1, 1, 1, 1, 0.5, 0.5]
-    groups = [0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 5, 6, 6]
-    counted = [1] * 9 + [1, 0, 1, 1]
-    expected = ["kept", "all_right", "all_wrong", "all_wrong", "unjudged", "unjudged", "all_right", "unjudged"]
-    assert kinds(outcomes, counted, groups, 8) == expected  # the eighth group has no answer
-
-
 def test_an_answer_that_does_not_count_makes_no_difference() -> None:
     """Group 0 differs only by an answer whose reward failed, of whatever value."""
     for value in (0.0, float("nan"), float("inf")):
