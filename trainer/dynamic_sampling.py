@@ -2,8 +2,7 @@
 
 A group is the answers to one prompt. Where all are as good as each other, their advantages are 0; with
 `algorithm.filter_groups` such groups are dropped and further prompts are answered, with the same weights, until
-data.train_batch_size groups are kept. What this costs, and how it goes with epochs and checkpoints, stands in
-DATA.md.
+data.train_batch_size groups are kept. What this costs, and how it goes with epochs and checkpoints: see DATA.md.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,21 +36,18 @@ class FilterBudgetExceeded(UserError):
 class PromptLoader(TrainingSteps):
     """Training steps of which each may ask for more prompts than it began with.
 
-    A step begins with data.train_batch_size prompts, also where an epoch ends within them. Prompts that were drawn and
-    not asked wait for the next step, and are saved with it; so each prompt is asked once an epoch, in the loader's
-    order. No step asks for a group (uid) twice. before: the state at the end of the step before; None in the first one
-    of this process.
+    A step begins with data.train_batch_size prompts, also where an epoch ends within them, and asks for none twice.
+    The rest of a batch that was drawn waits for the next prompts, and is saved with the step.
     """
-
-    before: dict[str, Any] | None = None
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         super().__init__(config, data)
         self._prompts = len(data)
+        self._asked: dict[str, int] = {}  # uid of each prompt of this step, and its row in the dataset
         self._waiting: DataProto | None = None
         self._batches: Iterator[DataProto] | None = None
-        self._asked: dict[str, int] = {}  # uid of each prompt of this step, and its row in the dataset
         self._again: DataProto | None = None
+        self._before: dict[str, Any] | None = None  # the state after the last step of this process
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total:
@@ -61,35 +56,27 @@ class PromptLoader(TrainingSteps):
             yield self._first()
             if self.stopping:
                 return
-            self.before = self.state_dict()
+            self._before = self.state_dict()
 
     def more(self, number: int) -> DataProto | None:
         """So many prompts that this step has not asked; fewer where the data has no more, None where it has none."""
-        taken: list[DataProto] = []
-        waiting: list[DataProto] = []
-        missing, idle = number, 0
-        while missing and len(set(self._asked.values())) < self._prompts and idle <= len(self.loader):
-            batch = self._next_batch()
-            chosen = self._choose(batch, missing)
-            missing, idle = missing - int(chosen.sum()), 0 if chosen.any() else idle + 1
-            taken += [batch.select_idxs(chosen)] if chosen.any() else []
-            waiting += [batch.select_idxs(~chosen)] if not chosen.all() else []
-        if waiting:
-            self._waiting = joined(waiting, self.config)
-            # a prompt that waits twice, because its source is small and its share large, is asked once
-            _, first = np.unique(self._waiting.non_tensor_batch["uid"].astype(str), return_index=True)
-            self._waiting = self._waiting.select_idxs(np.sort(first))
+        taken, idle = [], 0
+        while number and len(set(self._asked.values())) < self._prompts and idle <= len(self.loader):
+            batch = self._waiting or self._next_batch()
+            new = self._ask(batch, number)
+            end = new[-1] + 1 if len(new) == number else len(batch)
+            self._waiting = batch.select_idxs(np.arange(end, len(batch))) if end < len(batch) else None
+            taken += [batch.select_idxs(new)] if len(new) else []
+            number, idle = number - len(new), 0 if len(new) else idle + 1
         return joined(taken, self.config) if taken else None
 
-    def _choose(self, batch: DataProto, number: int) -> np.ndarray:
-        """(B,) bool: the first `number` prompts that this step has not asked; from now on it has."""
-        chosen = np.zeros(len(batch), dtype=bool)
-        columns = batch.non_tensor_batch
-        for place, (uid, row) in enumerate(zip(columns["uid"], columns["index"].tolist(), strict=True)):
-            if number and uid not in self._asked:
-                self._asked[uid] = row
-                chosen[place], number = True, number - 1
-        return chosen
+    def back_to_last_step(self) -> bool:
+        """Puts the state at the end of the step before back, as that of a run that ends there; False if this process
+        has made no step before."""
+        if self._before is not None:
+            self.load_state_dict(self._before)
+            self.stopping = True
+        return self._before is not None
 
     def only(self, step: int, epoch: int, prompts: DataProto) -> None:
         """Leaves one step to do, which begins with these prompts and goes on with those that followed them."""
@@ -111,46 +98,52 @@ class PromptLoader(TrainingSteps):
     def _first(self) -> DataProto:
         """The prompts that a step begins with. meta_info position: where the data stands after them, for a replay."""
         if self._again is not None:
-            self._choose(self._again, len(self._again))
+            self._ask(self._again, len(self._again))
             return self._again
         prompts = self.more(self.config.data.train_batch_size)
         assert prompts is not None  # a dataset has rows
         prompts.meta_info["position"] = self.state_dict()
         return prompts
 
+    def _ask(self, batch: DataProto, most: int) -> np.ndarray:
+        """The places of the first prompts that this step has not asked; from now on it has."""
+        uids, rows = batch.non_tensor_batch["uid"], batch.non_tensor_batch["index"]
+        new = np.flatnonzero([uid not in self._asked for uid in uids])[:most]
+        self._asked |= dict(zip(uids[new], rows[new].tolist(), strict=True))
+        return new
+
     def _next_batch(self) -> DataProto:
-        """What waits, or the loader's next batch; an epoch follows the other."""
-        if self._waiting is not None:
-            batch, self._waiting = self._waiting, None
-            return batch
+        """The loader's next batch; an epoch follows the other."""
         if self._batches is None:
-            self._batches = iter(self.loader)
-        for batch in self._batches:
-            return batch
-        self.epoch, self._batches = self.epoch + 1, iter(self.loader)
+            self._batches = self._epochs()
         return next(self._batches)
 
+    def _epochs(self) -> Iterator[DataProto]:
+        while True:
+            yield from self.loader
+            self.epoch += 1
 
-@dataclass
+
 class FilterStats:
-    """What became of the groups that one step asked for. by_source: counts of each kind, by data_source."""
+    """What became of the groups that one step asked for: kinds of groups by data_source, rows, tokens."""
 
-    by_source: dict[str, Counter[str]] = field(default_factory=dict)
-    batches: int = 0
-    tokens: int = 0
-    kept_tokens: int = 0
-    evicted_samples: int = 0
-    surplus_samples: int = 0
+    def __init__(self) -> None:
+        self.by_source: dict[str, Counter[str]] = {}
+        self.batches = self.tokens = self.kept_tokens = self.evicted_samples = self.surplus_samples = 0
 
-    def add(self, batch: DataProto, groups: Groups) -> None:
-        """Takes in a generation batch."""
+    def add(self, batch: DataProto, groups: Groups, chosen: torch.Tensor) -> None:
+        """Takes in a generation batch. chosen: (B,) rows that go into the training batch."""
         sources = dict(zip(groups.of_row.tolist(), batch.non_tensor_batch["data_source"], strict=True))
         for kind in KINDS:
             for group, is_so in enumerate(getattr(groups.kinds, kind).tolist()):
                 self.by_source.setdefault(sources[group], Counter())[kind] += is_so
+        kept = groups.kinds.kept[groups.of_row]
+        tokens = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(1)
         self.batches += 1
-        self.tokens += answer_tokens(batch)
-        self.evicted_samples += int((~groups.kinds.kept[groups.of_row]).sum())
+        self.tokens += int(tokens.sum())
+        self.kept_tokens += int(tokens[chosen].sum())
+        self.evicted_samples += int((~kept).sum())
+        self.surplus_samples += int((kept & ~chosen).sum())
 
     def number(self, *kinds: str) -> int:
         """Groups of these kinds, over all sources."""
@@ -166,12 +159,22 @@ class FilterStats:
             "training/filter_groups/discarded_surplus_samples": Metric.last(self.surplus_samples),
         }
 
-    def __str__(self) -> str:
+    def failure(self, end: str, steps: PromptLoader) -> FilterBudgetExceeded:
+        """The error of a step that cannot fill its batch. end: what is used up."""
+        config, options = steps.config, steps.config.algorithm.filter_groups
+        harder = "harder" if self.number("all_right") > self.number("all_wrong") else "easier"
         lines = []
         for source, counts in sorted(self.by_source.items()):
             shown = ", ".join(f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind])
-            lines.append(f"  {source}: {counts.total()} asked: {shown}")
-        return "\n".join(lines)
+            lines.append(f"\n  {source}: {counts.total()} asked: {shown}")
+        return FilterBudgetExceeded(
+            f"Step {steps.global_step}: {end}, and {self.number('kept')} of the {config.data.train_batch_size} groups "
+            f"of data.train_batch_size have answers of different outcome, after {self.batches} generation batches "
+            f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:"
+            f"{''.join(lines)}\nGive {harder} data, or more of it; more answers to a prompt "
+            f"(rollout.n={config.rollout.n}); an algorithm.filter_groups.metric of more values; a smaller batch; or a "
+            "larger budget. trainer.resume_mode=auto continues from the last checkpoint"
+        )
 
 
 def collect_groups(
@@ -190,58 +193,35 @@ def collect_groups(
         FilterBudgetExceeded: algorithm.filter_groups.max_num_gen_batches, or all prompts, were not enough.
     """
     options, wanted = steps.config.algorithm.filter_groups, steps.config.data.train_batch_size
-    stats, parts, missing = FilterStats(), [], wanted
-    while True:
-        batch = answer(prompts)
+    stats, parts, missing, more = FilterStats(), [], wanted, prompts
+    while more is not None:
+        batch = answer(more)
         groups = groups_of(batch, options.metric)
-        stats.add(batch, groups)
         kept = groups.kinds.kept
         chosen = (kept & (kept.cumsum(0) <= missing))[groups.of_row]
-        rows = batch.select_idxs(chosen)
-        stats.surplus_samples += int((kept[groups.of_row] & ~chosen).sum())
-        stats.kept_tokens += answer_tokens(rows)
-        parts += [rows] if len(rows) else []
+        stats.add(batch, groups, chosen)
+        parts += [batch.select_idxs(chosen)] if chosen.any() else []
         found = stats.number("kept")
         missing = wanted - found
         if missing <= 0:
             return joined(parts, steps.config), stats.metrics()
         if stats.batches == options.max_num_gen_batches:
-            raise FilterBudgetExceeded(_why(stats, "its budget of generation batches is used up", steps))
+            raise stats.failure("its budget of generation batches is used up", steps)
         more = steps.more(refill_size(missing, found, stats.number(*KINDS), wanted))
-        if more is None:
-            raise FilterBudgetExceeded(_why(stats, "all training prompts were asked", steps))
-        prompts = more
+    raise stats.failure("all training prompts were asked", steps)
 
 
-def _why(stats: FilterStats, end: str, steps: PromptLoader) -> str:
-    config, options = steps.config, steps.config.algorithm.filter_groups
-    harder = "harder" if stats.number("all_right") > stats.number("all_wrong") else "easier"
-    return (
-        f"Step {steps.global_step}: {end}, and {stats.number('kept')} of the {config.data.train_batch_size} groups of "
-        f"data.train_batch_size have answers of different outcome, after {stats.batches} generation batches "
-        f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:\n{stats}\n"
-        f"The outcome is algorithm.filter_groups.metric={options.metric or 'null (acc, else the score)'}. Give "
-        f"{harder} data, or more of it; more answers to a prompt (rollout.n={config.rollout.n}); a metric of more "
-        "values; a smaller batch; or a larger budget. trainer.resume_mode=auto continues from the last checkpoint"
-    )
-
-
-def refill_size(missing: int, kept: int, asked: int, most: int, spare: float = SPARE_DEVIATIONS) -> int:
+def refill_size(missing: int, kept: int, asked: int, most: int) -> int:
     """Prompts of the next generation batch, so that very likely enough groups of it are kept; at most `most`.
 
     missing: groups still to be kept. kept, asked: groups of this step so far. With the share p = kept / asked, n
     prompts give n p groups on average, with a standard deviation of sqrt(n p (1 - p)): n is the mean that is needed,
-    and `spare` deviations more.
+    and SPARE_DEVIATIONS more.
     """
     if not kept:
         return most
     share = kept / asked
-    return min(most, math.ceil((missing + spare * math.sqrt(missing * (1 - share))) / share))
-
-
-def answer_tokens(batch: DataProto) -> int:
-    """Tokens of all answers, those without a score too."""
-    return int(batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum())
+    return min(most, math.ceil((missing + SPARE_DEVIATIONS * math.sqrt(missing * (1 - share))) / share))
 
 
 def joined(parts: Sequence[DataProto], config: PPOConfig) -> DataProto:

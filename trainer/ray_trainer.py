@@ -22,7 +22,7 @@ from trainer.evaluate import chunks
 from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
-from trainer.requirements import needs_greedy_baseline
+from trainer.requirements import needs_greedy_baseline, needs_old_log_prob
 from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
@@ -90,7 +90,7 @@ class RayPPOTrainer:
         self.tracking, self.samples, self.saver, self.run_dir = tracking, samples, saver, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # of scores, by data_source
-        self.needs_old_log_prob = actor.needs_old_log_prob
+        self.needs_old_log_prob = needs_old_log_prob(config)
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
         self.result = FitResult()
@@ -153,9 +153,9 @@ class RayPPOTrainer:
             batch, metrics = collect_groups(prompts, self.steps, self.generate_and_score)
         except FilterBudgetExceeded:  # the steps before this one must not be lost
             self.saver.finish()
-            last, before = self.steps.global_step - 1, self.steps.before
-            if before is not None and self.config.trainer.save_freq != 0 and last not in saved_steps(self.run_dir):
-                self.saver.save(self.steps, self.state(), at=(last, before))
+            if self.steps.back_to_last_step() and self.config.trainer.save_freq != 0:
+                if self.steps.global_step not in saved_steps(self.run_dir):
+                    self.saver.save(self.steps, self.state())
             raise
         self.metrics |= metrics
         return batch
@@ -203,8 +203,8 @@ class RayPPOTrainer:
         rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
         rows.non_tensor_batch |= {"is_greedy": sample == counts.repeat(counts + 1)} if greedy_too else {}
         rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
-        kept = [name for name in (ANSWERS,) if name in rows]
-        return rows.select(batch_keys=kept, meta_info_keys=[]) | self.actor.generate(rows)
+        kept = rows.select(batch_keys=[ANSWERS] if ANSWERS in rows else [], meta_info_keys=[])
+        return kept | self.actor.generate(rows)
 
     def model_update(self) -> Metrics:
         """Gives the rollout engines the trained weights; samples drawn from now on carry the step as their version."""
@@ -329,8 +329,7 @@ class RayPPOTrainer:
 
     def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
         """Answers each prompt of the validation sampling.n times."""
-        answers = self.rollout(prompts, sampling.params, sampling.n, sampling.purpose, step=0)
-        return answers.select(meta_info_keys=[])
+        return self.rollout(prompts, sampling.params, sampling.n, sampling.purpose, step=0).select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:
         """Waits for the scores of answers."""

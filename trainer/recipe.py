@@ -46,16 +46,16 @@ def load_recipe(name: str) -> ModuleType:
         module_name = f"recipes.{name}.recipe"
     elif is_recipe_path(name):
         module_name = _module_at(name)
-    elif "." in name and _is_module(name):
-        inner = f"{name}.{Path(RECIPE_FILE).stem}"
-        module_name = inner if not hasattr(_imported(name, name), "overrides") and _is_module(inner) else name
     else:
+        stem = Path(RECIPE_FILE).stem
+        module_name = next((one for one in (f"{name}.{stem}", name) if "." in name and _file_of(one)), "")
+    if not module_name:
         here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
         raise UserError(
             f"recipe={name!r}: no such folder of recipes/, and no such module (Python looks in the current folder, in "
             f"PYTHONPATH and among installed packages); there are {', '.join(known)}; or give {FORMS}.{here}"
         )
-    module = _imported(module_name, name)
+    module = _called(partial(importlib.import_module, module_name), name)
     if not callable(getattr(module, "overrides", None)):
         raise UserError(
             f"recipe={name!r}: {module.__file__} has no function overrides(): it returns the recipe's settings, "
@@ -133,29 +133,24 @@ def _module_at(name: str) -> str:
     if str(top) not in sys.path:
         sys.path.append(str(top))
         importlib.invalidate_caches()
-    origin = spec.origin if _is_module(module_name) and (spec := importlib.util.find_spec(module_name)) else None
-    if origin is None or Path(origin).resolve() != file.resolve():
-        taken = getattr(sys.modules.get(parts[0]), "__path__", ["an installed module"])
+    if (found := _file_of(module_name)) is None or found.resolve() != file.resolve():
         raise UserError(
-            f"recipe={name!r}: {file} would be imported as {module_name}, but {parts[0]} is {next(iter(taken))} "
-            f"already; rename the folder {top / parts[0]}"
+            f"recipe={name!r}: {file} would be imported as {module_name}, but there is a module {parts[0]} already; "
+            f"rename the folder {top / parts[0]}"
         )
     return module_name
 
 
-def _is_module(module_name: str) -> bool:
-    """Whether Python finds it; what its packages raise goes on."""
+def _file_of(module_name: str) -> Path | None:
+    """Where Python finds it, if it does; what its packages raise goes on."""
     try:
-        return importlib.util.find_spec(module_name) is not None
+        spec = importlib.util.find_spec(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            return False
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            return None
         error.add_note(f"raised while the packages of {module_name} were imported")
         raise
-
-
-def _imported(module_name: str, name: str) -> ModuleType:
-    return _called(lambda: importlib.import_module(module_name), name)
+    return None if spec is None else Path(spec.origin or "")
 
 
 def _called(function: Callable[[], T], name: str) -> T:

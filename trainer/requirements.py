@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_lite.config import PPOConfig, RefConfig, RolloutConfig
+from verl_lite.config import PPOConfig
 from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from verl_lite.registry import takes
 
@@ -79,39 +79,26 @@ class MicroBatching:
     micro_batch_size: int | None
 
 
-def cut_of_update(
-    config: PPOConfig, dynamic: bool | None = None, tokens: int | None = None, rows: int | None = None
-) -> MicroBatching:
-    """The actor's update; the other arguments are what another pass has of its own."""
+def micro_batching(config: PPOConfig, stage: str) -> MicroBatching:
+    """Of one of the passes update_actor, log_prob (of the policy), ref, values, update_critic and reward_model; what
+    its section leaves open is as in the actor's update."""
+    dynamic = tokens = rows = None
+    if stage in ("log_prob", "ref"):
+        options = config.rollout if stage == "log_prob" else config.ref
+        dynamic, tokens = options.log_prob_use_dynamic_bsz, options.log_prob_max_token_len_per_gpu
+        rows = options.log_prob_micro_batch_size_per_gpu
+    elif stage in ("values", "update_critic"):
+        critic = config.critic
+        dynamic, tokens = critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu
+        rows = critic.ppo_micro_batch_size_per_gpu
+        if stage == "values":
+            tokens = critic.forward_max_token_len_per_gpu or tokens
+            rows = critic.forward_micro_batch_size_per_gpu or rows
+    elif stage == "reward_model":
+        model = config.reward_model
+        dynamic, tokens = model.use_dynamic_bsz, model.forward_max_token_len_per_gpu
+        rows = model.micro_batch_size_per_gpu
     actor = config.actor
     if actor.use_dynamic_bsz if dynamic is None else dynamic:
         return MicroBatching(tokens or actor.ppo_max_token_len_per_gpu, None)
     return MicroBatching(None, rows or actor.ppo_micro_batch_size_per_gpu)
-
-
-def cut_of_log_probs(config: PPOConfig, options: RolloutConfig | RefConfig) -> MicroBatching:
-    """Log-probs of the policy (config.rollout), or of the reference (config.ref)."""
-    tokens, rows = options.log_prob_max_token_len_per_gpu, options.log_prob_micro_batch_size_per_gpu
-    return cut_of_update(config, options.log_prob_use_dynamic_bsz, tokens, rows)
-
-
-def cut_of_values(config: PPOConfig) -> MicroBatching:
-    """The critic's values."""
-    critic = config.critic
-    tokens = critic.forward_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu
-    rows = critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu
-    return cut_of_update(config, critic.use_dynamic_bsz, tokens, rows)
-
-
-def cut_of_critic_update(config: PPOConfig) -> MicroBatching:
-    """The critic's update."""
-    critic = config.critic
-    tokens, rows = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
-    return cut_of_update(config, critic.use_dynamic_bsz, tokens, rows)
-
-
-def cut_of_reward_model(config: PPOConfig) -> MicroBatching:
-    """The reward model's scores."""
-    model = config.reward_model
-    tokens, rows = model.forward_max_token_len_per_gpu, model.micro_batch_size_per_gpu
-    return cut_of_update(config, model.use_dynamic_bsz, tokens, rows)

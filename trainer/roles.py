@@ -13,18 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.requirements import (
-    MicroBatching,
-    cut_of_critic_update,
-    cut_of_log_probs,
-    cut_of_reward_model,
-    cut_of_update,
-    cut_of_values,
-    estimator_takes,
-    is_on_policy,
-    loss_takes,
-    needs_old_log_prob,
-)
+from trainer.requirements import estimator_takes, is_on_policy, loss_takes, micro_batching
 from trainer.rewards.model_inputs import RewardInputs
 from trainer.saving import SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
@@ -71,22 +60,24 @@ class ModelRole:
         return self.group.world_size
 
     def infer(
-        self, call: Callable[[DataProto], DataProto], batch: DataProto, cut: MicroBatching, **meta_info: Any
+        self, call: Callable[[DataProto], DataProto], batch: DataProto, stage: str, **meta_info: Any
     ) -> DataProto:
         """A pass without gradient over all rows, by a method of the worker group; meta_info goes with the batch."""
-        plan = self.plan(batch, cut)
-        return plan.restore(call(self.arrange(batch, plan, TRAIN_COLUMNS, **meta_info)))
+        plan = self.plan(batch, stage)
+        return plan.restore(call(arrange(batch, plan, TRAIN_COLUMNS, **meta_info)))
 
     def plan(
         self,
         batch: DataProto,
-        cut: MicroBatching,
+        stage: str,
         *,
         mini_batch_size: int = -1,
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """mini_batch_size: prompts of an optimizer step; -1 = all. shuffle_seed: None = rows in order."""
+        """stage: a pass of `micro_batching`. mini_batch_size: prompts of an optimizer step; -1 = all. shuffle_seed:
+        None = rows in order."""
+        cut = micro_batching(self.config, stage)
         rows = None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n)
         return plan_batch(
             batch.batch["attention_mask"].sum(1).numpy(),
@@ -100,21 +91,16 @@ class ModelRole:
             num_tokens=batch.batch["response_mask"].sum(1).numpy(),
         )
 
-    @staticmethod
-    def arrange(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:
-        """Those columns as the ranks get them."""
-        data = plan.apply(batch.select(batch_keys=list(columns), non_tensor_batch_keys=[], meta_info_keys=[]))
-        data.meta_info |= meta_info
-        return data
+
+def arrange(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:
+    """Those columns as the ranks get them."""
+    data = plan.apply(batch.select(batch_keys=list(columns), non_tensor_batch_keys=[], meta_info_keys=[]))
+    data.meta_info |= meta_info
+    return data
 
 
 class ActorRole(ModelRole, SavedByWorkers):
     """The policy, as the driver sees it."""
-
-    @property
-    def needs_old_log_prob(self) -> bool:
-        """Whether the step has a pass that computes the log-probs of before the update; see `trainer.requirements`."""
-        return needs_old_log_prob(self.config)
 
     def generate(self, prompts: DataProto) -> DataProto:
         """One answer for each row, in the order of the rows; meta_info metrics of all ranks."""
@@ -127,37 +113,36 @@ class ActorRole(ModelRole, SavedByWorkers):
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys of the batch under the weights of now, and sum_pi_squared for estimators that
         read it."""
-        rollout = self.config.rollout
         return self.infer(
             self.group.compute_log_prob,
             batch,
-            cut_of_log_probs(self.config, rollout),
-            temperature=rollout.temperature,
+            "log_prob",
+            temperature=self.config.rollout.temperature,
             calculate_entropy=True,
             calculate_sum_pi_squared=estimator_takes(self.config, "sum_pi_squared"),
         )
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
-        config = self.config
+        config, correction = self.config, self.config.algorithm.rollout_correction
         plan = self.plan(
             batch,
-            cut_of_update(config),
+            "update_actor",
             mini_batch_size=config.actor.ppo_mini_batch_size,
             epochs=config.actor.ppo_epochs,
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
         )
         columns = [*TRAIN_COLUMNS, "advantages"]
         # strictly on-policy there are no old log-probs: the update itself is where trainer and rollout can be compared
-        if not is_on_policy(config) or config.algorithm.rollout_correction.bypass_mode:
+        if not is_on_policy(config) or correction.bypass_mode:
             columns.append("old_log_probs")
         elif config.rollout.calculate_log_probs:
             columns.append("rollout_log_probs")
-        chosen, correction = loss_columns(batch, config, step), config.algorithm.rollout_correction
+        chosen = loss_columns(batch, config, step)
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
         columns += ["rollout_is_weights"] if correction.rollout_is and not correction.bypass_mode else []
-        data = batch | DataProto.from_dict(chosen)
-        data = self.arrange(data, plan, [*columns, *chosen], temperature=config.rollout.temperature)
+        batch = batch | DataProto.from_dict(chosen)
+        data = arrange(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
         metrics = combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
         lengths = batch.batch["attention_mask"].sum(1).numpy()
         return metrics | {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
@@ -217,7 +202,7 @@ class CriticRole(ModelRole, SavedByWorkers):
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """values of the batch under the critic's weights of now."""
-        return self.infer(self.group.compute_values, batch, cut_of_values(self.config))
+        return self.infer(self.group.compute_values, batch, "values")
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Fits the values to the returns, with mini-batches and epochs of its own where `critic` sets them."""
@@ -225,12 +210,12 @@ class CriticRole(ModelRole, SavedByWorkers):
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
         plan = self.plan(
             batch,
-            cut_of_critic_update(self.config),
+            "update_critic",
             mini_batch_size=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
         )
-        data = self.arrange(batch, plan, [*TRAIN_COLUMNS, "values", "returns"])
+        data = arrange(batch, plan, [*TRAIN_COLUMNS, "values", "returns"])
         return combine([result.meta_info["metrics"] for result in self.group.update_critic(data)])
 
 
@@ -239,8 +224,8 @@ class ReferenceRole(ModelRole):
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob of the batch."""
-        cut = cut_of_log_probs(self.config, self.config.ref)
-        return self.infer(self.group.compute_ref_log_prob, batch, cut, temperature=self.config.rollout.temperature)
+        temperature = self.config.rollout.temperature
+        return self.infer(self.group.compute_ref_log_prob, batch, "ref", temperature=temperature)
 
 
 class RewardModelRole(ModelRole):
@@ -257,7 +242,7 @@ class RewardModelRole(ModelRole):
         """A score for each row, 0 for an empty answer; failed where the model cannot read the row, or gives no finite
         number."""
         rows, errors = self.inputs(batch)
-        scored = self.infer(self.group.compute_rm_score, rows, cut_of_reward_model(self.config))
+        scored = self.infer(self.group.compute_rm_score, rows, "reward_model")
         scores = scored.batch["rm_scores"].tolist()
         results = []
         for score, error in zip(scores, errors, strict=True):

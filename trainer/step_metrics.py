@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,16 +20,6 @@ from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan
 
 WHOLE_SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
-
-
-@dataclass(frozen=True)
-class _Lengths:
-    """Of the rows that count: those with an answer whose reward did not fail, also where the rollout correction rejects
-    them; fillers aside."""
-
-    counted: torch.Tensor  # (B,) bool
-    prompt: torch.Tensor  # (b,) tokens
-    response: torch.Tensor  # (b,) tokens, those of tools and environments included
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
@@ -49,8 +38,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
       frac_reward_zero_std              share of prompts with several answers, all of the same score: nothing to learn
     """
     tensors = batch.batch
-    lengths, width = _lengths(batch), tensors["responses"].shape[-1]
-    counted = lengths.counted
+    (counted, prompt_length, response_length), width = _lengths(batch), tensors["responses"].shape[-1]
     mask = (tensors["response_mask"] != 0) & counted[:, None]
     scores = tensors["token_level_scores"].sum(-1)[counted]
     returns = tensors["returns"][mask]
@@ -59,19 +47,19 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         **summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[counted]),
         **summary("critic/advantages", tensors["advantages"][mask]),
         **summary("critic/returns", returns),
-        **summary("response_length", lengths.response),
-        **summary("response_length_non_aborted", lengths.response),
-        **summary("prompt_length", lengths.prompt),
+        **summary("response_length", response_length),
+        **summary("response_length_non_aborted", response_length),
+        **summary("prompt_length", prompt_length),
     }
     answers = tensors["attention_mask"][~_fillers(batch), -width:]
     if len(answers):
         metrics["response/aborted_ratio"] = _mean(answers.sum(-1) == 0)
     if len(scores):
-        is_cut_off = lengths.response == width
+        is_cut_off = response_length == width
         if "finish_reason" in batch.non_tensor_batch:  # one that ends by itself at the last possible token is not
             is_cut_off = torch.from_numpy(batch.non_tensor_batch["finish_reason"][counted.numpy()] == "length")
         metrics["response_length/clip_ratio"] = metrics["response_length_non_aborted/clip_ratio"] = _mean(is_cut_off)
-        metrics["prompt_length/clip_ratio"] = _mean(lengths.prompt == tensors["attention_mask"].shape[-1] - width)
+        metrics["prompt_length/clip_ratio"] = _mean(prompt_length == tensors["attention_mask"].shape[-1] - width)
     if "uid" in batch.non_tensor_batch:
         metrics |= frac_reward_zero_std(scores, batch.non_tensor_batch["uid"][counted.numpy()])
     if use_critic:
@@ -107,9 +95,9 @@ def timed(timing: dict[str, float], name: str, step: int, within: str | None = N
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """timing_s/<stage>, and timing_per_token_ms/<stage>: over answer tokens for gen, over all tokens for the rest."""
-    lengths = _lengths(batch)
-    response, whole = int(lengths.response.sum()), int(lengths.response.sum() + lengths.prompt.sum())
-    tokens = {"gen": response} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
+    _, prompt, response = _lengths(batch)
+    whole = int(prompt.sum() + response.sum())
+    tokens = {"gen": int(response.sum())} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
     spent = {name: timing_raw[name] * 1000 / count for name, count in tokens.items() if name in timing_raw and count}
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     return metrics | {f"timing_per_token_ms/{name}": milliseconds for name, milliseconds in spent.items()}
@@ -117,12 +105,10 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
     """perf/total_num_tokens (prompts and answers), perf/time_per_step (s), perf/throughput (tokens/s per device)."""
-    lengths = _lengths(batch)
-    total, seconds = int(lengths.response.sum() + lengths.prompt.sum()), timing_raw["step"]
-    metrics = {"perf/total_num_tokens": float(total), "perf/time_per_step": seconds}
-    if seconds > 0:
-        metrics["perf/throughput"] = total / (seconds * n_gpus)
-    return metrics
+    _, prompt, response = _lengths(batch)
+    total, seconds = float(prompt.sum() + response.sum()), timing_raw["step"]
+    metrics = {"perf/total_num_tokens": total, "perf/time_per_step": seconds}
+    return metrics | ({"perf/throughput": total / (seconds * n_gpus)} if seconds > 0 else {})
 
 
 def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, float]:
@@ -132,11 +118,9 @@ def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, fl
     """
     in_order = np.array([part.sum() for part in np.array_split(lengths, plan.world_size)])
     balanced = np.where(plan.is_padding, 0, lengths[plan.order]).reshape(plan.world_size, -1).sum(1)
-    return {
-        "global_seqlen/min": float(in_order.min()),
-        "global_seqlen/max": float(in_order.max()),
-        "global_seqlen/minmax_diff": float(in_order.max() - in_order.min()),
-        "global_seqlen/mean": float(in_order.mean()),
+    metrics = {f"global_seqlen/{name}": float(getattr(in_order, name)()) for name in ("min", "max", "mean")}
+    return metrics | {
+        "global_seqlen/minmax_diff": float(np.ptp(in_order)),
         "global_seqlen/balanced_min": float(balanced.min()),
         "global_seqlen/balanced_max": float(balanced.max()),
     }
@@ -150,7 +134,9 @@ def _fillers(batch: DataProto) -> torch.Tensor:
     return torch.zeros(len(batch), dtype=torch.bool)
 
 
-def _lengths(batch: DataProto) -> _Lengths:
+def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(B,) bool: rows that count, those with an answer whose reward did not fail, also where the rollout correction
+    rejects them; then their tokens in the prompt and in the answer, those of tools and environments included."""
     tensors = batch.batch
     attention, width = tensors["attention_mask"], tensors["responses"].shape[-1]
     counted = (tensors["response_mask"] != 0).any(-1)
@@ -158,7 +144,7 @@ def _lengths(batch: DataProto) -> _Lengths:
         is_answered = (attention[:, -width:] != 0).any(-1)
         counted = is_answered & ~torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
     counted = counted & ~_fillers(batch)
-    return _Lengths(counted, attention[counted, :-width].sum(-1), attention[counted, -width:].sum(-1))
+    return counted, attention[counted, :-width].sum(-1), attention[counted, -width:].sum(-1)
 
 
 def _mean(values: torch.Tensor) -> float:

@@ -167,7 +167,7 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
     fake: Any = parts
     value_model = FakeCritic(parts) if critic else None
     learners: dict[str, Any] = {"actor": fake} | ({"critic": value_model} if critic else {})
-    return RayPPOTrainer(
+    trainer = RayPPOTrainer(
         config,
         actor=fake,
         ref=fake if ref else None,
@@ -181,6 +181,8 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
         saver=Saver(tmp_path, config, learners, 0, parts.calls.append),
         run_dir=tmp_path,
     )
+    trainer.needs_old_log_prob = parts.needs_old_log_prob
+    return trainer
 
 
 class FakePrompts:

@@ -107,7 +107,7 @@ def test_what_the_command_line_says_wins_and_prepare_sees_it(tmp_path: Path) -> 
         ("./silent", r"silent/recipe\.py has no function overrides\(\)"),
         ("./listing", r"overrides\(\) returned list, a dictionary is expected"),
         ("./v1.2", r"v1\.2 cannot be a package's name; rename it"),
-        ("./json", r"would be imported as json\.recipe, but json is .*json already; rename the folder"),
+        ("./json", r"would be imported as json\.recipe, but there is a module json already; rename the folder"),
         ("./wrong_key", r"actor\.optim\.lrr=1 \(recipe:.*did you mean actor\.optim\.lr"),
     ],
 )

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trainer.requirements import (
-    cut_of_update,
     is_on_policy,
+    micro_batching,
     needs_critic,
     needs_greedy_baseline,
     needs_old_log_prob,
@@ -91,7 +91,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
         yield PlanRow("of the critic", f"{_mini_batches(of_critic, batch) * epochs}", text)
     rows = math.ceil((batch if count == 1 else size) * n / slots)
     yield PlanRow("rows per device and mini-batch", f"{rows}", f"{slots} device{'s' * (slots > 1)}")
-    cut, what = cut_of_update(config), "micro-batches per device and mini-batch"
+    cut, what = micro_batching(config, "update_actor"), "micro-batches per device and mini-batch"
     if cut.max_token_len is None:
         together = cut.micro_batch_size or 1
         text = f"actor.ppo_micro_batch_size_per_gpu={together} sequences"

@@ -14,9 +14,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from trainer import requirements
 from trainer.planner.model_shape import ModelShape, read_shape
-from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
+from trainer.requirements import (
+    micro_batching,
+    needs_critic,
+    needs_old_log_prob,
+    needs_reference,
+    needs_reference_model,
+)
 from trainer.resources import VLLM_BYTES, WORKER_BYTES
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.device import KEPT_FREED_BYTES
@@ -302,10 +307,9 @@ def _train_phases(
     data, actor, critic = config.data, config.actor, config.critic
     longest, rows = data.max_prompt_length + data.max_response_length, math.ceil(rows_per_step(config) / slots)
 
-    def cut_in(
-        role: str, cut: requirements.MicroBatching, rows: int, prompts: int, entropy: bool
-    ) -> tuple[HeldNetwork, Pass, int]:
+    def cut_in(role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[HeldNetwork, Pass, int]:
         """The network, one micro-batch, and how many there are of `rows` answers to a batch of `prompts`."""
+        cut = micro_batching(config, stage)
         together = cut.micro_batch_size or 1 if cut.max_token_len is None else max(1, cut.max_token_len // longest)
         together = max(1, min(together, rows))
         shared = data.max_prompt_length * (together - distinct_prompts(config, together, prompts))
@@ -313,33 +317,31 @@ def _train_phases(
         run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared)
         return networks[role], run, math.ceil(max(1, rows) / together)
 
-    def forward(role: str, cut: requirements.MicroBatching, entropy: bool = False) -> dict[str, float]:
-        return forward_only(*cut_in(role, cut, rows, data.train_batch_size, entropy)[:2])
+    def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
+        return forward_only(*cut_in(role, stage, rows, data.train_batch_size, entropy)[:2])
 
-    def update(role: str, cut: requirements.MicroBatching, size: int, entropy: bool, keeps: bool) -> dict[str, float]:
+    def update(role: str, stage: str, size: int, entropy: bool, keeps: bool) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
         mini = prompts if config.is_agentic else prompts * config.rollout.n
-        network, run, plan.micro_batches = cut_in(role, cut, math.ceil(mini / slots), prompts, entropy)
+        network, run, plan.micro_batches = cut_in(role, stage, math.ceil(mini / slots), prompts, entropy)
         parts = training_pass(network, run, plan.micro_batches, checkpointing=keeps)
         kept = {} if plan.base is None else {"freed, kept by the C library": kept_when_freed(parts, plan.micro_batches)}
         return parts | kept
 
     if "reward model" in networks:
-        yield "reward model", "reward model", forward("reward model", requirements.cut_of_reward_model(config))
+        yield "reward model", "reward model", forward("reward model", "reward_model")
     if needs_old_log_prob(config):
-        cut = requirements.cut_of_log_probs(config, config.rollout)
-        yield "old log-probs", "actor", forward("actor", cut, entropy=True)
+        yield "old log-probs", "actor", forward("actor", "log_prob", entropy=True)
     if needs_reference(config):
         role = "reference" if "reference" in networks else "actor"
-        yield "reference log-probs", role, forward(role, requirements.cut_of_log_probs(config, config.ref))
+        yield "reference log-probs", role, forward(role, "ref")
     if "critic" in networks:
-        yield "values", "critic", forward("critic", requirements.cut_of_values(config))
-        cut, size = requirements.cut_of_critic_update(config), critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+        yield "values", "critic", forward("critic", "values")
+        size = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
         keeps = critic.model.enable_gradient_checkpointing
-        yield "critic update", "critic", update("critic", cut, size, entropy=False, keeps=keeps)
+        yield "critic update", "critic", update("critic", "update_critic", size, entropy=False, keeps=keeps)
     entropy, keeps = actor.calculate_entropy or actor.entropy_coeff != 0, config.model.enable_gradient_checkpointing
-    cut = requirements.cut_of_update(config)
-    yield "update", "actor", update("actor", cut, actor.ppo_mini_batch_size, entropy, keeps)
+    yield "update", "actor", update("actor", "update_actor", actor.ppo_mini_batch_size, entropy, keeps)
 
 
 # -- a network on one device -------------------------------------------------------------------------------------------
