@@ -4,11 +4,10 @@
     compute_token_reward   that number on the answer's tokens, less the KL penalty   token_level_rewards (B, R)
     compute_advantage      the registered estimator, whitening, clipping             advantages, returns (B, R)
 
-Columns are verl's: (B, R) belongs to the R response tokens, and token_level_scores (B, R) is the reward as it came, on
-the last valid token of an answer as a rule. A batch in ROLL's layout works too: response_level_rewards instead of token
-scores, ref_log_probs instead of ref_log_prob, and a response_mask over the whole sequence, one column wider than what
-belongs to predictions. `pipeline_config` is any object that has the options as attributes, under our names or ROLL's;
-one that it lacks is off. Nothing that is given is changed, but for the two controllers.
+Columns are verl's: (B, R) belongs to the R response tokens. A batch in ROLL's layout works too: response_level_rewards
+instead of token scores, ref_log_probs instead of ref_log_prob, and a response_mask one column wider than what belongs
+to predictions. `pipeline_config` is any object that has the options as attributes, under our names or ROLL's; one that
+it lacks is off. Nothing that is given is changed, but for the two controllers.
 
 Estimators have verl's meaning: grpo normalises within the group itself. In ROLL rewards are normalised first, and
 every estimator but gae is REINFORCE; its recipes as (algorithm.norm_mean_type, norm_std_type, adv_estimator):
@@ -24,7 +23,6 @@ With KL in the reward ROLL takes it off the normalised score and verl off the sc
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -37,6 +35,7 @@ from verl_lite.algos.reward_norm import normalise_scores, update_running
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import FixedKLController, RunningMoments, apply_kl_penalty, get_adv_estimator_fn
 from verl_lite.protocol import DataProto
+from verl_lite.registry import accepts, takes
 from verl_lite.schema import check
 
 Controllers = MutableMapping[Any, RunningMoments] | RunningMoments
@@ -51,17 +50,14 @@ ESTIMATOR_COLUMNS = {"index": "uid"} | {name: name for name in _SAME_NAMES.split
 def reward_postprocess(
     data: DataProto, pipeline_config: AlgorithmConfig | Any, running_ctrl: Controllers | None = None
 ) -> tuple[DataProto, Numbers]:
-    """Normalises and clips the reward of each answer.
-
-    Reads response_mask, and response_level_rewards (B,) if there, else the sum of token_level_scores; uid with
-    normalisation by group; domain, else data_source, with running statistics. Writes response_level_rewards. Rows
-    without a valid token (padding, a failed reward) count nowhere and get 0.
+    """Normalises and clips the reward of each answer: response_level_rewards, from these (B,) if they are there, else
+    from the sums of token_level_scores. Rows without a valid token (padding, a failed reward) count nowhere and get 0.
 
     Args:
-        pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`; groups are rows that share a uid,
-            "batch" is the batch that is given), reward_clip.
-        running_ctrl: `RunningMoments` by domain (one is added for a new domain), or one for all; it takes in this batch
-            before it is read.
+        pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`; groups are rows that share a uid),
+            reward_clip.
+        running_ctrl: `RunningMoments` by domain, else data_source (one is added for a new one), or one for all; it
+            takes in this batch before it is read.
 
     Returns:
         The batch, and critic/reward_clip_frac, over rows that count (0 without a clip; ROLL counts all rows).
@@ -72,22 +68,18 @@ def reward_postprocess(
     stage = "reward_postprocess"
     scores, valid = response_scores(data, stage)
     types = getattr(pipeline_config, "norm_mean_type", None), getattr(pipeline_config, "norm_std_type", None)
-    groups: Any = None
+    groups = _column(data, "uid", f"{stage}: normalisation by group") if "group" in types else None
     domains: list[Any] | None = None
-    running: MutableMapping[Any, RunningMoments] | None = None
-    if "group" in types:
-        check(data, ["uid"], f"{stage}: normalisation by group")
-        groups = data.non_tensor_batch["uid"]
+    running: MutableMapping[Any, RunningMoments] | None
+    running = {"all": running_ctrl} if isinstance(running_ctrl, RunningMoments) else running_ctrl
     if "running" in types:
-        if running_ctrl is None:
+        if running is None:
             raise ValueError(f"{stage}: running_ctrl is None; running statistics need RunningMoments to stand in.")
-        if isinstance(running_ctrl, RunningMoments):
-            domains, running = ["all"] * len(data), {"all": running_ctrl}
-        elif "domain" in data.non_tensor_batch:
-            domains, running = data.non_tensor_batch["domain"].tolist(), running_ctrl
+        if running_ctrl is not running:
+            domains = ["all"] * len(data)
         else:
-            check(data, ["data_source"], f"{stage}: running statistics")
-            domains, running = data.non_tensor_batch["data_source"].tolist(), running_ctrl
+            name = "domain" if "domain" in data.non_tensor_batch else "data_source"
+            domains = _column(data, name, f"{stage}: running statistics").tolist()
         update_running(running, scores, valid, domains)
     rewards = normalise_scores(scores, valid, *types, groups=groups, domains=domains, running=running)
     rewards, clipped = _clip(rewards, getattr(pipeline_config, "reward_clip", None), valid)
@@ -122,8 +114,7 @@ def compute_token_reward(
     reference = "ref_log_probs" if "ref_log_probs" in data else "ref_log_prob"
     check(data, ["response_mask"], stage)
     if is_penalised:
-        needed = ["old_log_probs"] + (["ref_log_prob"] if reference == "ref_log_prob" else [])
-        check(data, needed, f"{stage}, for the KL in the reward")
+        check(data, ["old_log_probs"] if "ref_log_probs" in data else ["old_log_probs", "ref_log_prob"], stage)
         if kl_ctrl is None:
             raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs the controller of its coefficient.")
     mask = _response_mask(data)
@@ -132,9 +123,8 @@ def compute_token_reward(
     if "old_log_probs" in data and reference in data:
         coefficient = kl_ctrl.value if is_penalised and kl_ctrl is not None else 0.0
         kind = getattr(pipeline_config, "kl_penalty", "kl")
-        penalised, mean_kl = apply_kl_penalty(
-            rewards, data.batch["old_log_probs"], data.batch[reference], mask, coefficient, kind
-        )
+        old, ref = data.batch["old_log_probs"], data.batch[reference]
+        penalised, mean_kl = apply_kl_penalty(rewards, old, ref, mask, coefficient, kind)
         metrics |= {"critic/kl": mean_kl, "critic/kl_coef": coefficient}
         if is_penalised and kl_ctrl is not None:
             rewards = penalised
@@ -164,10 +154,9 @@ def compute_advantage(
 ) -> DataProto:
     """Advantages by the registered estimator `adv_estimator` (a name, or pkg.module:function).
 
-    Reads token_level_rewards (B, R), response_mask unless another is given, and the columns that the estimator names as
-    arguments (`ESTIMATOR_COLUMNS`). Writes raw_advantages (B, R), as the estimator gives them; advantages, these
-    whitened and clipped as asked for; and returns, neither. With a clip meta_info["metrics"] gains
-    critic/advantage_clip_frac, over valid tokens.
+    Reads token_level_rewards (B, R), response_mask unless another is given, and the columns that the estimator names
+    (`ESTIMATOR_COLUMNS`). Writes raw_advantages (B, R), as the estimator gives them; advantages, these whitened and
+    clipped; and returns, neither. With a clip meta_info["metrics"] gains critic/advantage_clip_frac, over valid tokens.
 
     Args:
         gamma, lambd: discount, lambda of gae. pipeline_config: handed to the estimator as `config`.
@@ -203,36 +192,31 @@ def compute_advantage(
     if advantage_clip is not None:
         advantages, clipped = _clip(advantages, advantage_clip, mask != 0)
         result.meta_info["metrics"] = {**data.meta_info.get("metrics", {}), "critic/advantage_clip_frac": clipped}
-    for name, column in (("raw_advantages", raw_advantages), ("advantages", advantages), ("returns", returns)):
-        result.batch[name] = column
+    result.batch.update({"raw_advantages": raw_advantages, "advantages": advantages, "returns": returns})
     return result
-
-
-# ---------------------------------------------------------------------------------------------------- parts
 
 
 def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls a registered estimator with what is given, the columns of the batch that it may read, and no other."""
     function = get_adv_estimator_fn(name)
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for argument, column in ESTIMATOR_COLUMNS.items():
-        if column in data:
-            is_tensor = column in data.batch.keys()
-            given[argument] = data.batch[column] if is_tensor else data.non_tensor_batch[column]
-        elif argument in parameters and argument != "rollout_is_weights":
-            check(data, [column], stage)
+        if column in data or (takes(function, argument) and argument != "rollout_is_weights"):
+            given[argument] = _column(data, column, stage)
     # what a reward function returned beside its score goes by its own name, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
     given |= {"batch": data.batch, "non_tensor_batch": {**extras, **data.non_tensor_batch}}
-    return function(**{key: value for key, value in given.items() if takes_all or key in parameters})
+    return function(**{key: value for key, value in given.items() if accepts(function, key)})
+
+
+def _column(data: DataProto, name: str, stage: str) -> Any:
+    if name not in data:
+        check(data, [name], stage)  # raises
+    return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
 
 
 def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:
-    """response_mask of the response tokens, as wide as the other columns; ROLL's lacks its first column there.
-
-    width: of the other columns; None = that of whichever is in the batch.
-    """
+    """response_mask of the response tokens, as wide as the other columns (`width`; None = as one of the batch); ROLL's
+    lacks its first column there."""
     mask = data.batch["response_mask"]
     if width is None:
         others = [name for name in ("old_log_probs", "token_level_scores") if name in data]
@@ -247,22 +231,19 @@ def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Te
     valid = (mask != 0).any(dim=-1)
     if "response_level_rewards" in data:
         return torch.where(valid, data.batch["response_level_rewards"].float(), 0), valid
-    check(data, ["token_level_scores"], stage)
-    return outcome_scores(data.batch["token_level_scores"], mask), valid
+    return outcome_scores(_column(data, "token_level_scores", stage), mask), valid
 
 
 def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
-    """(B, R): the reward of each answer on its tokens."""
+    """(B, R): the reward of each answer on its tokens; scores of several tokens stay where their sum is as it was."""
     if "response_level_rewards" not in data:
-        check(data, ["token_level_scores"], "compute_token_reward")
-        return data.batch["token_level_scores"]
+        return _column(data, "token_level_scores", "compute_token_reward")
     rewards = data.batch["response_level_rewards"].float()
     placed = at_last_token(rewards, mask)
     if "token_level_scores" not in data:
         return placed
     scores = data.batch["token_level_scores"]
-    is_unchanged = outcome_scores(scores, mask) == rewards
-    return torch.where(is_unchanged[:, None], scores, placed)
+    return torch.where((outcome_scores(scores, mask) == rewards)[:, None], scores, placed)
 
 
 def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> tuple[torch.Tensor, float]:

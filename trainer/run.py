@@ -30,7 +30,6 @@ from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.resources import reserved_devices, worker_reads
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
-from trainer.steps import StepCounter
 from trainer.tracking import Tracking, check_trackers
 from verl_lite.config import (
     LoadedConfig,
@@ -60,9 +59,7 @@ class Trainer(Protocol):
     """What a job builds. `fit` gives a `final_report.Outcome` with `stopped`: ended by its user."""
 
     saver: Saver
-
-    @property
-    def steps(self) -> StepCounter: ...
+    steps: Any
 
     def fit(self) -> Any: ...
 
@@ -115,7 +112,7 @@ class Job(Generic[Options]):
         return 0
 
     def check_folder(self) -> None:
-        """A last look into the run folder, which exists; raises UserError if the run cannot continue what is there."""
+        """A last look into the run folder; raises UserError if the run cannot continue what is there."""
 
     def plan(self) -> str:
         """The arithmetic of the run as text; empty = nothing to count, and no progress to show."""
@@ -173,7 +170,7 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
         except NoRoomError as error:
             if lost is None:
                 raise
-            lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, run_folder(config))}")
+            lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, job.run_dir)}")
             raise lost from None
         trainer.resume_mode, trainer.resume_from_path = "auto", None
     raise AssertionError("the last try returns or raises")
@@ -187,7 +184,7 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     job.prepare()
     if config.trainer.dry_run:
         return dry_run(job, loaded)
-    job.check(available_devices(config))
+    job.check(visible_devices(device_type(config.trainer.device)))
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
     make_run_dir(config)
@@ -221,8 +218,7 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     console.print(final_report.final_report(result, run_dir, report.pictures, report.commands))
     if result.stopped:
         console.print(how_to_continue(command, run_dir))
-        return INTERRUPTED
-    return 0
+    return INTERRUPTED if result.stopped else 0
 
 
 def dry_run(job: Job[Options], loaded: LoadedConfig[Options]) -> int:
@@ -246,17 +242,13 @@ def how_to_continue(command: list[str], run_dir: Path) -> str:
     return "Stopped. To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
 
 
-def available_devices(config: RunOptions) -> int:
-    """GPUs that this process sees, or its CPU cores."""
-    return visible_devices(device_type(config.trainer.device))
-
-
 def resolve_slots(config: RunOptions) -> int:
     """Fills in trainer.n_gpus_per_node; returns the number of slots of the run, over all machines."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
-        most = MOST_DEFAULT_CPU_SLOTS if device_type(trainer.device) == "cpu" else sys.maxsize
-        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else min(most, available_devices(config))
+        kind = device_type(trainer.device)
+        most = MOST_DEFAULT_CPU_SLOTS if kind == "cpu" else sys.maxsize
+        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else min(most, visible_devices(kind))
     return trainer.n_gpus_per_node * trainer.nnodes
 
 
