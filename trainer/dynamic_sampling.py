@@ -193,7 +193,8 @@ def collect_groups(
         FilterBudgetExceeded: algorithm.filter_groups.max_num_gen_batches, or all prompts, were not enough.
     """
     options, wanted = steps.config.algorithm.filter_groups, steps.config.data.train_batch_size
-    stats, parts, missing, more = FilterStats(), [], wanted, prompts
+    stats, parts, missing = FilterStats(), [], wanted
+    more: DataProto | None = prompts
     while more is not None:
         batch = answer(more)
         groups = groups_of(batch, options.metric)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -21,17 +20,22 @@ _TEXT_SHOWN = 300
 _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
 
 
-class Outcome(Protocol):
-    """What a run left: validation metrics before and after, samples of the last validation, the last checkpoint."""
+@dataclass
+class FitResult:
+    """What a run leaves: validation metrics before and after, samples of the last validation, the last checkpoint.
 
-    before: dict[str, float]
-    after: dict[str, float]
-    samples: list[Sample]
-    checkpoint: Path | None
+    stopped: the user ended it before its last step.
+    """
+
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    checkpoint: Path | None = None
+    stopped: bool = False
 
 
 def final_report(
-    result: Outcome, run_dir: Path, pictures: Mapping[str, Path | None], commands: Mapping[str, str]
+    result: FitResult, run_dir: Path, pictures: Mapping[str, Path | None], commands: Mapping[str, str]
 ) -> RenderableType:
     """Everything to show when a run has ended, for `Console.print`.
 

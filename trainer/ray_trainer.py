@@ -7,7 +7,6 @@ the driver plans, dispatches and estimates advantages. A recipe replaces a stage
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from trainer.evaluate import chunks
 from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
+from trainer.final_report import FitResult
 from trainer.requirements import needs_greedy_baseline, needs_old_log_prob
 from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
@@ -38,20 +38,6 @@ from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout, keep_rewards
 from workers.rollout.base import SamplingParams
-
-
-@dataclass
-class FitResult:
-    """What a run leaves: validation metrics before and after, samples of the last validation, the last checkpoint.
-
-    stopped: the user ended it before its last step.
-    """
-
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
-    checkpoint: Path | None = None
-    stopped: bool = False
 
 
 class RayPPOTrainer:

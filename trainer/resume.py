@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.cli import NOTHING_LEFT
-from verl_lite.config import RunOptions, uncounted
+from verl_lite.config import RunConfig, RunOptions, uncounted
 from verl_lite.errors import UserError
 
 # `model.tokenizer_path`: the data's fingerprint tells if the tokens are others
@@ -104,4 +104,19 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
         raise UserError(
             f"{folder} is at step {done} of {total_steps}: {NOTHING_LEFT}. For more steps raise "
             f"trainer.total_training_steps (or trainer.total_epochs); to look at it, {to_look}"
+        )
+
+
+def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
+    """Raises UserError if the run continues from a checkpoint that was made with other data, unless the user allows it.
+    dataset: its fingerprint; see `steps.EpochSteps`."""
+    if {"data.train_files", "data.train_max_samples"} & set(trainer.resume_allow):
+        return
+    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    before = dataset if folder is None else read_state(folder)["steps"].get("dataset", dataset)
+    if before != dataset:
+        raise UserError(
+            f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. "
+            "Resume with the same data.train_files; or, if the change is meant, with "
+            "trainer.resume_allow=[data.train_files]"
         )

@@ -56,7 +56,7 @@ Options = TypeVar("Options", bound=RunOptions)
 
 
 class Trainer(Protocol):
-    """What a job builds. `fit` gives a `final_report.Outcome` with `stopped`: ended by its user."""
+    """What a job builds. `fit` gives a `final_report.FitResult`."""
 
     saver: Saver
     steps: Any

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from trainer.data.order import build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
 from trainer.rollout_scheduler import RolloutScheduler
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, RunConfig
 from verl_lite.protocol import DataProto
 
 
@@ -48,6 +50,44 @@ class StepCounter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.global_step = state["global_step"]
+
+
+class EpochSteps(StepCounter):
+    """Steps over rows that are known by their number: which rows a step has depends on seed and step alone.
+
+    An epoch has every row `repeat` times, and its last batch may be smaller. Iterates over the numbers of the steps.
+
+    Args:
+        rows: to train on.
+        options: how many epochs or steps, and the seed.
+        dataset: fingerprint of the data, which a checkpoint keeps.
+    """
+
+    def __init__(
+        self, rows: int, batch_size: int, options: RunConfig, *, shuffle: bool, repeat: int = 1, dataset: str = ""
+    ) -> None:
+        self.rows, self.batch_size, self.repeat, self.shuffle = rows, batch_size, repeat, shuffle
+        self.seed, self.dataset = options.seed, dataset
+        self.per_epoch = -(-rows * repeat // batch_size)
+        limit = options.total_training_steps
+        self.total = options.total_epochs * self.per_epoch if limit is None else limit
+
+    def __iter__(self) -> Iterator[int]:
+        while self.global_step < self.total and not self.stopping:
+            self.epoch = self.global_step // self.per_epoch
+            self.global_step += 1
+            yield self.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"dataset": self.dataset}
+
+    def rows_of(self, step: int) -> list[int]:
+        """The rows of the batch of a step, which count from 1."""
+        epoch, number = divmod(step - 1, self.per_epoch)
+        order = np.tile(np.arange(self.rows), self.repeat)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        return order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
 
 
 def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:

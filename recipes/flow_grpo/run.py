@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer
-from trainer.diffusion.loop import EpochSteps, FitResult, draw_before_and_after, fingerprint, refuse_other_data
+from trainer.diffusion.loop import DiffusionResult, draw_before_and_after, fingerprint
 from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, start_workers
+from trainer.resume import refuse_other_data
 from trainer.run import Job, Report
 from trainer.saving import Saver
+from trainer.steps import EpochSteps
 from trainer.tracking import TRACKERS, Tracking
 from verl_lite.config import ConfigError, unknown_value
 from verl_lite.config.checks import loss_problems, machine_problems, section_problems
@@ -129,7 +131,7 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
             if config.trainer.save_freq != 0:
                 group.export(str(self.run_dir / "model"))
 
-    def report(self, trainer: Any, result: FitResult) -> Report:
+    def report(self, trainer: Any, result: DiffusionResult) -> Report:
         n = self.config.rollout.val_kwargs.n
         groups = [(text, slice(row * n, row * n + n)) for row, text in enumerate(self.val_prompts[:SHOWN_PROMPTS])]
         pictures = {

@@ -54,7 +54,7 @@ def config_of(given: argparse.Namespace) -> PPOConfig:
 def main(argv: list[str]) -> None:
     """Runs all cases and prints a line for each."""
     from tests.trainer.answering import answering
-    from trainer.ray_trainer import FitResult
+    from trainer.final_report import FitResult
 
     given = options(argv)
     config = config_of(given)

@@ -14,7 +14,7 @@ from recipes.flow_grpo.run import FlowGRPOJob, read_prompts
 from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, data_metrics
 from recipes.flow_grpo.world import PLACES, PROMPTS, captioned_images, describe, draw, follows_prompt
 from trainer.console import Console
-from trainer.diffusion.loop import EpochSteps
+from trainer.steps import EpochSteps
 from verl_lite.config import ConfigError
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.errors import UserError

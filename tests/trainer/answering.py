@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import tiny_qwen2
 from trainer.data.prompts import PromptDataset
 from trainer.evaluate.sample import Sample
-from trainer.ray_trainer import FitResult, RayPPOTrainer
+from trainer.final_report import FitResult
+from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.scores import Rewards
 from trainer.roles import ActorRole
 from verl_lite.config import PPOConfig

@@ -17,7 +17,8 @@ from trainer.agentic.advantage import normalize_rewards, token_estimator
 from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
 from trainer.evaluate.chunks import val_samplings
-from trainer.ray_trainer import FitResult, RayPPOTrainer, training_sampling
+from trainer.final_report import FitResult
+from trainer.ray_trainer import RayPPOTrainer, training_sampling
 from trainer.rewards.failures import Failures
 from trainer.roles import AgentRole, Metrics
 from trainer.rollout_scheduler import RolloutScheduler

@@ -19,7 +19,8 @@ import torch
 from pyarrow.csv import ConvertOptions, ParseOptions, read_csv
 
 from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
-from trainer.diffusion.loop import EpochSteps, fingerprint
+from trainer.diffusion.loop import fingerprint
+from trainer.steps import EpochSteps
 from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

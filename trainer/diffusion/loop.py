@@ -7,81 +7,32 @@ the seed and the step alone, so that a resumed run needs to know nothing but whe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.checkpoint import find_checkpoint, read_state
 from trainer.clips.writing import Strip, as_frames, draw_strips
-from trainer.evaluate.sample import Sample
+from trainer.final_report import FitResult
 from trainer.saving import Saver
 from trainer.step_metrics import timed
-from trainer.steps import StepCounter
+from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
 from verl_lite.config import RunConfig
-from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 
 
 @dataclass
-class FitResult:
-    """What a run leaves: validation metrics before and after, their samples, the last checkpoint.
+class DiffusionResult(FitResult):
+    """first, last: the samples of the first validation and of the last one after it; None where there was none."""
 
-    first, last: the samples of the first validation and of the last one after it; None where there was none. stopped:
-    the user ended the run before its last step.
-    """
-
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
     first: DataProto | None = None
     last: DataProto | None = None
-    samples: list[Sample] = field(default_factory=list)
-    checkpoint: Path | None = None
-    stopped: bool = False
-
-
-class EpochSteps(StepCounter):
-    """Iterates over the numbers of the steps, from the first or the resumed one to the last.
-
-    An epoch has every row `repeat` times; its order depends on (seed, epoch) alone, and its last batch may be smaller.
-
-    Args:
-        rows: to train on.
-        options: how many epochs or steps, and the seed.
-        dataset: fingerprint of the data, which a checkpoint keeps.
-    """
-
-    def __init__(
-        self, rows: int, batch_size: int, options: RunConfig, *, shuffle: bool, repeat: int = 1, dataset: str = ""
-    ) -> None:
-        self.rows, self.batch_size, self.repeat, self.shuffle = rows, batch_size, repeat, shuffle
-        self.seed, self.dataset = options.seed, dataset
-        self.per_epoch = -(-rows * repeat // batch_size)
-        limit = options.total_training_steps
-        self.total = options.total_epochs * self.per_epoch if limit is None else limit
-
-    def __iter__(self) -> Iterator[int]:
-        while self.global_step < self.total and not self.stopping:
-            self.epoch = self.global_step // self.per_epoch
-            self.global_step += 1
-            yield self.global_step
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"dataset": self.dataset}
-
-    def rows_of(self, step: int) -> list[int]:
-        """The rows of the batch of a step, which count from 1."""
-        epoch, number = divmod(step - 1, self.per_epoch)
-        order = np.tile(np.arange(self.rows), self.repeat)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(order)
-        return order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
 
 
 class DiffusionTrainer:
@@ -109,9 +60,9 @@ class DiffusionTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets what `state_dict` gave."""
 
-    def fit(self) -> FitResult:
+    def fit(self) -> DiffusionResult:
         """Trains to the end of the configured steps. The validation before is of the untrained model, always."""
-        result, frequency = FitResult(), self.options.test_freq
+        result, frequency = DiffusionResult(), self.options.test_freq
         if frequency != 0 and self.options.val_before_train:
             result.before, result.first = self.validate()
         if (state := self.saver.restore(self.steps)) is not None:
@@ -163,7 +114,7 @@ def plan_samples(count: int, world_size: int, micro_batch_size: int) -> BatchPla
 
 def draw_before_and_after(
     run_dir: Path,
-    result: FitResult,
+    result: DiffusionResult,
     groups: Sequence[tuple[str, slice]],
     references: Sequence[torch.Tensor] = (),
     columns: int = 6,
@@ -194,20 +145,3 @@ def fingerprint(entries: Iterable[str]) -> str:
     for entry in entries:
         digest.update(f"{entry}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
-    """Raises UserError if the run continues from a checkpoint that was made with other data.
-
-    Unless trainer.resume_allow names data.train_files or data.train_max_samples. dataset: see `fingerprint`.
-    """
-    if {"data.train_files", "data.train_max_samples"} & set(trainer.resume_allow):
-        return
-    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
-    before = dataset if folder is None else read_state(folder)["steps"]["dataset"]
-    if before != dataset:
-        raise UserError(
-            f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. "
-            "Resume with the same data.train_files, prompts and videos; or, if the change is meant, with "
-            "trainer.resume_allow=[data.train_files]"
-        )

@@ -19,19 +19,19 @@ import torch
 from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds
 from trainer.clips.writing import VideoWriter
 from trainer.diffusion.loop import (
+    DiffusionResult,
     DiffusionTrainer,
-    EpochSteps,
-    FitResult,
     draw_before_and_after,
     plan_samples,
-    refuse_other_data,
 )
 from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, start_workers
+from trainer.resume import refuse_other_data
 from trainer.run import Job, Report
 from trainer.saving import SavedByWorkers, Saver
+from trainer.steps import EpochSteps
 from trainer.tracking import TRACKERS, Tracking
 from verl_lite.config.diffusion import FlowRewardConfig, RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate
@@ -203,7 +203,7 @@ class RewardFlowJob(Job[RewardFlowConfig]):
                 saver=Saver(run_dir, config, {"actor": actor}, 0, tracking.note),
             )
 
-    def report(self, trainer: Any, result: FitResult) -> Report:
+    def report(self, trainer: Any, result: DiffusionResult) -> Report:
         clips = trainer.validation[:SHOWN_CLIPS]
         groups = [(str(prompt), slice(row, row + 1)) for row, prompt in enumerate(clips.non_tensor_batch["prompt"])]
         pictures = {

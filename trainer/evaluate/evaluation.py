@@ -20,7 +20,8 @@ from trainer.data.prompts import PromptDataset
 from trainer.evaluate.chunks import KeptAnswers, ValSampling, claim_folder, content_of, read_settings
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import table_of, write_table
-from trainer.ray_trainer import FitResult, RayPPOTrainer
+from trainer.final_report import FitResult
+from trainer.ray_trainer import RayPPOTrainer
 from trainer.resume import flat_config, is_bound
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError

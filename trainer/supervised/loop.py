@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from trainer.console import Console
-from trainer.evaluate.sample import Sample
+from trainer.final_report import FitResult
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, start_workers
+from trainer.resume import refuse_other_data
 from trainer.run import Job, Report, resolve_slots
 from trainer.saving import SavedByWorkers, Saver
 from trainer.step_metrics import timed
-from trainer.steps import StepCounter
+from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
@@ -104,47 +105,8 @@ class SupervisedWorker(TrainingWorker):
         return data
 
 
-class RowSteps(StepCounter):
-    """Row numbers of each optimizer step. One has data.train_batch_size rows; the last of an epoch may have fewer.
-
-    Raises:
-        UserError: there are no steps.
-    """
-
-    def __init__(self, rows: int, config: SupervisedConfig) -> None:
-        self.rows, self.config = rows, config
-        steps, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
-        self.per_epoch = -(-rows // config.data.train_batch_size)
-        self.total = epochs * self.per_epoch if steps is None else steps
-        if self.total < 1:
-            raise UserError(
-                f"trainer.total_training_steps={steps}, trainer.total_epochs={epochs}: there is no step to train"
-            )
-
-    def __iter__(self) -> Iterator[list[int]]:
-        size = self.config.data.train_batch_size
-        while not self.is_last and not self.stopping:
-            self.epoch, place = divmod(self.global_step, self.per_epoch)
-            self.global_step += 1
-            order = np.arange(self.rows)
-            if self.config.data.shuffle:
-                order = np.random.default_rng([self.config.trainer.seed, self.epoch]).permutation(self.rows)
-            yield order[place * size : (place + 1) * size].tolist()
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"rows": self.rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state["rows"] != self.rows:
-            raise UserError(
-                f"data.train_files: {self.rows} rows, and {state['rows']} when the checkpoint was written; go on with "
-                "the same data, or start a new run with trainer.resume_mode=disable"
-            )
-
-
 @dataclass
-class Trained:
+class Trained(FitResult):
     """What a run leaves. shards: the model at its end, as the workers wrote it. loss: of the last line of metrics. val:
     the last measurements, by name; empty without validation rows."""
 
@@ -152,11 +114,6 @@ class Trained:
     loss: float = float("nan")
     val: dict[str, float] = field(default_factory=dict)
     shards: Path | None = None
-    checkpoint: Path | None = None
-    stopped: bool = False
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
 
 
 class SupervisedTrainer(SavedByWorkers, Generic[Row]):
@@ -166,7 +123,7 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
         self,
         config: SupervisedConfig,
         task: Task[Row],
-        steps: RowSteps,
+        steps: EpochSteps,
         group: WorkerGroup,
         tracking: Tracking,
         run_dir: Path,
@@ -183,10 +140,10 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
         self.saver.restore(self.steps)
         if self.task.val and trainer.val_before_train:
             self._validate(result)
-        for rows in self.steps:
-            step = self.steps.global_step
+        for step in self.steps:
             with timed(timing, "step", step):
-                since.append(self._dispatch(self.group.train, [self.task.train[row] for row in rows]))
+                rows = [self.task.train[row] for row in self.steps.rows_of(step)]
+                since.append(self._dispatch(self.group.train, rows))
             if step % trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked:
                 means = {f"train/{name}": float(np.mean([each[name] for each in since])) for name in since[0]}
                 place = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
@@ -246,8 +203,18 @@ class SupervisedJob(Job[Options]):
                 "which a micro-batch has to hold; raise it, or lower data.max_length"
             )
         rows = len(self.task.train)
-        self.steps = RowSteps(rows if data.train_max_samples < 0 else min(rows, data.train_max_samples), self.config)
+        rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
+        options = self.config.trainer
+        self.steps = EpochSteps(rows, data.train_batch_size, options, shuffle=data.shuffle, dataset=f"{rows} rows")
+        if self.steps.total < 1:
+            raise UserError(
+                f"trainer.total_training_steps={options.total_training_steps}, trainer.total_epochs="
+                f"{options.total_epochs}: there is no step to train"
+            )
         return self.steps.total
+
+    def check_folder(self) -> None:
+        refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
 
     def plan(self) -> str:
         rows, size = self.steps.rows, self.config.data.train_batch_size

@@ -14,7 +14,7 @@ from tests.trainer.made_clips import STEP, grey_frames, options, which, write_an
 from trainer.clips import dataset
 from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds, read_tables
 from trainer.clips.reading import read_frames
-from trainer.diffusion.loop import EpochSteps
+from trainer.steps import EpochSteps
 from verl_lite.config.diffusion import FlowTrainerConfig
 from verl_lite.errors import UserError
 from verl_lite.schema import check

@@ -13,9 +13,10 @@ import torch
 
 from tests.trainer.made_clips import options, write_folder, write_table
 from trainer.clips.dataset import VideoDataset
-from trainer.diffusion.loop import EpochSteps, refuse_other_data
 from trainer.diffusion.reward_flow import FlowActorRole, RewardFlowTrainer, try_reward
+from trainer.resume import refuse_other_data
 from trainer.saving import Saver
+from trainer.steps import EpochSteps
 from verl_lite.config.diffusion import FlowRewardConfig, FlowTrainerConfig, RewardFlowConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric

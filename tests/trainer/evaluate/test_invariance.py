@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer.answering import answering, sampled, task, validated
 from trainer.evaluate.evaluation import Evaluation
-from trainer.ray_trainer import FitResult
+from trainer.final_report import FitResult
 from verl_lite.config import PPOConfig
 
 PROMPTS, ANSWERS = 11, 3

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer import main_sft
 from trainer.data.sft import Example, collate, encode_chat, load_examples
-from trainer.supervised.loop import RowSteps, train_within
+from trainer.supervised.loop import train_within
 from trainer.supervised.sft import SFTJob, sft_loss
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.errors import UserError
@@ -88,20 +88,6 @@ def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
     loss, metrics = sft_loss(data, {"log_probs": log_probs})
     assert loss.item() == pytest.approx(8 / 8)  # (1 + 2 + 5) / 8: five more tokens are on other ranks
     assert metrics["loss"].value == pytest.approx(8 / 3)
-
-
-def test_an_epoch_serves_each_row_once() -> None:
-    config = SFTConfig(data=SFTDataConfig(train_batch_size=4), trainer=SFTTrainerConfig(total_epochs=2))
-    batches = list(RowSteps(10, config))
-    assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2]
-    first, second = sum(batches[:3], []), sum(batches[3:], [])
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second and first != list(range(10))
-    resumed = RowSteps(10, config)
-    resumed.load_state_dict({"global_step": 2, "rows": 10})
-    assert list(resumed) == batches[2:]
-    with pytest.raises(UserError, match="9 rows, and 10 when the checkpoint was written"):
-        RowSteps(9, config).load_state_dict({"global_step": 2, "rows": 10})
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
