@@ -14,14 +14,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from trainer import requirements
 from trainer.planner.model_shape import ModelShape, read_shape
-from trainer.requirements import (
-    micro_batching,
-    needs_critic,
-    needs_old_log_prob,
-    needs_reference,
-    needs_reference_model,
-)
+from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
 from trainer.resources import VLLM_BYTES, WORKER_BYTES
 from verl_lite.config import FSDPConfig, PPOConfig
 from verl_lite.device import KEPT_FREED_BYTES
@@ -309,7 +304,7 @@ def _train_phases(
 
     def cut_in(role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[HeldNetwork, Pass, int]:
         """The network, one micro-batch, and how many there are of `rows` answers to a batch of `prompts`."""
-        cut = micro_batching(config, stage)
+        cut = requirements.micro_batching(config, stage)
         together = cut.micro_batch_size or 1 if cut.max_token_len is None else max(1, cut.max_token_len // longest)
         together = max(1, min(together, rows))
         shared = data.max_prompt_length * (together - distinct_prompts(config, together, prompts))
