@@ -69,7 +69,6 @@ class AgenticPipeline(RayPPOTrainer):
     """Trains an agent in environments.
 
     train_rollout_scheduler, val_rollout_scheduler: choose the episodes; the latter is None where nothing is validated.
-    Other arguments: as of `RayPPOTrainer`.
     """
 
     def __init__(
