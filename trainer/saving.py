@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.checkpoint import (
     STATE,
@@ -40,18 +40,9 @@ from workers.policy.loading import count_parameters, count_trained
 BYTES_PER_PARAMETER = 12  # fp32: the parameter and AdamW's two moments
 
 
-class Checkpointable(Protocol):
-    """A model that learns, as the driver sees it; a save in the background lasts until `finish_save`."""
-
-    def save(self, folder: str, background: bool = False) -> None: ...
-
-    def finish_save(self) -> None: ...
-
-    def load(self, folder: str) -> None: ...
-
-
 class SavedByWorkers:
-    """A `Checkpointable` whose files the workers of `group` write, each its shards (`workers.training_worker`)."""
+    """What learns, as the driver sees it: the workers of `group` write its files, each its shards
+    (`workers.training_worker`). A save in the background lasts until `finish_save`."""
 
     group: WorkerGroup
 
@@ -76,7 +67,7 @@ class Saver:
         self,
         run_dir: Path,
         config: RunOptions,
-        learners: Mapping[str, Checkpointable],
+        learners: Mapping[str, SavedByWorkers],
         expected_bytes: int,
         log: Callable[[str], None],
     ) -> None:
@@ -95,21 +86,14 @@ class Saver:
         frequency, is_stopped = self.trainer.save_freq, steps.must_stop()
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
-    def save(
-        self,
-        steps: StepCounter,
-        state: Mapping[str, Any] | None = None,
-        at: tuple[int, Mapping[str, Any]] | None = None,
-    ) -> None:
+    def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
         """Writes the checkpoint of this step; with trainer.async_save the models' files while training goes on.
 
-        state: what the trainer goes on from, besides options, steps and random states. at: another step and the state
-        of `steps` after it, in place of those of now; the last of this run. Without room on the disk the next step
-        should try again (`is_due`); on the last one DiskFull.
+        state: what the trainer goes on from, besides options, steps and random states. Without room on the disk the
+        next step should try again (`is_due`); on the last one DiskFull.
         """
-        step, position = at or (steps.global_step, steps.state_dict())
-        is_last = at is not None or steps.is_last or steps.stopping
-        whole = {"config": flat_config(self.config), "steps": dict(position), "random": get_random_state()}
+        step, is_last = steps.global_step, steps.is_last or steps.stopping
+        whole = {"config": flat_config(self.config), "steps": steps.state_dict(), "random": get_random_state()}
         try:
             self._collect()
             draft = open_draft(self.run_dir, step, self.expected_bytes)
@@ -187,9 +171,7 @@ def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
     if trainer.save_freq == 0:
         return 0
     written = 1 if trainer.save_freq < 0 else math.ceil(total_steps / trainer.save_freq)
-    if trainer.max_actor_ckpt_to_keep is None:
-        return written
-    return min(written, trainer.max_actor_ckpt_to_keep + 1)
+    return min(written, (trainer.max_actor_ckpt_to_keep or written) + 1)
 
 
 def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, one: int) -> None:
