@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.rewards.registry import register_reward
+from verl_lite.rewards.rules import fenced_blocks
 from verl_lite.sandbox import Limits, Outcome, Sandbox
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _CLOCK_FACTOR = 3.0
 """So many seconds by the clock may a test take for each of processor time."""
@@ -90,10 +90,10 @@ def extract_code(solution_str: str) -> str:
     """The last fenced block of Python after a thought, or the last one without a language, or the whole text. A block
     without an end goes to the end of the text."""
     text = solution_str.rpartition("</think>")[2]
-    blocks = _BLOCK.findall(text)
+    blocks = fenced_blocks(text)
     for languages in (_PYTHON, ("",)):
-        if found := [code for language, code in blocks if language.lower() in languages]:
-            return str(found[-1])
+        if found := [code for language, code, _ in blocks if language.lower() in languages]:
+            return found[-1]
     return "" if blocks else text
 
 
@@ -104,14 +104,8 @@ def _run_tests(
     outcomes: list[Outcome] = []
     passed: list[bool] = []
     if isinstance(tests, SnippetTests):
-        outcomes, count = sandbox.run_snippets(
-            code,
-            tests.snippets,
-            setup=tests.setup,
-            call=tests.call,
-            stop_early=stop_early,
-            total_s=until - time.monotonic(),
-        )
+        options = {"setup": tests.setup, "call": tests.call, "stop_early": stop_early}
+        outcomes, count = sandbox.run_snippets(code, tests.snippets, total_s=until - time.monotonic(), **options)
         return outcomes, [outcome.value is True for outcome in outcomes], count
     while len(outcomes) < len(tests.outputs) and not (outcomes and time.monotonic() > until):
         done, left_s = len(outcomes), until - time.monotonic()
@@ -196,13 +190,10 @@ def is_right_output(printed: str, expected: str) -> bool:
     """Whether a script's output is the expected one: line by line, apart from white space at ends of lines and of the
     text; words that are numbers with a point or an exponent within one millionth."""
     lines, right = ([line.rstrip() for line in text.strip().split("\n")] for text in (printed, expected))
-    if lines == right:
-        return True
-    words, right_words = [line.split() for line in lines], [line.split() for line in right]
-    return [len(line) for line in words] == [len(line) for line in right_words] and all(
-        _is_right_word(word, truth)
-        for line, truths in zip(words, right_words, strict=True)
-        for word, truth in zip(line, truths, strict=True)
+    words, truths = [line.split() for line in lines], [line.split() for line in right]
+    return lines == right or (
+        [len(line) for line in words] == [len(line) for line in truths]
+        and all(map(_is_right_word, itertools.chain(*words), itertools.chain(*truths)))
     )
 
 
@@ -226,12 +217,11 @@ def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tes
     inputs, outputs = inputs[:max_tests], outputs[:max_tests]
     if function:
         return PairTests(tuple(map(_arguments, inputs)), tuple(map(_parsed, outputs)), str(function))
-    return PairTests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
-
-
-def _text(entry: Any) -> str:
-    """Text, or lines of it."""
-    return "\n".join(str(line) for line in entry) if isinstance(entry, list | tuple) else str(entry)
+    texts = [
+        ["\n".join(map(str, one)) if isinstance(one, list | tuple) else str(one) for one in column]
+        for column in (inputs, outputs)
+    ]
+    return PairTests(tuple(texts[0]), tuple(texts[1]))
 
 
 def _arguments(entry: Any) -> tuple[Any, ...]:
@@ -250,12 +240,13 @@ def _parsed(output: Any) -> Any:
 
 def _is_right_word(word: str, truth: str) -> bool:
     try:
-        is_number = any(mark in truth for mark in ".eE")
-        return word == truth or (
-            is_number and math.isclose(float(word), float(truth), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-        )
+        return word == truth or (any(mark in truth for mark in ".eE") and _is_near(float(word), float(truth)))
     except ValueError:
         return False
+
+
+def _is_near(value: float, truth: float) -> bool:
+    return math.isclose(value, truth, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def _as_json(data: Any) -> Any:
@@ -283,7 +274,7 @@ def _as_json(data: Any) -> Any:
 
 def _is_close(value: Any, expected: Any) -> bool:
     if isinstance(expected, float) and isinstance(value, int | float):
-        return value == expected or math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return value == expected or _is_near(value, expected)
     if isinstance(expected, list) and isinstance(value, list):
         return len(value) == len(expected) and all(map(_is_close, value, expected))
     if isinstance(expected, dict) and isinstance(value, dict):

@@ -1,22 +1,21 @@
 """Whether an answer is JSON of the wanted shape, by JSON Schema (https://json-schema.org, the jsonschema library).
 
-The JSON is the whole answer, or else the last fenced block of it (``` or ```json). NaN and Infinity, which JSON does
-not have, numbers beyond 1e300, and values nested deeper than 100 levels are wrong answers. References in a schema lead
-to places inside it; nothing is fetched.
+The JSON is the whole answer, or else the last fenced block of it (``` or ```json). NaN, Infinity, and what Python or
+the schema's arithmetic cannot hold are wrong answers. References in a schema lead to places inside it; nothing is
+fetched.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_lite.rewards.registry import register_reward
-
-DEEPEST = 100
-LARGEST = 1e300
+from verl_lite.rewards.rules import fenced_blocks
 
 _SHOWN_CHARACTERS = 200
 
@@ -44,63 +43,36 @@ def compute_score(
         wanted = Path(wanted).expanduser().read_text(encoding="utf-8")
     if not isinstance(wanted, str):
         raise ValueError(f"the schema is {wanted!r:.200}; a mapping, JSON text or the path of a .json file is expected")
-    validator = _validator(wanted)
+    validator, parses = _validator(wanted), 0.0
     try:
-        value = parse_json(solution_str, fenced)
-    except ValueError as error:
-        return {"score": 0.0, "acc": 0.0, "parses": 0.0, "problem": str(error)[:_SHOWN_CHARACTERS]}
-    problem = next((error.message for error in validator.iter_errors(value)), "")
-    valid = float(not problem)
-    return {"score": valid, "acc": valid, "parses": 1.0, "problem": problem[:_SHOWN_CHARACTERS]}
+        value, parses = parse_json(solution_str, fenced), 1.0
+        problem = next((error.message for error in validator.iter_errors(value)), "")
+    except (ValueError, OverflowError, RecursionError) as error:  # the answer's doing, and no failure of the reward
+        problem = str(error)
+    return {
+        "score": float(not problem),
+        "acc": float(not problem),
+        "parses": parses,
+        "problem": problem[:_SHOWN_CHARACTERS],
+    }
 
 
 def parse_json(text: str, fenced: bool = True) -> Any:
     """The JSON value that an answer is or contains. Raises ValueError if there is none."""
     try:
-        return _parsed(text)
+        return json.loads(text, parse_constant=_number, parse_float=_number)
     except ValueError:
-        block = last_fenced(text) if fenced else None
-        if block is None:
+        blocks = [block for language, block, end in fenced_blocks(text) if end and language.lower() in ("", "json")]
+        if not fenced or not blocks:
             raise
-    return _parsed(block)
-
-
-def last_fenced(text: str) -> str | None:
-    """What stands in the last fenced block, ``` or ```json, that is closed; None if there is none."""
-    found: str | None = None
-    block: list[str] | None = None
-    for line in text.splitlines():
-        mark = line.strip().lower()
-        if block is None:
-            block = [] if mark in ("```", "```json") else None
-        elif mark == "```":
-            found, block = "\n".join(block), None
-        else:
-            block.append(line)
-    return found
-
-
-def _parsed(text: str) -> Any:
-    try:
-        value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_number)
-    except RecursionError:
-        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
-    layer = [value]
-    for _ in range(DEEPEST):
-        inside = (each.values() if isinstance(each, dict) else each for each in layer if isinstance(each, dict | list))
-        layer = [inner for each in inside for inner in each]
-    if layer:
-        raise ValueError(f"nested deeper than {DEEPEST} levels")
-    return value
+    return parse_json(blocks[-1], fenced=False)
 
 
 def _number(digits: str) -> float:
-    """The number as written. Raises ValueError for what JSON does not have, and beyond 1e300, where a schema's
-    arithmetic (multipleOf) may overflow."""
-    number = float(digits)
-    if not abs(number) <= LARGEST:
-        raise ValueError(f"{digits:.20} is not JSON, or a number beyond {LARGEST:g}")
-    return int(digits) if digits.lstrip("-").isdigit() else number
+    """The number as written. Raises ValueError for NaN, Infinity and what becomes it."""
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"{digits:.20} is not JSON, or too large a number")
+    return number
 
 
 @functools.lru_cache(maxsize=4096)

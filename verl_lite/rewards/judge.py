@@ -52,12 +52,8 @@ _YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 _SHOWN_CHARACTERS = 2000
 
 
-class JudgeError(RuntimeError):
-    """The judge's server answered, but not with a judgement."""
-
-
 class RemoteRewardError(RuntimeError):
-    """The server gave no score."""
+    """The server gave no score, or the judge no judgement."""
 
 
 @register_reward("rule/judge")
@@ -91,10 +87,11 @@ async def compute_score(
     verdict: number or yes_no; pattern: a regular expression whose last match's first group is the number.
     temperature, max_tokens: null leaves them out; request: more entries of the request, such as {top_p: 0.9}.
     max_retries: as in `Endpoint`. Extras: judgement (the reply), rating (the number as it was given).
-    Raises UserError for wrong options, JudgeError or RemoteRewardError if there is no reply, ValueError if it cannot be
-    read.
+    Raises UserError for wrong options, RemoteRewardError if there is no reply, ValueError if it cannot be read.
     """
-    url = _checked_url(base_url, model, verdict, lowest, highest)
+    given = {"base_url": base_url, "model": model, "verdict": verdict, "lowest": lowest, "highest": highest}
+    for problem in option_problems(given | {"template": template, "api_key_env": api_key_env}, "judge"):
+        raise UserError(problem)
     questions = [message["content"] for message in prompt or () if message["role"] == "user"]
     places = {
         "question": questions[-1] if questions else "",
@@ -109,6 +106,7 @@ async def compute_score(
     limits = {"temperature": temperature, "max_tokens": max_tokens}
     body: dict[str, Any] = {"model": model, "messages": [*messages, {"role": "user", "content": message}]}
     body |= {name: value for name, value in limits.items() if value is not None} | (request or {})
+    url = f"{str(base_url).rstrip('/')}/chat/completions"
     reply = _content(await _endpoint(url, api_key_env, max_retries).post(body))
     rating = read_verdict(reply, verdict, pattern, lowest, highest)
     seen: dict[str, float | str] = {"judgement": reply[:_SHOWN_CHARACTERS], "rating": rating}
@@ -121,12 +119,17 @@ def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
     """What is wrong with the arguments of `compute_score`, as `option` gives them, as far as no server is asked."""
     defaults = inspect.signature(compute_score).parameters
     values = {name: kwargs.get(name, each.default) for name, each in defaults.items()}
-    try:
-        _checked_url(*(values[name] for name in ("base_url", "model", "verdict", "lowest", "highest")))
-    except UserError as error:
-        yield f"{option}: {error}"
-    if (variable := values["api_key_env"]) and not os.environ.get(variable):
-        yield f"{option}.api_key_env={variable}: this environment variable is not set"
+    url, variable, lowest, highest = (values[name] for name in ("base_url", "api_key_env", "lowest", "highest"))
+    if not str(url).startswith(("http://", "https://")):
+        yield f"{option}.base_url={url}: expected http://.../v1, where its server answers"
+    if not values["model"]:
+        yield f"{option}.model is not given: name it as the server at base_url calls it"
+    if values["verdict"] not in _FORMS:
+        yield f"{option}.verdict={values['verdict']!r}: one of {', '.join(_FORMS)} is expected"
+    if not lowest < highest:
+        yield f"{option}.lowest={lowest:g} has to be less than highest={highest:g}"
+    if variable and not os.environ.get(variable):
+        yield f"{option}.api_key_env={variable}: the environment variable {variable} is not set"
     if "{answer}" not in values["template"]:
         yield f"{option}.template has no {{answer}}, so that the judge would not see what it judges: put it in"
 
@@ -160,7 +163,7 @@ class Endpoint:
 
     A connection that fails and the statuses 408, 409, 429 and 5xx are tried again `max_retries` times, after 0.5, 1,
     2 ... 8 seconds or what the server says in Retry-After. api_key_env: environment variable with a key, sent as
-    `Authorization: Bearer KEY`; option: what names it. Raises UserError if it is not set.
+    `Authorization: Bearer KEY`; `option` names it in the UserError if it is not set.
     """
 
     def __init__(self, url: str, *, max_retries: int, api_key_env: str | None, option: str) -> None:
@@ -203,32 +206,20 @@ class Endpoint:
 
 @functools.cache
 def _endpoint(url: str, api_key_env: str | None, max_retries: int) -> Endpoint:
-    return Endpoint(url, max_retries=max_retries, api_key_env=api_key_env, option="The judge's api_key_env")
-
-
-def _checked_url(base_url: str | None, model: str | None, verdict: str, lowest: float, highest: float) -> str:
-    if not base_url or not base_url.startswith(("http://", "https://")):
-        raise UserError(f"The judge's base_url={base_url}: expected http://.../v1, where its server answers")
-    if not model:
-        raise UserError("The judge's model is not given: name it as the server at base_url calls it")
-    if verdict not in _FORMS:
-        raise UserError(f"The judge's verdict={verdict!r}: one of {', '.join(_FORMS)} is expected")
-    if not lowest < highest:
-        raise UserError(f"The judge's lowest={lowest:g} has to be less than highest={highest:g}")
-    return base_url.rstrip("/") + "/chat/completions"
+    return Endpoint(url, max_retries=max_retries, api_key_env=api_key_env, option="judge.api_key_env")
 
 
 def _content(answer: Any) -> str:
-    """The text of a chat completion. Raises JudgeError for a refusal, an empty reply or another schema."""
+    """The text of a chat completion. Raises RemoteRewardError for a refusal, an empty reply or another schema."""
     try:
         choice = answer["choices"][0]
         message, ended = choice["message"], choice.get("finish_reason")
         content = message.get("content")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         shown = json.dumps(answer)[:_SHOWN_CHARACTERS]
-        raise JudgeError(f"The judge's server did not answer with a chat completion: {shown}") from error
-    if not isinstance(content, str) or not content.strip():
-        raise JudgeError(f"The judge said nothing: {message.get('refusal') or f'finish_reason {ended}'}")
-    if ended == "length":
-        raise JudgeError(f"The judge was cut off at max_tokens: {content[-_SHOWN_CHARACTERS:]!r}")
-    return content
+        raise RemoteRewardError(f"The judge's server did not answer with a chat completion: {shown}") from error
+    if not content or ended == "length":
+        told = "was cut off at max_tokens" if content else "said nothing"
+        shown = (content or "")[-_SHOWN_CHARACTERS:] or message.get("refusal") or f"finish_reason {ended}"
+        raise RemoteRewardError(f"The judge {told}: {shown}")
+    return str(content)

@@ -42,9 +42,10 @@ def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction
 
 def find_reward(data_source: str) -> RewardFunction:
     """The function that scores `data_source`. Raises UserError if there is none, listing what is known."""
-    function = _matching(data_source)
-    if function is not None:
-        return function
+    if data_source in REWARDS:
+        return REWARDS[data_source]
+    if matching := [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]:
+        return REWARDS[max(matching, key=len)]
     raise UserError(
         f"No reward function for data_source={data_source!r}{did_you_mean(data_source, REWARDS)}. "
         f"Known: {', '.join(sorted(REWARDS))}. "
@@ -56,11 +57,13 @@ def find_reward(data_source: str) -> RewardFunction:
 def find_named_reward(name: str) -> RewardFunction:
     """The function registered as rule/NAME, or that scores the data source NAME. Raises UserError if there is none,
     listing what is known."""
-    function = REWARDS.get(NAMED + name) or _matching(name)
-    if function is not None:
-        return function
-    known = sorted({full.removeprefix(NAMED) for full in REWARDS})
-    raise UserError(f"no reward has this name{did_you_mean(name, known)}. Known: {', '.join(known)}")
+    if NAMED + name in REWARDS:
+        return REWARDS[NAMED + name]
+    try:
+        return find_reward(name)
+    except UserError:
+        known = sorted({full.removeprefix(NAMED) for full in REWARDS})
+        raise UserError(f"no reward has this name{did_you_mean(name, known)}. Known: {', '.join(known)}") from None
 
 
 def default_compute_score(
@@ -84,13 +87,8 @@ def default_compute_score(
     function = find_reward(data_source)
     if takes(function, "prompt"):
         reward_kwargs = {"prompt": prompt, **reward_kwargs}
-    return function(
-        data_source=data_source,
-        solution_str=solution_str,
-        ground_truth=ground_truth,
-        extra_info=extra_info,
-        **reward_kwargs,
-    )
+    sample = {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth}
+    return function(**sample, extra_info=extra_info, **reward_kwargs)
 
 
 def awaits(function: RewardFunction) -> bool:
@@ -101,10 +99,3 @@ def awaits(function: RewardFunction) -> bool:
 def reward_modules() -> list[str]:
     """Modules outside this project that registered rewards here; a reward process imports them to know them too."""
     return foreign_modules(REWARDS.values())
-
-
-def _matching(data_source: str) -> RewardFunction | None:
-    if data_source in REWARDS:
-        return REWARDS[data_source]
-    matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
-    return REWARDS[max(matching, key=len)] if matching else None

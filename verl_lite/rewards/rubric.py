@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verl_lite.errors import UserError
+from verl_lite.registry import accepts
 from verl_lite.rewards.registry import awaits
 from verl_lite.rewards.scoring import read_score
 
@@ -49,10 +50,11 @@ class Rubric:
                 f"Rubric: {len(funcs)} functions with weights {list(self.weights)}; expected a function or more, and a "
                 "finite number for each"
             )
-        self.funcs = {getattr(function, "__name__", ""): function for function in funcs}
-        if len(self.funcs) < len(funcs) or not all(name.isidentifier() and name != "score" for name in self.funcs):
-            names = ", ".join(getattr(function, "__name__", repr(function)) for function in funcs)
-            raise UserError(f"Rubric: metrics have the names of the functions ({names}): each needs its own, by `def`")
+        names = [getattr(function, "__name__", "") for function in funcs]
+        if len(set(names)) < len(names) or not all(name.isidentifier() and name != "score" for name in names):
+            told = ", ".join(names)
+            raise UserError(f"Rubric: metrics have the names of the functions ({told}): each needs its own, by `def`")
+        self.funcs = dict(zip(names, funcs, strict=True))
         self._wanted = {name: _wanted(function, name) for name, function in self.funcs.items()}
         self.is_async = any(map(awaits, funcs))
 
@@ -66,18 +68,12 @@ class Rubric:
     ) -> dict[str, float] | Awaitable[dict[str, float]]:
         """score: the weighted sum; the value of each function under its name; acc: the value of the first one. With an
         async function among them an awaitable of that."""
-        known: dict[str, Any] = {
-            "prompt": prompt,
-            "completion": [{"role": "assistant", "content": solution_str}],
-            "answer": ground_truth,
-            "info": extra_info or {},
-            "task": data_source,
-        }
-        known["state"] = dict(known)
-        known |= {"parser": self.parser, "solution_str": solution_str, "ground_truth": ground_truth}
-        known |= {"extra_info": extra_info, "data_source": data_source}
-        wanted = ({each: known[each] for each in self._wanted[name]} for name in self.funcs)
-        calls = (function(**given) for function, given in zip(self.funcs.values(), wanted, strict=True))
+        completion = [{"role": "assistant", "content": solution_str}]
+        state: dict[str, Any] = {"prompt": prompt, "completion": completion, "answer": ground_truth}
+        state |= {"info": extra_info or {}, "task": data_source}
+        known = {**state, "state": state, "parser": self.parser, "solution_str": solution_str}
+        known |= {"ground_truth": ground_truth, "extra_info": extra_info, "data_source": data_source}
+        calls = (self.funcs[name](**{each: known[each] for each in wanted}) for name, wanted in self._wanted.items())
         if not self.is_async:
             return self._sum(list(calls))
 
@@ -100,12 +96,14 @@ class Rubric:
 def _wanted(function: Callable[..., Any], name: str) -> list[str]:
     """What to hand to a function."""
     parameters = inspect.signature(function).parameters.values()
-    named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
-    for each, parameter in named.items():
-        if each not in _NAMES and parameter.default is parameter.empty:
-            raise UserError(
-                f"Rubric: {name} asks for {each}, which there is not (samples are scored one by one, not as groups). "
-                f"Known: {', '.join(_NAMES)}"
-            )
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return _NAMES if takes_all else [each for each in named if each in _NAMES]
+    needed = {
+        each.name
+        for each in parameters
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) and each.default is each.empty
+    }
+    for each in sorted(needed.difference(_NAMES)):
+        raise UserError(
+            f"Rubric: {name} asks for {each}, which there is not (samples are scored one by one, not as groups). "
+            f"Known: {', '.join(_NAMES)}"
+        )
+    return [each for each in _NAMES if accepts(function, each)]

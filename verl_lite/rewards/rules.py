@@ -50,6 +50,14 @@ def last_tagged(text: str, tag: str) -> str | None:
     return found
 
 
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str, str]]:
+    """Language, content and closing mark of each fenced block; the last one may go to the end of the text, unclosed."""
+    return _BLOCK.findall(text)
+
+
 # --------------------------------------------------------------------------------------------------------- exact match
 
 
@@ -296,7 +304,7 @@ def find_letter(text: str, letters: str = LETTERS) -> str | None:
         return _letter_at(_TEXT.sub(r"\1", boxed), letters)
     for rest in reversed(_CHOICE.findall(text)):
         letter = _letter_at(rest, letters)
-        if letter is not None or _joined(letters).search(rest):
+        if letter is not None or _are_joined(rest, letters):
             return letter
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines or len(set(re.findall(rf"\b([{letters}])\)", lines[-1]))) > 1:  # a list of the choices
@@ -308,25 +316,18 @@ def find_letter(text: str, letters: str = LETTERS) -> str | None:
 def _letter_at(text: str, letters: str) -> str | None:
     """The letter that a text is or begins with: `b`, `(B)`, `**B.**`, `B) Paris`; None for `A dog`, `A or B`."""
     text = text.strip(_MARKUP + "\n")
-    if _joined(letters).search(text):
+    if _are_joined(text, letters):
         return None
-    found = _beginning(letters).match(text)
-    if found is not None:
-        return found[1] or found[2]
+    # a letter in parentheses, or one with the end or a mark after it
+    found = re.match(rf"\(([{letters}])\)|([{letters}])(?=[*_`$]*(?:$|[.):,;\]}}\n]))", text)
     bare = text.strip("().:" + _MARKUP).upper()
-    return bare if len(bare) == 1 and bare in letters else None
+    return found[1] or found[2] if found is not None else bare if len(bare) == 1 and bare in letters else None
 
 
-@functools.cache
-def _beginning(letters: str) -> re.Pattern[str]:
-    """A letter in parentheses, or one with the end or a mark after it."""
-    return re.compile(rf"\(([{letters}])\)|([{letters}])(?=[*_`$]*(?:$|[.):,;\]}}\n]))")
-
-
-@functools.cache
-def _joined(letters: str) -> re.Pattern[str]:
+def _are_joined(text: str, letters: str) -> bool:
     """A letter at the beginning, and another that is said in one breath with it: `A or B`, `(A), (B)`, `A/B`."""
-    return re.compile(rf"^\(?([{letters}])\)?[*_`.]*\s*(?:,|/|&|\bor\b|\band\b)\s*[*_`]*\(?(?!\1)[{letters}]\b")
+    joint = r"\)?[*_`.]*\s*(?:,|/|&|\bor\b|\band\b)\s*[*_`]*\(?"
+    return re.search(rf"^\(?([{letters}]){joint}(?!\1)[{letters}]\b", text) is not None
 
 
 # ------------------------------------------------------------------------------------------------------ form and regex

@@ -9,6 +9,7 @@ reward.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import re
@@ -23,13 +24,14 @@ from verl_lite.errors import UserError
 from verl_lite.registry import accepts, did_you_mean, takes
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, awaits, default_compute_score, find_named_reward
-from verl_lite.user_code import load_module, load_object, object_of
+from verl_lite.user_code import load_module, object_of
 
 OPTION = "reward.functions"
 _EXTRA_CHARACTERS = 10_000
 _ERROR_CHARACTERS = 20_000
 _TAKEN = "score model function error_rate timeout_rate processes_replaced overlong overlong_reward".split()
 """What other columns and metrics are called: reward/model, reward/error_rate ..."""
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class RewardResult:
     @classmethod
     def failure(cls, error: str, *, timed_out: bool = False) -> RewardResult:
         """A sample without a score. The middle of a very long error is left out."""
-        if len(error) > _ERROR_CHARACTERS:
+        if (excess := len(error) - _ERROR_CHARACTERS) > 0:
             half = _ERROR_CHARACTERS // 2
-            error = f"{error[:half]}\n[{len(error) - 2 * half} characters left out]\n{error[-half:]}"
+            error = f"{error[:half]}\n[{excess} characters left out]\n{error[-half:]}"
         return cls(score=math.nan, failed=True, error=error, timed_out=timed_out)
 
 
@@ -74,17 +76,28 @@ def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
     A finite number or bool, or a dict with one under "score". Of the dict's other entries finite numbers, bools and
     strings are kept, a string up to 10,000 characters. Raises ValueError for anything else.
     """
-    if not isinstance(returned, dict):
-        return _finite(returned, "The reward function returned"), {}
-    if "score" not in returned:
-        raise ValueError(f"The reward function returned a dict without 'score': {_short(returned)}")
+    entries = returned if isinstance(returned, dict) else {"score": returned}
+    if "score" not in entries:
+        raise ValueError(f"The reward function returned a dict without 'score': {returned!r:.200}")
+    if not math.isfinite(score := _number(entries["score"])):
+        what = "a dict whose 'score' is " if isinstance(returned, dict) else ""
+        found = f"{entries['score']!r:.200} ({type(entries['score']).__name__})"
+        raise ValueError(f"The reward function returned {what}{found}; expected a finite number")
     extra: dict[str, float | str] = {}
-    for key, value in returned.items():
+    for key, value in entries.items():
         if isinstance(value, str):
             extra[str(key)] = value[:_EXTRA_CHARACTERS]
-        elif key != "score" and (number := _number(value)) is not None and math.isfinite(number):
+        elif key != "score" and math.isfinite(number := _number(value)):
             extra[str(key)] = number
-    return _finite(returned["score"], "The reward function returned a dict whose 'score' is"), extra
+    return score, extra
+
+
+def _number(value: Any) -> float:
+    """Numbers of Python, numpy and torch alike, without importing either; nan for what is no number."""
+    try:
+        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # float("3") would read texts
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
@@ -92,26 +105,27 @@ def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One of several rewards, as `reward.functions` names it. label: its name in the score, in columns and metrics.
+    """One of several rewards, as `reward.functions` names it. label: its name in the score, in columns and metrics; ""
+    for a single reward.
 
     reward: a registered one; path, name, style: a function of your own, as in reward.custom_reward_function; neither
     reward nor path: by data_source. weight: its score is multiplied by it. outcome: its `acc` and `pred` are those of
     the sample; exactly one part says so.
     """
 
-    label: str
+    label: str = ""
     reward: str | None = None
     path: str | None = None
     name: str = "compute_score"
     style: str = "sample"
     weight: float = 1.0
     kwargs: dict[str, Any] = field(default_factory=dict)
-    outcome: bool = False
+    outcome: bool = True
 
     @property
     def option(self) -> str:
         """Its key in the configuration."""
-        return f"{OPTION}.{self.label}"
+        return f"{OPTION}.{self.label}" if self.label else "reward.custom_reward_function"
 
     @property
     def is_by_source(self) -> bool:
@@ -119,11 +133,11 @@ class RewardPart:
         return self.reward is None and self.path is None
 
 
-_ENTRIES: dict[str, tuple[type | tuple[type, ...], str]] = {
-    **dict.fromkeys(("reward", "path"), ((str, type(None)), "text")),
+_ENTRIES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("reward", "path"), (str | None, "text")),
     **dict.fromkeys(("name", "style"), (str, "text")),
-    "weight": ((int, float), "a finite number"),
-    "kwargs": ((Mapping, type(None)), "a mapping"),
+    "weight": (int | float, "a finite number"),
+    "kwargs": (Mapping | None, "a mapping"),
     "outcome": (bool, "true or false"),
 }
 """The entries of a part: what each may be."""
@@ -143,18 +157,17 @@ def reward_parts(functions: Mapping[str, Any]) -> list[RewardPart]:
 
 def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with `reward.functions`, as far as it can be seen without running the user's files."""
-    outcomes = []
     for label, entry in functions.items():
-        option, entry = f"{OPTION}.{label}", {} if entry is None else entry
+        option = f"{OPTION}.{label}"
         if not re.fullmatch(r"[A-Za-z][\w-]*", label):
             yield f"{option}: the name of a part consists of letters, digits, _ and -, and begins with a letter"
         elif label in _TAKEN:
             yield f"{option}: reward/{label} is the name of something else; call the part otherwise"
-        if not isinstance(entry, Mapping):
+        if isinstance(entry, Mapping | None):
+            yield from _entry_problems(option, entry or {})
+        else:
             yield f"{option}={entry!r}: a mapping is expected, such as {{reward: format, weight: 0.1}}"
-            continue
-        yield from _entry_problems(option, entry)
-        outcomes += [label] if entry.get("outcome") else []
+    outcomes = [label for label, entry in functions.items() if isinstance(entry, Mapping) and entry.get("outcome")]
     if len(outcomes) > 1:
         yield f"{OPTION}: {' and '.join(outcomes)} have outcome: true; only one part says whether an answer is right"
 
@@ -162,14 +175,15 @@ def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
 def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
     for key, value in entry.items():
         kind, expected = _ENTRIES.get(key, (object, ""))
+        is_number = key != "weight" or (not isinstance(value, bool) and math.isfinite(_number(value)))
         if key not in _ENTRIES:
             hint = did_you_mean(str(key), _ENTRIES)
             yield f"{option}.{key}: there is no such entry{hint}. Known: {', '.join(_ENTRIES)}"
-        elif not isinstance(value, kind) or (key == "weight" and not _is_weight(value)):
+        elif not isinstance(value, kind) or not is_number:
             yield f"{option}.{key}={value!r}: {expected} is expected"
     reward, path, style = entry.get("reward"), entry.get("path"), entry.get("style", "sample")
-    if style not in ("sample", "batch", "trl"):
-        yield f"{option}.style={style!r}: one of sample, batch, trl is expected"
+    if style not in ("sample", *_LISTS):
+        yield f"{option}.style={style!r}: one of sample, {', '.join(_LISTS)} is expected"
     if path is None and (own := {"name", "style"} & set(entry)):
         yield f"{option}.{min(own)}={entry[min(own)]} is for a function of your own: give its {option}.path"
     if reward is not None and path is not None:
@@ -177,14 +191,11 @@ def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
     elif isinstance(reward, str):
         kwargs = entry.get("kwargs")
         try:
-            function = find_named_reward(reward)
-            yield from _kwargs_problems(function, kwargs if isinstance(kwargs, Mapping) else {}, option)
+            yield from _kwargs_problems(
+                find_named_reward(reward), kwargs if isinstance(kwargs, Mapping) else {}, option
+            )
         except UserError as error:
             yield f"{option}.reward={reward}: {error}"
-
-
-def _is_weight(value: Any) -> bool:
-    return not isinstance(value, bool) and math.isfinite(value)
 
 
 def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
@@ -192,39 +203,62 @@ def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option
     for name in kwargs:
         if not accepts(function, name):
             names = list(inspect.signature(function).parameters)
-            taken = [each for each in names if each not in ("data_source", "solution_str", "extra_info", "prompt")]
+            taken = ", ".join(each for each in names if each not in (*_ARGUMENTS, "prompt") or each == "ground_truth")
             hint = did_you_mean(name, names)
-            yield f"{option}.kwargs.{name}: the function has no such argument{hint}. It takes {', '.join(taken)}"
+            yield f"{option}.kwargs.{name}: the function has no such argument{hint}. It takes {taken}"
 
 
 # ------------------------------------------------------------------------------------------------- how they are called
 
 
+def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, Any]:
+    """The arguments of a function for verl's batch reward manager."""
+    return {f"{name}s": [getattr(item, name) for item in items] for name in _ARGUMENTS}
+
+
+def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
+    """The arguments of a TRL reward function: prompts and completions as chat messages, and each column of the data.
+
+    Columns are ground_truth, data_source and the entries of extra_info, None for a row without that entry.
+    """
+    infos = [item.extra_info or {} for item in items]
+    columns = {name: [info.get(name) for info in infos] for name in sorted({name for info in infos for name in info})}
+    return {
+        **columns,
+        "data_source": [item.data_source for item in items],
+        "ground_truth": [item.ground_truth for item in items],
+        "prompts": [item.prompt for item in items],
+        "completions": [[{"role": "assistant", "content": item.solution_str}] for item in items],
+    }
+
+
+_LISTS = {"batch": lists_of_verl, "trl": lists_of_trl}
+"""By style: the arguments of a function that takes lists of samples."""
+
+
 @dataclass(frozen=True)
 class Caller:
-    """A part with its function. label: "" for a single reward. as_lists: makes the arguments of a function that takes
-    lists; None = it takes one sample. is_async: whether it is awaited."""
+    """A part with its function."""
 
     function: RewardFunction
-    label: str = ""
-    weight: float = 1.0
-    outcome: bool = True
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    as_lists: Callable[[Sequence[RewardItem]], dict[str, Any]] | None = None
-    is_async: bool = False
+    part: RewardPart = RewardPart()
+
+    @property
+    def takes_lists(self) -> bool:
+        return self.part.style in _LISTS
+
+    @functools.cached_property
+    def is_async(self) -> bool:
+        """Whether its calls are awaited."""
+        return not self.takes_lists and _is_async(self.function)
 
     def call(self, item: RewardItem) -> Any:
         """Calls the function with one sample; an async one gives an awaitable."""
-        names = ("data_source", "solution_str", "ground_truth", "extra_info")
-        arguments = {name: getattr(item, name) for name in names}
-        if takes(self.function, "prompt"):
-            arguments["prompt"] = item.prompt
-        return self.function(**{**arguments, **self.kwargs})
+        names = (*_ARGUMENTS, "prompt") if takes(self.function, "prompt") else _ARGUMENTS
+        return self.function(**{**{name: getattr(item, name) for name in names}, **self.part.kwargs})
 
     async def score_async(self, item: RewardItem) -> RewardResult:
         """Scores one sample, awaiting what the function returns if that is to be awaited."""
-        if not self.is_async:
-            return self.score_all([item])[0]
         try:
             returned = self.call(item)
             return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
@@ -237,20 +271,19 @@ class Caller:
         Raises whatever the function raises, and ValueError if it does not return one result for each sample: then
         nobody knows which of them is to blame.
         """
-        assert self.as_lists is not None
-        returned = _awaited(self.function(**{**self.as_lists(items), **self.kwargs}))
-        found = list(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
-        if found is None or len(found) != len(items):
-            what = f"{_short(returned) if found is None else f'{len(found)} results'} for {len(items)} samples"
-            raise ValueError(f"The reward function returned {what}; expected a list of so many")
-        return [_guarded(lambda result=result: result) for result in found]
+        returned = _awaited(self.function(**{**_LISTS[self.part.style](items), **self.part.kwargs}))
+        count = len(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
+        if count != len(items):
+            what = f"{returned!r:.200}" if count is None else f"{count} results"
+            raise ValueError(f"The reward function returned {what} for {len(items)} samples; expected a list of them")
+        return [_guarded(lambda result=result: result) for result in returned]
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples here and now: awaits all at once, or one after the other; those of a list that fails as a
         whole each alone. Nothing is raised."""
         if self.is_async:
-            return list(_awaited(_all_of(map(self.score_async, items))))
-        if self.as_lists is None:
+            return asyncio.run(_all_of(map(self.score_async, items)))
+        if not self.takes_lists:
             return [_guarded(self.call, item) for item in items]
         try:
             return self.score_list(items)
@@ -270,140 +303,43 @@ class Scorer:
     def style(self) -> Literal["sample", "async", "batch"]:
         """How samples are taken: one after the other, many at once in an event loop because some part awaits, or as
         lists, with which each part is called that takes them."""
-        if any(part.as_lists for part in self.parts):
+        if any(part.takes_lists for part in self.parts):
             return "batch"
         return "async" if any(part.is_async for part in self.parts) else "sample"
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples here and now; nothing is raised."""
         columns = [part.score_all(items) for part in self.parts]
-        return [self._combined(results) for results in zip(*columns, strict=True)]
+        return [self.combined(results) for results in zip(*columns, strict=True)]
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """As `score_all`, but raises what a single function of lists raises."""
-        return self.score_all(items) if self.parts[0].label else self.parts[0].score_list(items)
+        return self.score_all(items) if self.parts[0].part.label else self.parts[0].score_list(items)
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample, all parts of it at once."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part.score_async(item)) for part in self.parts]
-        return self._combined([task.result() for task in tasks])
+        return self.combined(await _all_of(part.score_async(item) for part in self.parts))
 
-    def _combined(self, results: Sequence[RewardResult]) -> RewardResult:
-        return weighted_sum(self.parts, results) if self.parts[0].label else results[0]
+    def combined(self, results: Sequence[RewardResult]) -> RewardResult:
+        """The result of one sample, of which `results` has one from each part.
 
-
-def weighted_sum(parts: Sequence[Caller], results: Sequence[RewardResult]) -> RewardResult:
-    """The result of one sample, of which `results` has one from each part.
-
-    extra: under the name of each part its score before the weight. The other entries of the part that is the outcome
-    keep their names; those of another part, and one that has the name of a part, are called part.entry. `acc` is that
-    of the outcome, or its score where it returned none.
-    """
-    pairs = list(zip(parts, results, strict=True))
-    for part, result in pairs:
-        if result.failed:
-            error = f"The part {part.label!r} of reward.functions failed.\n{result.error}"
-            return RewardResult.failure(error, timed_out=result.timed_out)
-    extra: dict[str, float | str] = {}
-    names = {part.label for part in parts}
-    for part, result in pairs:
-        extra[part.label] = result.score
-        for name, value in result.extra.items():
-            extra[name if part.outcome and name not in names else f"{part.label}.{name}"] = value
-    extra.setdefault("acc", next(result.score for part, result in pairs if part.outcome))
-    return RewardResult(sum(part.weight * result.score for part, result in pairs), extra)
-
-
-def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, Any]:
-    """The arguments of a function for verl's batch reward manager."""
-    names = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return {f"{name}s": [getattr(item, name) for item in items] for name in names}
-
-
-def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
-    """The arguments of a TRL reward function: prompts and completions as chat messages, and each column of the data.
-
-    Columns are ground_truth, data_source and the entries of extra_info, None for a row without that entry.
-    """
-    infos = [item.extra_info or {} for item in items]
-    columns = {name: [info.get(name) for info in infos] for name in sorted({name for info in infos for name in info})}
-    return {
-        **columns,
-        "data_source": [item.data_source for item in items],
-        "ground_truth": [item.ground_truth for item in items],
-        "prompts": [item.prompt for item in items],
-        "completions": [[{"role": "assistant", "content": item.solution_str}] for item in items],
-    }
-
-
-# --------------------------------------------------------------------------------------------- from the configuration
-
-
-def load_scorer(config: RewardConfig) -> Scorer:
-    """The reward of a run: several rewards if reward.functions names them, a server if reward.remote.url names one, the
-    user's own function if reward.custom_reward_function names one, else the registered functions by data_source.
-
-    reward.reward_kwargs are added to every call of a single reward; they win over the call's own arguments.
-    Raises UserError for a part of reward.functions that does not exist or does not take its kwargs.
-    """
-    custom, kwargs = config.custom_reward_function, dict(config.reward_kwargs)
-    if config.functions:
-        modules: dict[str, ModuleType] = {}  # a file that has several parts is run once
-        return Scorer(tuple(_part_caller(part, modules) for part in reward_parts(config.functions)))
-    function: RewardFunction = default_compute_score
-    if config.remote.url is not None:
-        function = _remote(config)
-    elif custom.path is not None:
-        option = "reward.custom_reward_function"
-        function = load_object(custom.path, custom.name, f"{option}.path", f"{option}.name")
-        return Scorer((_caller(function, custom.style, kwargs=kwargs),))
-    return Scorer((_caller(function, "sample", kwargs=kwargs),))
-
-
-def asks_by_source(config: RewardConfig) -> bool:
-    """Whether a row's data_source picks its reward, or one of its parts."""
-    if config.functions:
-        return any(part.is_by_source for part in reward_parts(config.functions))
-    return config.custom_reward_function.path is None and config.remote.url is None
-
-
-def _part_caller(part: RewardPart, modules: dict[str, ModuleType]) -> Caller:
-    if part.path is not None:
-        if part.path not in modules:
-            modules[part.path] = load_module(part.path, f"{part.option}.path")
-        function = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
-    else:
-        function = find_named_reward(part.reward) if part.reward else default_compute_score
-    for problem in () if part.is_by_source else _kwargs_problems(function, part.kwargs, part.option):
-        raise UserError(problem)
-    return _caller(function, part.style, label=part.label, weight=part.weight, outcome=part.outcome, kwargs=part.kwargs)
-
-
-def _caller(function: RewardFunction, style: str, **known: Any) -> Caller:
-    if style == "sample":
-        return Caller(function, is_async=_is_async(function), **known)
-    return Caller(function, as_lists={"batch": lists_of_verl, "trl": lists_of_trl}[style], **known)
-
-
-def _is_async(function: RewardFunction) -> bool:
-    """Whether calls of it are awaited. Of the functions by data_source one that awaits makes all of them so, but not
-    those that are there to be named, which most runs never ask."""
-    if function is default_compute_score:
-        return any(_is_async(each) for name, each in REWARDS.items() if not name.startswith(NAMED))
-    return bool(getattr(function, "is_async", False)) or awaits(function)
-
-
-def _remote(config: RewardConfig) -> RewardFunction:
-    """A reward that a server computes: each sample, with its prompt, is posted as JSON; the answer is a score."""
-    remote, option = config.remote, "reward.remote.api_key_env"
-    key = remote.api_key_env
-    endpoint = Endpoint(str(remote.url), max_retries=remote.max_retries, api_key_env=key, option=option)
-
-    async def ask(*, prompt: list[dict[str, str]] | None, **sample: Any) -> Any:
-        return await endpoint.post({**sample, "prompt": prompt})
-
-    return ask
+        extra: under the name of each part its score before the weight. The other entries of the part that is the
+        outcome keep their names; those of another part, and one that has the name of a part, are called part.entry.
+        `acc` is that of the outcome, or its score where it returned none.
+        """
+        pairs = [(caller.part, result) for caller, result in zip(self.parts, results, strict=True)]
+        names, extra = {part.label for part, _ in pairs}, dict[str, float | str]()
+        if names == {""}:
+            return results[0]
+        for part, result in pairs:
+            if result.failed:
+                error = f"The part {part.label!r} of reward.functions failed.\n{result.error}"
+                return RewardResult.failure(error, timed_out=result.timed_out)
+            extra[part.label] = result.score
+            for name, value in result.extra.items():
+                extra[name if part.outcome and name not in names else f"{part.label}.{name}"] = value
+        extra.setdefault("acc", next(result.score for part, result in pairs if part.outcome))
+        return RewardResult(sum(part.weight * result.score for part, result in pairs), extra)
 
 
 def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:
@@ -419,30 +355,62 @@ async def _all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
 
 def _awaited(returned: Any) -> Any:
     """Of an awaitable what it gives, in an event loop of its own; a function that does not await is called in none."""
-
-    async def result() -> Any:
-        return await returned
-
-    return asyncio.run(result()) if inspect.isawaitable(returned) else returned
+    return asyncio.run(_all_of([returned]))[0] if inspect.isawaitable(returned) else returned
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+def _is_async(function: RewardFunction) -> bool:
+    """Of the functions by data_source one that awaits makes all of them so, but not those that are there to be named,
+    which most runs never ask."""
+    if function is default_compute_score:
+        return any(_is_async(each) for name, each in REWARDS.items() if not name.startswith(NAMED))
+    return bool(getattr(function, "is_async", False)) or awaits(function)
 
 
-def _finite(value: Any, what: str) -> float:
-    number = _number(value)
-    if number is None or not math.isfinite(number):
-        raise ValueError(f"{what} {_short(value)} ({type(value).__name__}); expected a finite number")
-    return number
+# --------------------------------------------------------------------------------------------- from the configuration
 
 
-def _number(value: Any) -> float | None:
-    """Numbers of Python, numpy and torch alike, without importing either; None for what is no number."""
-    if isinstance(value, str | bytes | bytearray):  # float("3") would read these
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+def load_scorer(config: RewardConfig) -> Scorer:
+    """The reward of a run: several rewards if reward.functions names them, a server if reward.remote.url names one, the
+    user's own function if reward.custom_reward_function names one, else the registered functions by data_source.
+
+    reward.reward_kwargs are added to every call of a single reward; they win over the call's own arguments.
+    Raises UserError for a part of reward.functions that does not exist or does not take its kwargs.
+    """
+    if config.remote.url is not None:
+        return Scorer((Caller(_remote(config), RewardPart(kwargs=config.reward_kwargs)),))
+    modules: dict[str, ModuleType] = {}  # a file that has several parts is run once
+    return Scorer(tuple(Caller(_function(part, modules), part) for part in _parts(config)))
+
+
+def asks_by_source(config: RewardConfig) -> bool:
+    """Whether a row's data_source picks its reward, or one of its parts."""
+    return config.remote.url is None and any(part.is_by_source for part in _parts(config))
+
+
+def _parts(config: RewardConfig) -> list[RewardPart]:
+    own = config.custom_reward_function
+    style = "sample" if own.path is None else own.style
+    single = RewardPart(path=own.path, name=own.name, style=style, kwargs=config.reward_kwargs)
+    return reward_parts(config.functions) or [single]
+
+
+def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunction:
+    if part.path is not None:
+        if part.path not in modules:
+            modules[part.path] = load_module(part.path, f"{part.option}.path")
+        function: RewardFunction = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
+        for problem in _kwargs_problems(function, part.kwargs, part.option) if part.label else ():
+            raise UserError(problem)
+        return function
+    return find_named_reward(part.reward) if part.reward else default_compute_score
+
+
+def _remote(config: RewardConfig) -> RewardFunction:
+    """A reward that a server computes: each sample, with its prompt, is posted as JSON; the answer is a score."""
+    remote, option = config.remote, "reward.remote.api_key_env"
+    endpoint = Endpoint(str(remote.url), max_retries=remote.max_retries, api_key_env=remote.api_key_env, option=option)
+
+    async def ask(*, prompt: list[dict[str, str]] | None, **sample: Any) -> Any:
+        return await endpoint.post({**sample, "prompt": prompt})
+
+    return ask

@@ -25,7 +25,7 @@ from verl_lite.rewards import (
     read_score,
     register_reward,
 )
-from verl_lite.rewards.scoring import Caller, weighted_sum
+from verl_lite.rewards.scoring import Caller, RewardPart
 from workers.rewards.pool import RewardPool
 
 QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
@@ -181,7 +181,7 @@ def test_custom_functions_get_verls_arguments_and_reward_kwargs_win(mine: str) -
 
 def test_verls_lists_come_in_order_and_a_bad_entry_fails_its_own_sample_only(mine: str) -> None:
     loaded = custom(mine, "entries", "batch", bonus=10)
-    results = loaded.score_list(items("a", "nan", "none", "text", "dict", "bb"))
+    results = loaded.score_all(items("a", "nan", "none", "text", "dict", "bb"))
     assert loaded.style == "batch" and scores(results) == [11, None, None, None, None, 12]
     assert results[5].extra == {"truth": "72", "index": 5.0}
     assert "expected a finite number" in (results[1].error or "") and "without 'score'" in (results[4].error or "")
@@ -198,8 +198,8 @@ def test_trls_lists_have_prompts_completions_and_the_columns_of_the_data(mine: s
 
 @pytest.mark.parametrize("returned", [[1.0, 1.0], [1.0] * 4, 1.0, "abc", {"score": 1}, None, iter([1.0] * 3)])
 def test_a_wrong_number_of_results_is_told_with_both_numbers(returned: Any) -> None:
-    loaded = Scorer((Caller(lambda items: returned, as_lists=lambda items: {"items": items}),))
-    with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected a list of so many"):
+    loaded = Scorer((Caller(lambda **lists: returned, RewardPart(style="batch")),))
+    with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected a list of them"):
         loaded.score_list(items("a", "b", "c"))
 
 
@@ -227,20 +227,21 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(m
 
 
 def test_the_outcome_gives_acc_and_pred_and_names_never_clash() -> None:
-    def parts(outcome: int) -> tuple[Caller, ...]:
-        return tuple(Caller(len, name, 10.0**place, place == outcome) for place, name in enumerate("abc"))
+    def sums_with(outcome: int) -> RewardResult:
+        parts = (RewardPart(name, weight=10.0**n, outcome=n == outcome) for n, name in enumerate("abc"))
+        return Scorer(tuple(Caller(len, part) for part in parts)).combined(returned)
 
     extras: list[dict[str, float | str]] = [
         {"acc": 0.25, "pred": "x", "b": 7.0}, {"acc": 0.75, "pred": "y"}, {"other": 3.0},
     ]  # fmt: skip
     returned = [RewardResult(float(place), extra) for place, extra in enumerate(extras)]
-    first = weighted_sum(parts(0), returned)
+    first = sums_with(0)
     assert first.score == 0 * 1 + 1 * 10 + 2 * 100
     assert first.extra == {
         "a": 0.0, "b": 1.0, "c": 2.0, "acc": 0.25, "pred": "x", "a.b": 7.0, "b.acc": 0.75, "b.pred": "y",
         "c.other": 3.0,
     }  # fmt: skip
-    third = weighted_sum(parts(2), returned)
+    third = sums_with(2)
     assert third.extra["acc"] == 2.0, "an outcome without acc is the outcome itself"
     assert third.extra["other"] == 3.0 and "pred" not in third.extra and third.extra["a.acc"] == 0.25
 
