@@ -1,13 +1,14 @@
 """In which order the training prompts come: shuffled epochs, sources mixed by weight, or a sampler of the user's own.
 
-An order is a batch sampler of the data loader: lists of positions in a `PromptDataset`, one list a step. Whatever it
-is, a state saved after a step and loaded again goes on as if nothing had happened. Shares are exact, which those of
+An order is a batch sampler of the data loader: lists of positions in a `PromptDataset`, one list a step. A state saved
+after a step and loaded again goes on as if nothing had happened. Shares are exact, which those of
 `datasets.interleave_datasets`, drawn at random, are not.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import warnings
 import zlib
@@ -116,38 +117,26 @@ class MixtureBatches(BatchOrder):
         self.positions = sources
         self.behind = dict.fromkeys(self.shares, Fraction(0))  # its share of all batches, less what it gave
         self.drawn = dict.fromkeys(self.shares, 0)
-        self._passes: dict[str, tuple[int, np.ndarray]] = {}
+        self._order = functools.lru_cache(maxsize=len(self.shares))(self._order_of)
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         while self.served < self.rows:
-            seats = self._seats()
-            drawn = {name: iter(self._draw(name, seats.count(name))) for name in self.shares}
-            batch = np.array([next(drawn[name]) for name in seats])
+            for name, share in self.shares.items():
+                self.behind[name] += share * self.batch_size
+            batch = np.array([self._draw() for _ in range(self.batch_size)])
             yield self._shuffled(batch, self.epoch, self.served).tolist()  # else a mini-batch could be of one source
 
-    def _seats(self) -> list[str]:
-        """The source of each place of the next batch."""
-        for name, share in self.shares.items():
-            self.behind[name] += share * self.batch_size
-        seats = []
-        for _ in range(self.batch_size):
-            name = max(self.behind, key=self.behind.__getitem__)
-            self.behind[name] -= 1
-            seats.append(name)
-        return seats
+    def _draw(self) -> int:
+        """The next position of the source that is furthest behind."""
+        name = max(self.behind, key=self.behind.__getitem__)
+        times, place = divmod(self.drawn[name], len(self.positions[name]))
+        self.behind[name] -= 1
+        self.drawn[name] += 1
+        return int(self._order(name, times)[place])
 
-    def _draw(self, name: str, count: int) -> list[int]:
-        """The next positions of a source; it begins again, in a new order, where it ends."""
-        found: list[int] = []
-        while len(found) < count:
-            number, start = divmod(self.drawn[name], len(self.positions[name]))
-            if self._passes.get(name, (-1,))[0] != number:
-                order = self._shuffled(self.positions[name], zlib.crc32(name.encode()), number)
-                self._passes[name] = number, order
-            part = self._passes[name][1][start : start + count - len(found)].tolist()
-            found += part
-            self.drawn[name] += len(part)
-        return found
+    def _order_of(self, name: str, times: int) -> np.ndarray:
+        """The positions of a source after it has ended so many times."""
+        return self._shuffled(self.positions[name], zlib.crc32(name.encode()), times)
 
     def state_dict(self) -> dict[str, Any]:
         sources = {name: {"behind": str(self.behind[name]), "drawn": self.drawn[name]} for name in self.shares}
@@ -177,13 +166,11 @@ class SamplerBatches(BatchOrder):
         self._rest: Iterator[Any] | None = None  # of the epoch at hand, after a replay
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
-        positions, self._rest = self._fresh() if self._rest is None else self._rest, None
-        while self.served < self.rows:
+        positions, self._rest = self._rest, None
+        if positions is None and self.served < self.rows:  # not asked for where the epoch at hand is already done
+            positions = iter(self.sampler)
+        while positions is not None and self.served < self.rows:
             yield self._next(positions)
-
-    def _fresh(self) -> Iterator[Any]:
-        """The sampler's next epoch, or what is left of it. Not asked for where the epoch at hand is already done."""
-        return iter(()) if self.served >= self.rows else iter(self.sampler)
 
     def _next(self, positions: Iterator[Any]) -> list[int]:
         count = min(self.batch_size, self.rows - self.served)
@@ -219,10 +206,9 @@ class SamplerBatches(BatchOrder):
             return
         epoch, served = self.epoch, self.served
         self.epoch = self.served = 0
-        for _ in range(epoch):  # a new sampler draws again all that the old one had given
-            for _ in self:
-                pass
-        self._rest = self._fresh()
+        while self.epoch < epoch:  # a new sampler draws again all that the old one had given
+            list(self)
+        self._rest = iter(self.sampler)
         while self.served < served:
             self.served += len(self._next(self._rest))
         if self.digest != state["digest"]:
@@ -240,16 +226,16 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
     """
     options, size = config.data, config.data.train_batch_size
     seed = config.trainer.seed if options.seed is None else options.seed
-    shared: dict[str, Any] = {"seed": seed, "fingerprint": data.fingerprint()}
+    shared: dict[str, Any] = {"seed": seed, "fingerprint": data.fingerprint(), "shuffle": options.shuffle}
     given = source_options(options.sources)
     weights = {name: entry.weight for name, entry in given.items() if entry.weight is not None}
-    if options.sampler.class_path is None and weights:
-        positions = _weighted_positions(data, weights, options)
-        return MixtureBatches(positions, weights, len(data), size, shuffle=options.shuffle, **shared)
     if options.sampler.class_path is not None:
-        order: BatchOrder = SamplerBatches(_make_sampler(data, replace(options, seed=seed)), len(data), size, **shared)
+        sampler = _make_sampler(data, replace(options, seed=seed))
+        order: BatchOrder = SamplerBatches(sampler, len(data), size, **shared)
+    elif weights:
+        return MixtureBatches(_weighted_positions(data, weights, options), weights, len(data), size, **shared)
     else:
-        order = BatchOrder(len(data), size, shuffle=options.shuffle, **shared)
+        order = BatchOrder(len(data), size, **shared)
     # verl drops a short last batch, and refuses data of which nothing would be left
     if order.rows < size and not config.trainer.val_only:
         raise UserError(
@@ -274,13 +260,13 @@ def _weighted_positions(data: PromptDataset, weights: dict[str, float], options:
 def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:
     path, name = options.sampler.class_path or "", options.sampler.class_name or ""
     made = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
-    arguments = {"data_source": data, "data_config": options}
-    expected = f"{name}(data_source=..., data_config=...) with __len__ and __iter__ (the positions of one epoch)"
-    if not (accepts(made, "data_source") and accepts(made, "data_config")):
-        raise UserError(f"data.sampler.class_name={name}: it cannot be called so; expected {expected}")
-    sampler = made(**arguments)
+    is_callable = accepts(made, "data_source") and accepts(made, "data_config")
+    sampler = made(data_source=data, data_config=options) if is_callable else None
     if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
-        raise UserError(f"data.sampler.class_name={name}: found {type(sampler).__name__}, expected {expected}")
+        raise UserError(
+            f"data.sampler.class_name={name}: expected {name}(data_source=..., data_config=...) with __len__ and "
+            "__iter__ (the positions of one epoch)"
+        )
     return sampler
 
 

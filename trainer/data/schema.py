@@ -60,7 +60,7 @@ class RowSchema:
         self._config, self._option, self._needs_ground_truth = config, f"data.{split}_files", needs_ground_truth
         self._maps_prompt = config.columns.get("prompt") is not None
         self._regex = None if config.ground_truth_regex is None else re.compile(config.ground_truth_regex)
-        self._tools = None if config.tools_path is None else read_tools(config.tools_path)
+        self._tools = None if config.tools_path is None else _tools_of_file(config.tools_path)
         given = {"prompt": config.prompt_key} | config.columns
         self._theirs = {name: _listed(given.get(name, name)) for name in _OURS}
 
@@ -78,7 +78,7 @@ class RowSchema:
         """Raises UserError for a table without a column of prompts, or that data.columns names and no table has."""
         for table in filter(len, tables):
             if _first_found(self._theirs["prompt"], table.columns) is None:
-                raise UserError(self._not_understood(f"{self._option}: {table.path}", "prompt", table.columns))
+                raise self._not_understood(f"{self._option}: {table.path}", "prompt", table.columns)
         every = sorted({column for table in tables for column in table.columns})
         for ours, theirs in self._config.columns.items() if self._option == "data.train_files" else ():
             for name in self._theirs[ours]:
@@ -88,9 +88,9 @@ class RowSchema:
                         f"{', '.join(every)}"
                     )
 
-    def _not_understood(self, where: str, ours: str, columns: Collection[str]) -> str:
+    def _not_understood(self, where: str, ours: str, columns: Collection[str]) -> UserError:
         theirs = ", ".join(self._theirs[ours]) or ours
-        return (
+        return UserError(
             f"{where}: there is no {ours} (column {theirs!r}); columns found: {', '.join(columns)}. Say which column "
             "is which, as data.columns='{prompt: question, ground_truth: answer}', and data.data_source=NAME where no "
             f"column has the name that picks the reward (trainer/DATA.md). A correct row:\n{json.dumps(EXAMPLE_ROW)}"
@@ -102,17 +102,16 @@ class RowSchema:
         for name in (*_MEDIA_COLUMNS, *table.media):
             if raw.get(name):
                 raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
-        source = self._value("data_source", raw)
+        source, place = self._value("data_source", raw, where)
+        source = self._config.data_source or table.data_source if source is None else source
         if source is None:
-            source = self._config.data_source or table.data_source
-        if source is None:
-            raise UserError(self._not_understood(where, "data_source", table.columns))
+            raise self._not_understood(where, "data_source", table.columns)
         if not isinstance(source, str) or not source or not is_unicode(source):
-            raise _wrong(self._place("data_source", raw, where), source, "a name")
+            raise _wrong(place, source, "a name")
         prompt, answer = self._prompt(raw, where)
         truth = self._reward_model(raw, answer, where)
         if self._needs_ground_truth and "ground_truth" not in truth:
-            raise UserError(self._not_understood(where, "ground_truth", table.columns))
+            raise self._not_understood(where, "ground_truth", table.columns)
         return {
             "data_source": source,
             "prompt": prompt,
@@ -122,17 +121,15 @@ class RowSchema:
             "n": self._answers(raw, where),
         }
 
-    def _place(self, ours: str, raw: dict[str, Any], where: str) -> str:
-        """The column that holds one of ours in this row, for messages."""
-        return f"{where}, column {_first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]!r}"
-
-    def _value(self, ours: str, raw: dict[str, Any]) -> Any:
-        """The first of their values for one of our columns that is not null; a dotted name goes into dicts."""
-        return next((value for name in self._theirs[ours] if (value := _at(raw, name)) is not None), None)
+    def _value(self, ours: str, raw: dict[str, Any], where: str) -> tuple[Any, str]:
+        """The first of their values for one of our columns that is not null, and its column, for messages. A dotted
+        name goes into dicts."""
+        value = next((value for name in self._theirs[ours] if (value := _at(raw, name)) is not None), None)
+        return value, f"{where}, column {_first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]!r}"
 
     def _prompt(self, raw: dict[str, Any], where: str) -> tuple[Chat, str | None]:
         """The messages, and what the assistant says last in a chat of another schema."""
-        value, place = self._value("prompt", raw), self._place("prompt", raw, where)
+        value, place = self._value("prompt", raw, where)
         template, system = self._config.prompt_template, self._config.system_prompt
         if isinstance(value, str) and (self._maps_prompt or template is not None):
             value = [{"role": "user", "content": (template or "{prompt}").replace("{prompt}", value)}]
@@ -152,13 +149,14 @@ class RowSchema:
         found = raw.get("reward_model")
         if found is not None and not isinstance(found, dict):
             raise _wrong(f"{where}, column 'reward_model'", found, f"a dict, as {EXAMPLE_ROW['reward_model']}")
-        found, place = dict(found or {}), self._place("ground_truth", raw, where)
-        if "ground_truth" in self._config.columns or "ground_truth" not in found:
-            mapped = self._value("ground_truth", raw)
-            if mapped is not None:
-                found["ground_truth"] = _plain_answer(mapped)
-            elif answer is not None:
-                found.setdefault("ground_truth", answer)
+        found, (mapped, place) = dict(found or {}), self._value("ground_truth", raw, where)
+        match mapped:
+            case [{"role": "assistant", "content": str(text)}]:  # an answer written as a chat
+                mapped = text
+        if mapped is not None and ("ground_truth" in self._config.columns or "ground_truth" not in found):
+            found["ground_truth"] = mapped
+        elif answer is not None:
+            found.setdefault("ground_truth", answer)
         if "ground_truth" in found and self._regex is not None:
             text = found["ground_truth"]
             matches = list(self._regex.finditer(text)) if isinstance(text, str) else []
@@ -172,26 +170,19 @@ class RowSchema:
     def _extra_info(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(self._config.columns.get("extra_info"), list):
             return {name: _at(raw, name) for name in self._theirs["extra_info"]}
-        value = self._value("extra_info", raw)
+        value, place = self._value("extra_info", raw, where)
         if value is not None and not isinstance(value, dict):
-            many = "or several columns that make one: data.columns.extra_info=[...]"
-            raise _wrong(self._place("extra_info", raw, where), value, f"a dict ({many})")
+            raise _wrong(place, value, "a dict (or several columns that make one: data.columns.extra_info=[...])")
         return value or {}
 
     def _row_tools(self, raw: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-        value, place = self._value("tools", raw), self._place("tools", raw, where)
-        if not value:
-            return self._tools
-        if isinstance(value, str):
-            value = parse_json(value, place, "a list of tool schemas")
-        check_tools(value, f"{place} (data.columns.tools=null leaves it out)")
-        return value
+        value, place = self._value("tools", raw, where)
+        return _tools(value, f"{place} (data.columns.tools=null leaves it out)") if value else self._tools
 
     def _answers(self, raw: dict[str, Any], where: str) -> int | None:
-        value = self._value("n", raw)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            expected = "a number of answers, at least 1; data.columns.n=null leaves the column out"
-            raise _wrong(self._place("n", raw, where), value, expected)
+        value, place = self._value("n", raw, where)
+        if value is not None and (type(value) is not int or value < 1):
+            raise _wrong(place, value, "a number of answers, at least 1; data.columns.n=null leaves the column out")
         return value
 
 
@@ -212,35 +203,25 @@ def check_prompt(prompt: Any, where: str) -> None:
                 raise _wrong(f"{where}, {name} of a message", message[name], "text (without half a surrogate pair)")
 
 
-def check_tools(tools: Any, where: str) -> None:
-    """Raises UserError unless `tools` is a list of schemas."""
+def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
+    """A list of tool schemas, which may be json text. Raises UserError if it is none."""
+    if isinstance(tools, str):
+        tools = parse_json(tools, where, "a list of tool schemas")
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
         raise _wrong(where, tools, f"a list of tool schemas like [{json.dumps(example)}]")
-
-
-def read_tools(path: str) -> list[dict[str, Any]]:
-    """The tool schemas of data.tools_path. Raises UserError for a file that is not a json list of them."""
-    where = f"data.tools_path={path!r}"
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: cannot be read ({error}); expected a json file") from error
-    tools = parse_json(text, where, "a list of tool schemas")
-    check_tools(tools, where)
     return tools
+
+
+def _tools_of_file(path: str) -> list[dict[str, Any]]:
+    try:
+        return _tools(Path(path).expanduser().read_text(encoding="utf-8"), f"data.tools_path={path!r}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.tools_path={path!r}: cannot be read ({error}); expected a json file") from error
 
 
 def _wrong(place: str, found: Any, expected: str) -> UserError:
     return UserError(f"{place}: found {found!r:.200}, expected {expected}")
-
-
-def _plain_answer(value: Any) -> Any:
-    """An answer; of one that is written as a chat of one message, its text."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-        content = value[0].get("content")
-        return content if value[0].get("role") == "assistant" and isinstance(content, str) else value
-    return value
 
 
 def _listed(names: Any) -> list[str]:

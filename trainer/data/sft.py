@@ -7,21 +7,18 @@ asked it, so training and generation see the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.schema import check_prompt
+from trainer.data.schema import Chat, check_prompt
 from trainer.data.sources import read_rows
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-
-Chat = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -157,17 +154,15 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
 
     response_mask is 1 on learnt tokens; P and R are the longest of the batch.
     """
-    width = max(len(example.prompt) for example in examples)
-    length = max(len(example.response) for example in examples)
-    ids = np.full((len(examples), width + length), pad_token_id, dtype=np.int64)
-    attention = np.zeros_like(ids)
-    mask = np.zeros((len(examples), length), dtype=np.int64)
-    for row, example in enumerate(examples):
-        place = slice(width - len(example.prompt), width + len(example.response))
-        ids[row, place] = example.prompt + example.response
-        attention[row, place] = 1
-        mask[row, : len(example.mask)] = example.mask
-    position = np.clip(attention.cumsum(1) - 1, 0, None)
-    columns = {"input_ids": ids, "attention_mask": attention, "position_ids": position, "response_mask": mask}
-    tensors = {name: torch.from_numpy(array) for name, array in columns.items()}
-    return DataProto.from_dict(tensors | {"responses": tensors["input_ids"][:, width:].contiguous()})
+
+    def padded(rows: Iterable[Sequence[int]], value: int, side: str = "right") -> torch.Tensor:
+        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+
+    responses = padded((example.response for example in examples), pad_token_id)
+    ids = torch.cat([padded((example.prompt for example in examples), pad_token_id, "left"), responses], dim=1)
+    is_prompt = padded(([1] * len(example.prompt) for example in examples), 0, "left")
+    attention = torch.cat([is_prompt, padded(([1] * len(example.response) for example in examples), 0)], dim=1)
+    columns = {"input_ids": ids, "attention_mask": attention, "responses": responses}
+    columns["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
+    return DataProto.from_dict(columns | {"response_mask": padded((example.mask for example in examples), 0)})

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import pyarrow.parquet
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import HUB_NAME, DataConfig
 from verl_lite.errors import UserError
-from verl_lite.registry import accepts, takes
+from verl_lite.registry import accepts
 from verl_lite.user_code import load_object
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ SPLITS: dict[str, tuple[str, ...]] = {
 
 _SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(name for names in SPLITS.values() for name in names)})(?![a-z0-9])")
 _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
-_MEDIA_FEATURES = ("Image", "Video", "Audio")
 
 
 class RowTable:
@@ -50,14 +50,15 @@ class RowTable:
         rows: list[dict[str, Any]] | pyarrow.Table | datasets.Dataset,
         data_source: str | None = None,
     ) -> None:
-        self.path, self.data_source, self._rows = path, data_source, rows
-        self.columns: list[str]
+        self.path, self.data_source, self._rows, self.media = path, data_source, rows, list[str]()
         if isinstance(rows, list):  # the types of a column may differ from row to row
             self.columns = sorted({name for row in rows for name in row})
-        else:
-            self.columns = list(rows.column_names)
-        features = getattr(rows, "features", {})
-        self.media = tuple(name for name, feature in features.items() if _is_media(feature))
+            return
+        self.columns = list(rows.column_names)
+        if not isinstance(rows, pyarrow.Table):
+            from datasets.features.features import require_decoding
+
+            self.media = [name for name, feature in rows.features.items() if require_decoding(feature)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -72,14 +73,6 @@ class RowTable:
         else:
             table = rows.with_format("arrow", columns=list(columns))[list(indices)]
         return table.to_pylist(maps_as_pydicts="lossy")
-
-
-def _is_media(feature: Any) -> bool:
-    """Whether a feature, or one inside it, is a picture, video or sound."""
-    if isinstance(feature, dict):
-        return any(map(_is_media, feature.values()))
-    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    return type(feature).__name__ in _MEDIA_FEATURES or (inner is not None and _is_media(inner))
 
 
 def open_sources(
@@ -106,10 +99,9 @@ def read_data_file(path: str, option: str) -> RowTable:
     the file came from, for messages. Raises UserError for a file that is not there, cannot be read, or is of another
     kind."""
     file, where = Path(path).expanduser(), f"{option}={path!r}"
-    if not file.is_file():
-        raise UserError(f"{where}: no such file (looked for {file.absolute()})")
-    if file.suffix not in SUFFIXES:
-        raise UserError(f"{where}: expected a file named .parquet, .json or .jsonl")
+    if not file.is_file() or file.suffix not in SUFFIXES:
+        problem = "expected a file" if file.is_file() else f"no such file (looked for {file.absolute()}); expected one"
+        raise UserError(f"{where}: {problem} named .parquet, .json or .jsonl")
     if file.suffix != ".parquet":
         return RowTable(path, _read_json(file, where))
     try:
@@ -166,11 +158,6 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         return [RowTable(text, _load_prepared(str(place), config, where, wanted))]
     if HUB_NAME.fullmatch(text) and place.suffix not in SUFFIXES:
         return [RowTable(text, _load_prepared(base, config or None, where, wanted), data_source=base)]
-    if not place.is_file():
-        raise UserError(
-            f"{where}: no such file (looked for {Path(text).absolute()}). Give parquet, json or jsonl files, a folder "
-            "of them, or a dataset of the Hugging Face hub as owner/name, owner/name:config or owner/name:config@split"
-        )
     return [read_data_file(text, option)]
 
 
@@ -196,9 +183,8 @@ def _files_of_split(folder: Path, where: str, wanted: Sequence[str]) -> list[Pat
 
 def _choose_split(known: Sequence[str], where: str, wanted: Sequence[str]) -> str:
     """The first of the splits that is there. Raises UserError listing what there is."""
-    for name in wanted:
-        if name in known:
-            return name
+    if found := [name for name in wanted if name in known]:
+        return found[0]
     raise UserError(
         f"{where}: no split called {' or '.join(wanted[:2])}; there are {', '.join(sorted(known)) or 'none'}. Name one "
         "behind an @, as owner/name:config@split"
@@ -252,19 +238,16 @@ def _rows_of_class(
     made = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
     most = config.train_max_samples if split == "train" else config.val_max_samples
     arguments = {"data_files": list(places), "tokenizer": tokenizer, "config": config, "max_samples": most}
-    arguments = {name: value for name, value in arguments.items() if accepts(made, name)}
-    if takes(made, "processor"):
-        arguments["processor"] = None
-    rows = made(**arguments)
+    arguments["processor"] = None
+    rows = made(**{name: value for name, value in arguments.items() if accepts(made, name)})
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UserError(f"data.custom_cls.name={custom.name}: expected a sequence of rows, found {type(rows).__name__}")
     name = f"{custom.name} of {custom.path}"
     found = [rows[index] for index in range(len(rows))]
     for index, row in enumerate(found):
-        if not isinstance(row, dict) or any(type(value).__module__.startswith("torch") for value in row.values()):
+        if not isinstance(row, dict) or any(isinstance(value, torch.Tensor) for value in row.values()):
             raise UserError(
                 f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict of columns without tensors "
-                "(the trainer makes the tokens), such as "
-                '{"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
+                '(tokens are made here): {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
             )
     return RowTable(name, found)

@@ -28,8 +28,6 @@ from verl_lite.errors import UserError
 CACHED_FROM = 5_000
 """Prompts from which tokens are kept on disk: fewer are made in less than two seconds of one core (recipes/LOG.md)."""
 
-_ROWS_AT_ONCE = 1000
-
 logger = logging.getLogger(__name__)
 
 
@@ -58,9 +56,7 @@ def encode_prompts(
     kwargs = dict(config.apply_chat_template_kwargs)
     _check_shown(prompts, tokenizer, config, kwargs)
     if len(prompts) < CACHED_FROM:
-        chunks = [prompts[start : start + _ROWS_AT_ONCE] for start in range(0, len(prompts), _ROWS_AT_ONCE)]
-        encoded = [tokens for chunk in chunks for tokens in _encode(chunk, tokenizer, kwargs)]
-        return [np.array(tokens, dtype=np.int32) for tokens in encoded]
+        return [np.array(tokens, dtype=np.int32) for tokens in _encode(prompts, tokenizer, kwargs)]
     return _encode_with_cache(prompts, tokenizer, kwargs, config.filter_overlong_prompts_workers)
 
 
@@ -77,30 +73,24 @@ def _encode_with_cache(
         "messages": [json.dumps(prompt.messages, default=str) for prompt in prompts],
         "tools": [prompt.tools for prompt in prompts],
     }
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (_identity(tokenizer, kwargs), *columns.values()):
-        digest.update(json.dumps(part).encode())
-    name = digest.hexdigest()
+    content = json.dumps([_identity(tokenizer, kwargs), columns])
+    name = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
     folder = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute() / "tokens"
     texts = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
     rows = datasets.Dataset.from_dict(columns, features=texts)
-    options: dict[str, Any] = {
-        "batched": True,
-        "batch_size": _ROWS_AT_ONCE,
-        "remove_columns": list(columns),
-        "features": datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
-        "new_fingerprint": name,
-    }
+    tokens = datasets.Features({"tokens": datasets.List(datasets.Value("int32"))})
+    options: dict[str, Any] = {"batched": True, "remove_columns": list(columns), "features": tokens}
     datasets.disable_progress_bars()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file, processes = str(folder / f"{name}.arrow"), workers if workers > 1 else None
-        return _arrays(rows.map(encode, cache_file_name=file, num_proc=processes, **options))
+        kept = rows.map(encode, cache_file_name=file, num_proc=processes, new_fingerprint=name, **options)
+        return _arrays(kept)
     except (OSError, pyarrow.ArrowInvalid) as error:  # a damaged file, or a folder that cannot be written
         logger.warning("the tokens of the prompts are not kept in %s (%s): they are made again", folder, error)
         for damaged in folder.glob(f"{name}*") if folder.is_dir() else ():
             damaged.unlink(missing_ok=True)
-        return _arrays(rows.map(encode, keep_in_memory=True, **options))
+        return _arrays(rows.map(encode, keep_in_memory=True, new_fingerprint=name, **options))
 
 
 def _arrays(rows: Any) -> list[np.ndarray]:

@@ -104,7 +104,7 @@ def _run_tests(
     outcomes: list[Outcome] = []
     passed: list[bool] = []
     if isinstance(tests, SnippetTests):
-        options = {"setup": tests.setup, "call": tests.call, "stop_early": stop_early}
+        options: dict[str, Any] = {"setup": tests.setup, "call": tests.call, "stop_early": stop_early}
         outcomes, count = sandbox.run_snippets(code, tests.snippets, total_s=until - time.monotonic(), **options)
         return outcomes, [outcome.value is True for outcome in outcomes], count
     while len(outcomes) < len(tests.outputs) and not (outcomes and time.monotonic() > until):

@@ -292,8 +292,8 @@ def test_a_sampler_decides_what_comes_next_when_it_has_heard_of_the_step(make: C
     ("name", "message"),
     [
         ("Deaf", r"Deaf has update\(batch\) but not both of state_dict\(\) and load_state_dict"),
-        ("Shapeless", "found Shapeless, expected .* with __len__ and __iter__"),
-        ("OtherArguments", r"cannot be called so; expected OtherArguments\(data_source=..., data_config=...\)"),
+        ("Shapeless", "class_name=Shapeless: expected .* with __len__ and __iter__"),
+        ("OtherArguments", r"expected OtherArguments\(data_source=..., data_config=...\)"),
         ("Nobody", "data.sampler.class_name='Nobody': .*found: .*Backwards"),
     ],
 )

@@ -43,7 +43,6 @@ def score(code: str, truth: Any, source: str = "rule/code", **kwargs: Any) -> di
         ("```python\na = 1\n```\nor\n```python\nb = 2\n```\n", "b = 2\n"),
         ("```python\na = 1\n```\nwhich prints\n```\n1\n```", "a = 1\n"),
         ("```Python3\na = 1\n```", "a = 1\n"),
-        ("```python\na = '```'\nb = 2\n```", "a = '```'\nb = 2\n"),
         ("```python\na = 1\nb =", "a = 1\nb ="),  # cut off
         ("```cpp\nint a;\n```", ""),
         ("a = 1", "a = 1"),
@@ -54,7 +53,7 @@ def test_the_code_of_an_answer(answer: str, code: str) -> None:
     assert extract_code(answer) == code
 
 
-@pytest.mark.parametrize("source", ["rule/code", "apps", "taco", "codecontests", "codeforces", "code_mine"])
+@pytest.mark.parametrize("source", ["rule/code", "taco", "code_mine"])
 def test_all_tests_pass_or_it_is_nothing(source: str) -> None:
     assert score(SUM, PAIRS, source) == {
         "score": 1.0, "acc": 1.0, "passed": 1.0, "compiled": 1.0, "timeouts": 0.0, "error": "",
@@ -64,20 +63,13 @@ def test_all_tests_pass_or_it_is_nothing(source: str) -> None:
 
 def test_the_share_that_passes() -> None:
     three = {"inputs": ["1 2", "3 4", "0 3"], "outputs": ["3", "7", "3"]}
-    result = score("print(3)", three, partial=True)
-    assert (result["score"], result["acc"], result["passed"]) == (2 / 3, 0.0, 2 / 3)
-    assert result["error"] == "wrong output"
+    assert score("print(3)", three, partial=True) == {
+        "score": 2 / 3, "acc": 0.0, "passed": 2 / 3, "compiled": 1.0, "timeouts": 0.0, "error": "wrong output",
+    }  # fmt: skip
     assert score("print(3)", three, partial=True, max_tests=1)["score"] == 1.0
     calls = {"inputs": [[1], [2]], "outputs": [1, 4], "fn_name": "f"}
     assert score("def f(x): return x", calls, partial=True)["score"] == 0.5
     assert score("def f(x): return x", ["assert f(1) == 1", "assert f(2) == 4"], partial=True)["score"] == 0.5
-
-
-def test_code_that_is_none() -> None:
-    result = score("print(", PAIRS, partial=True)
-    assert (result["score"], result["compiled"]) == (0.0, 0.0) and "SyntaxError" in result["error"]
-    empty = default_compute_score("rule/code", "I cannot.\n```cpp\nint a;\n```", PAIRS)
-    assert (empty["score"], empty["compiled"]) == (0.0, 0.0)
 
 
 def test_a_loop_without_end_is_wrong_and_counted() -> None:
@@ -136,8 +128,6 @@ def test_a_ground_truth_without_tests_is_an_error_not_a_zero(truth: Any) -> None
         ("1\n2", "1 2", False),
         ("0.3333333", "0.333333333", True),
         ("0.3334", "0.333333333", False),
-        ("1e3", "1000.0", True),
-        ("", "0", False),
     ],
 )
 def test_outputs(printed: str, expected: str, right: bool) -> None:
@@ -149,7 +139,6 @@ def test_outputs(printed: str, expected: str, right: bool) -> None:
     [
         ((1, [2]), [1, [2]], True),
         (3, [3], True),
-        ([3], [[3]], True),
         ({1: (2,)}, {"1": [2]}, True),
         (0.1 + 0.2, 0.3, True),
         (3.1, 3, False),
@@ -157,8 +146,6 @@ def test_outputs(printed: str, expected: str, right: bool) -> None:
         ({1, 2}, [1, 2], False),
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]], True),
         (10**400, 1.5, False),
-        (1 << 99_999, 1, False),
-        (10**400, 10**400, True),
         (Decimal("sNaN"), 1.5, False),
         (Fraction(1, 2), 0.5, True),
         (Fraction(10**400), 1.5, False),
@@ -179,17 +166,6 @@ def test_a_forged_value_is_wrong_and_costs_nothing(forged: Any) -> None:
     started = time.monotonic()
     assert not is_right_value(forged, 1.5) and not is_right_value([forged], [[1.5]])
     assert time.monotonic() - started < 1
-
-
-@pytest.mark.parametrize(
-    "program",
-    ["import numpy\ndef f(x): return numpy.array([x, 1])", "def f(x): return 10**400",
-     "from decimal import Decimal\ndef f(x): return Decimal('sNaN')", "def f(x): return f", "def f(x): return [f]",
-     "import os\ndef f(x): os.write(4, b'{\"value\": {\"Fraction\": \"1e99999999\"}}\\n')"],
-)  # fmt: skip
-def test_what_a_function_returns_raises_nothing_here(program: str) -> None:
-    truth = {"inputs": [[0], [1]], "outputs": [1.5, [1, 1]], "fn_name": "f"}
-    assert score(program, truth, partial=True)["passed"] == (0.5 if "numpy" in program else 0.0)
 
 
 def test_it_runs_in_reward_processes_and_leaves_nothing_behind() -> None:

@@ -246,15 +246,6 @@ def test_the_outcome_gives_acc_and_pred_and_names_never_clash() -> None:
     assert third.extra["other"] == 3.0 and "pred" not in third.extra and third.extra["a.acc"] == 0.25
 
 
-def test_parts_that_await_do_so_together_and_many_samples_at_once(mine: str) -> None:
-    scorer = load({"judge": {"path": mine, "name": "judge"}, "again": {"path": mine, "name": "judge"}, "format": {}})
-
-    async def all_of_them() -> list[RewardResult]:
-        return list(await asyncio.gather(*(scorer.score(item) for item in items(*["x"] * 200))))
-
-    assert scorer.style == "async" and scores(asyncio.run(all_of_them())) == [1.0] * 200
-
-
 def test_parts_in_lists_and_one_by_one_beside_each_other(mine: str) -> None:
     scorer = load(
         {
