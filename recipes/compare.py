@@ -5,9 +5,9 @@ a picture.
     python -m recipes.compare --recipes grpo rloo --seeds 5 --steps 80 --jobs 4
     python -m recipes.compare --write                # and puts table and pictures into recipes/
 
-Each run is a `trainer.main_ppo` of its own, in this process's environment: inline, one thread, the Hugging Face engine.
-What is finished is kept with the settings that it was made with, and is not run again; a run that was interrupted, by
-kill -9 too, begins anew. A run that fails is reported and does not end the others; the next call tries it again.
+Each run is a `trainer.main_ppo` of its own: inline, one thread, the Hugging Face engine. What is finished is kept until
+its settings change; a run that was interrupted, by kill -9 too, begins anew. A run that fails is reported and does not
+end the others; the next call tries it again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 from recipes import common_task
 from recipes.comparison_report import Point, RunResult, report
 from trainer.cli import command
+from trainer.final_report import validation_means
+from trainer.recipe import recipe_overrides
+from trainer.resume import flat_config
+from trainer.tracking import read_metrics
+from verl_lite.config import PPOConfig, load_config
+from verl_lite.errors import UserError
 from workers.pool.child import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,28 +101,15 @@ class Run:
     def fingerprint(self) -> str:
         """A short name for the settings that are not defaults, those of the recipe included. Raises UserError if they
         are not accepted."""
-        from trainer.recipe import recipe_overrides
-        from trainer.resume import flat_config
-        from verl_lite.config import PPOConfig, load_config
-
         usual = flat_config(PPOConfig())
         found = flat_config(load_config(self.arguments, recipe_loader=recipe_overrides).config)
         chosen = {key: value for key, value in found.items() if value != usual[key] and key not in _EACH_ITS_OWN}
         return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
-    @property
-    def file(self) -> Path:
-        """What says that the run is finished, and with what."""
-        return self.folder / "result.json"
-
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status: 1 if a run failed. Raises UserError if another comparison writes there."""
-    from trainer.recipe import recipe_overrides
-    from verl_lite.config import load_config
-    from verl_lite.errors import UserError
-
     names = [algorithm.name for algorithm in ALGORITHMS]
     parser = argparse.ArgumentParser(prog="python -m recipes.compare", description="Algorithms on one task and budget.")
     parser.add_argument("--recipes", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
@@ -141,30 +135,28 @@ def main(argv: list[str]) -> int:
         ]
         # the model that all runs begin with, before several want it at once
         common_task.prepare(load_config(["recipe=grpo"], recipe_loader=recipe_overrides).config)
-        found = list(results_of(runs, options.jobs))
+        found = results_of(runs, options.jobs)
     failures = [each for each in found if isinstance(each, str)]
     results = [each for each in found if isinstance(each, RunResult)]
     report(results, [algorithm.name for algorithm in chosen], failures, options.to, write=options.write)
     return 1 if failures else 0
 
 
-def results_of(runs: Sequence[Run], jobs: int) -> Iterator[RunResult | str]:
+def results_of(runs: Sequence[Run], jobs: int) -> list[RunResult | str]:
     """What is kept or measured now, `jobs` runs at a time; of a run that failed a sentence. Without jobs what is not
     kept is left out."""
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        yield from filter(None, pool.map(partial(result_of, starts=jobs > 0), runs))
+        return list(filter(None, pool.map(partial(result_of, starts=jobs > 0), runs)))
 
 
 def result_of(run: Run, *, starts: bool) -> RunResult | str | None:
     """What was measured, where the run is finished with these settings; else it is run, and filed when it is whole."""
-    from verl_lite.errors import UserError
-
-    who = f"{run.algorithm.name}, seed {run.seed}"
+    who, file, log = f"{run.algorithm.name}, seed {run.seed}", run.folder / "result.json", run.folder / "output.log"
     try:
         fingerprint = run.fingerprint()
     except UserError as error:
         return f"{who}: {error}"
-    saved = json.loads(run.file.read_text()) if run.file.exists() else {}
+    saved = json.loads(file.read_text()) if file.exists() else {}
     if saved.get("fingerprint") != fingerprint:
         if not starts:
             return None
@@ -172,17 +164,15 @@ def result_of(run: Run, *, starts: bool) -> RunResult | str | None:
         run.folder.mkdir(parents=True)
         print(f"{time.strftime('%H:%M:%S')} {who}", flush=True)
         _, status, usage = os.wait4(start(run).pid, 0)
-        log = run.folder / "output.log"
         if status != 0:
             last = ["no output", *filter(None, map(str.strip, log.read_text(errors="replace").splitlines()))][-1]
             return f"{who}: ended with status {os.waitstatus_to_exitcode(status)}: {last} ({log})"
-        points = read_points(run.folder / "run" / "metrics.jsonl", run.algorithm.answers)
         saved = {"fingerprint": fingerprint, "cpu_s": usage.ru_utime + usage.ru_stime}
-        saved["points"] = [asdict(point) for point in points]
-        building = run.file.with_suffix(".building")
-        building.write_text(json.dumps(saved, indent=1))
-        building.replace(run.file)
-    return RunResult(run.algorithm.name, run.seed, saved["cpu_s"], [Point(**point) for point in saved["points"]])
+        building = file.with_suffix(".building")
+        building.write_text(json.dumps(saved))
+        building.replace(file)
+    points = read_points(run.folder / "run" / "metrics.jsonl", run.algorithm.answers)
+    return RunResult(run.algorithm.name, run.seed, saved["cpu_s"], points)
 
 
 def start(run: Run) -> subprocess.Popen[bytes]:
@@ -202,19 +192,14 @@ def start(run: Run) -> subprocess.Popen[bytes]:
 
 def read_points(metrics: Path, answers: int) -> list[Point]:
     """The validations of a run. answers: to each question, where dynamic sampling asked more of them than it kept."""
-    from trainer.final_report import validation_means
-    from trainer.tracking import read_metrics
-
     points, sampled_so_far = [], 0.0
     for step, row in read_metrics(metrics).items():
         if step > 0:
             asked = row.get("groups/generated")
             sampled_so_far += common_task.SAMPLES if asked is None else asked * answers
-        means = validation_means(row)
-        if means:
-            greedy = [mean.value for mean in means if mean.greedy]
-            sampled = [mean.value for mean in means if not mean.greedy]
-            points.append(Point(step, sampled_so_far, sum(sampled) / len(sampled), sum(greedy) / len(greedy)))
+        if means := validation_means(row):
+            sampled, greedy = (mean(each.value for each in means if each.greedy is way) for way in (False, True))
+            points.append(Point(sampled_so_far, sampled, greedy))
     return points
 
 

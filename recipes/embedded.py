@@ -1,18 +1,19 @@
 """What recipes that bring their own model share: a small Qwen2, its supervised warm start, and the cache for both.
 
 A recipe's files are made once and kept under VERL_LITE_CACHE (or ~/.cache/verl_lite), in a folder named after the
-content of the code that decides them: a change there makes a new folder, a change of other settings does not. A folder
-is there whole or not at all, whoever is interrupted, and however many runs begin at once.
+content of the code that decides them. It is there whole or not at all, whoever is interrupted, and however many runs
+begin at once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -94,8 +95,7 @@ class Start:
 
     def write_random_model(self, folder: Path) -> None:
         """The model before its warm start, and its tokenizer."""
-        sizes = {"layers": self.layers, "hidden": self.hidden, "intermediate": 4 * self.hidden}
-        write_qwen2(folder, byte_tokenizer(self.words), self.seed, **sizes)
+        write_qwen2(folder, byte_tokenizer(self.words), self.seed, layers=self.layers, hidden=self.hidden)
 
 
 def cache_folder(name: str, files: Sequence[Path], sizes: str = "") -> Path:
@@ -158,14 +158,7 @@ def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
 
 
 def write_qwen2(
-    folder: Path,
-    tokenizer: Qwen2Tokenizer,
-    seed: int,
-    *,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    max_length: int = 512,
+    folder: Path, tokenizer: Qwen2Tokenizer, seed: int, *, layers: int, hidden: int, widening: int = 4
 ) -> None:
     """Writes config, random fp32 weights, generation config and tokenizer into `folder`: an ordinary Hugging Face
     folder, so it loads through the code that loads any model. Same seed, same bytes."""
@@ -177,16 +170,16 @@ def write_qwen2(
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
-        intermediate_size=intermediate,
+        intermediate_size=widening * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // HEAD_DIMENSIONS,
         num_key_value_heads=hidden // HEAD_DIMENSIONS,
-        max_position_embeddings=max_length,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
         bos_token_id=None,
         dtype="float32",
         architectures=["Qwen2ForCausalLM"],
+        max_position_embeddings=512,
         **special,
     )
     with torch.random.fork_rng(devices=[]):
@@ -201,42 +194,43 @@ def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: in
     """From folder/random and folder/demonstrations.parquet to folder/model, by `steps` optimizer steps of `rows`
     conversations of at most `max_length` tokens."""
     from trainer.supervised.sft import SFTJob
-    from verl_lite.config import SFTConfig, SFTDataConfig
+    from verl_lite.config import SFTConfig
 
     print(f"{name}: supervised warm start, so that rewards are not all zero at first", flush=True)
-    files = [str(folder / "demonstrations.parquet")]
-    config = SFTConfig(
-        data=SFTDataConfig(train_files=files, train_batch_size=rows, max_length=max_length),
-        **small_training(folder, folder / "random", lr, total_training_steps=steps, log_freq=50),
-    )
-    train_small(SFTJob, config, folder, f"{name}: warm start")
+    settings = {
+        "data.train_files": [str(folder / "demonstrations.parquet")],
+        "data.train_batch_size": rows,
+        "data.max_length": max_length,
+        "model.path": str(folder / "random"),
+        "optim.lr": lr,
+        "trainer.total_training_steps": steps,
+        "trainer.log_freq": 50,
+    }
+    train_small(SFTJob, SFTConfig, folder, f"{name}: warm start", settings)
     shutil.rmtree(folder / "random")
 
 
-def train_small(job: Any, config: Any, folder: Path, what: str) -> None:
-    """Runs a supervised training inside this process, and moves its model to folder/model."""
-    from trainer.supervised.loop import train_within
+def train_small(job: Any, options: Any, folder: Path, what: str, settings: Mapping[str, object]) -> None:
+    """Trains a model this small under supervision, inside this process, and moves it to folder/model.
 
+    job, options: the kind of training and the class of its options. settings: by dotted key, beside what suits all.
+    """
+    from trainer.supervised.loop import train_within
+    from verl_lite.config import load_schema
+
+    usual = {
+        "model.enable_gradient_checkpointing": False,
+        "optim.betas": [0.9, 0.99],
+        "optim.lr_warmup_steps": 10,
+        "optim.lr_scheduler_type": "cosine",
+        "optim.min_lr_ratio": 0.1,
+        "fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
+        "fsdp_config.reshard_after_forward": False,
+        "trainer.default_local_dir": str(folder / "training"),
+        "trainer.logger": ["console", "jsonl"],
+        "trainer.save_freq": 0,
+        "trainer.device": "cpu",
+    }
+    config = load_schema([f"{key}={json.dumps(value)}" for key, value in {**usual, **settings}.items()], options).config
     trained, _ = train_within(job, config, lambda line: print(f"{what}, {line}", flush=True))
     shutil.move(trained, folder / "model")
-
-
-def small_training(folder: Path, model: Path, lr: float, **trainer: Any) -> dict[str, Any]:
-    """The sections model, optim, fsdp_config and trainer of a supervised training of a model this small, which writes
-    folder/training. trainer: further options of that section."""
-    from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig, SFTTrainerConfig, WrapPolicyConfig
-
-    return {
-        "model": ModelConfig(path=str(model), enable_gradient_checkpointing=False),
-        "optim": OptimConfig(
-            lr=lr, betas=[0.9, 0.99], lr_warmup_steps=10, lr_scheduler_type="cosine", min_lr_ratio=0.1
-        ),
-        "fsdp_config": FSDPConfig(wrap_policy=WrapPolicyConfig(min_num_params=ONE_GROUP), reshard_after_forward=False),
-        "trainer": SFTTrainerConfig(
-            default_local_dir=str(folder / "training"),
-            logger=["console", "jsonl"],
-            save_freq=0,
-            device="cpu",
-            **trainer,
-        ),
-    }

@@ -22,7 +22,6 @@ def grid_tokenizer() -> Qwen2Tokenizer:
     return byte_tokenizer(WORDS)
 
 
-def write_model(folder: Path, seed: int, *, layers: int = 4, hidden: int = 128, max_length: int = 512) -> None:
+def write_model(folder: Path, seed: int, *, layers: int = 4, hidden: int = 128) -> None:
     """Writes the model and its tokenizer into `folder`. Same seed, same bytes."""
-    shape = {"layers": layers, "hidden": hidden, "intermediate": 3 * hidden, "max_length": max_length}
-    write_qwen2(folder, grid_tokenizer(), seed, **shape)
+    write_qwen2(folder, grid_tokenizer(), seed, layers=layers, hidden=hidden, widening=3)

@@ -61,23 +61,21 @@ def build(folder: Path) -> None:
     """Writes pairs.parquet, held_out_pairs.parquet and model/, the reward model, into `folder`."""
     from recipes.reward_model.pairs import write_pairs
     from trainer.supervised.reward_training import RewardTrainingJob
-    from verl_lite.config import NetworkConfig, PreferenceDataConfig, RewardLossConfig, RewardTrainingConfig
+    from verl_lite.config import RewardTrainingConfig
 
     start = quickstart.START.folder
     write_pairs(start / "data", folder, PAIRS_SEED)
     print(f"{NAME}: training the reward model from pairs of answers", flush=True)
-    training = embedded.small_training(
-        folder, start / "model", lr=1e-3, total_epochs=EPOCHS, log_freq=64, val_before_train=False
-    )
-    model = NetworkConfig(path=str(start / "model"), enable_gradient_checkpointing=False)
-    config = RewardTrainingConfig(
-        data=PreferenceDataConfig(
-            train_files=[str(folder / "pairs.parquet")],
-            val_files=[str(folder / "held_out_pairs.parquet")],
-            train_batch_size=PAIRS_PER_STEP,
-            max_length=LONGEST_TEXT,
-        ),
-        loss=RewardLossConfig(center_rewards_coefficient=0.01),
-        **training | {"model": model},
-    )
-    embedded.train_small(RewardTrainingJob, config, folder, f"{NAME}: reward model")
+    settings = {
+        "data.train_files": [str(folder / "pairs.parquet")],
+        "data.val_files": [str(folder / "held_out_pairs.parquet")],
+        "data.train_batch_size": PAIRS_PER_STEP,
+        "data.max_length": LONGEST_TEXT,
+        "model.path": str(start / "model"),
+        "loss.center_rewards_coefficient": 0.01,
+        "optim.lr": 1e-3,
+        "trainer.total_epochs": EPOCHS,
+        "trainer.log_freq": 64,
+        "trainer.val_before_train": False,
+    }
+    embedded.train_small(RewardTrainingJob, RewardTrainingConfig, folder, f"{NAME}: reward model", settings)

@@ -13,7 +13,7 @@ import pytest
 
 from recipes import common_task, compare, comparison_report
 from recipes.compare import ALGORITHMS, Run, read_points, results_of
-from recipes.comparison_report import BEGIN, END, Interval, Point, RunResult, interval, markdown
+from recipes.comparison_report import BEGIN, END, Interval, Point, RunResult, intervals, markdown
 from trainer.recipe import recipe_overrides
 from verl_lite.config import load_config
 
@@ -25,7 +25,7 @@ def run_of(name: str, folder: Path, seed: int = 1) -> Run:
 
 
 def outcome(name: str, seed: int, *sampled: float) -> RunResult:
-    points = [Point(step, 512.0 * step, value, value + 0.1) for step, value in enumerate((0.3, *sampled))]
+    points = [Point(512.0 * step, value, value + 0.1) for step, value in enumerate((0.3, *sampled))]
     return RunResult(name, seed, 50.0 + seed, points)
 
 
@@ -34,12 +34,17 @@ def outcome(name: str, seed: int, *sampled: float) -> RunResult:
 
 def test_an_interval_by_hand() -> None:
     # deviations from the group means: -1, 1 and -2, 0, 2: squares 10, of 1 + 2 degrees of freedom; t is 3.182
-    found = interval([4.0, 6.0], [[4.0, 6.0], [1.0, 3.0, 5.0]])
-    assert found.mean == 5 and found.half == pytest.approx(3.182 * (10 / 3 / 2) ** 0.5, rel=3e-3)
-    assert interval([4.0], [[4.0], [1.0]]) == Interval(4.0, None)  # no spread is known
-    assert str(found) == "5.000 ± 4.104" and str(Interval(0.5, None)) == "0.500"
+    runs = [RunResult("a", seed, value, []) for seed, value in enumerate((4.0, 6.0))]
+    runs += [RunResult("b", seed, value, []) for seed, value in enumerate((1.0, 3.0, 5.0))]
+    found = intervals(runs, lambda run: run.cpu_s)
+    assert list(found) == ["a", "b"] and found["a"].mean == 5
+    assert (
+        found["a"].half == pytest.approx(3.182 * (10 / 3 / 2) ** 0.5, rel=3e-3) and str(found["a"]) == "5.000 ± 4.104"
+    )
+    alone = intervals([runs[0], runs[2]], lambda run: run.cpu_s)
+    assert str(alone["a"]) == "4.000", "no spread is known"
     assert Interval(0.6, 0.04).is_above(Interval(0.5, 0.05)) and not Interval(0.6, 0.05).is_above(Interval(0.5, 0.06))
-    assert not Interval(0.9, None).is_above(Interval(0.1, 0.01))
+    assert not alone["a"].is_above(alone["b"])
 
 
 def test_the_table_says_who_is_better_and_of_whom_nothing_is_known() -> None:
@@ -101,8 +106,8 @@ def test_samples_that_dynamic_sampling_asked_for_count_too(tmp_path: Path) -> No
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_points(tmp_path / "metrics.jsonl", answers=8) == [
-        Point(0, 0.0, 0.625, 0.8),
-        Point(2, 8 * 164.0, 0.625, 0.8),
+        Point(0.0, 0.625, 0.8),
+        Point(8 * 164.0, 0.625, 0.8),
     ]
 
 
@@ -131,7 +136,7 @@ def outcomes_by_name(runs: list[Run]) -> dict[str, Any]:
 
 def test_a_run_that_fails_is_reported_and_ends_nothing(programs: dict[str, str], tmp_path: Path) -> None:
     found = outcomes_by_name([run_of(name, tmp_path) for name in ("remax", "grpo", "rloo")])
-    assert found["grpo"].points == [Point(0, 0.0, 0.625, 0.8)] and found["grpo"].cpu_s > 0
+    assert found["grpo"].points == [Point(0.0, 0.625, 0.8)] and found["grpo"].cpu_s > 0
     assert "remax, seed 1: ended with status 1: out of luck" in str(found["remax"]) and "output.log" in str(
         found["remax"]
     )
@@ -140,18 +145,18 @@ def test_a_run_that_fails_is_reported_and_ends_nothing(programs: dict[str, str],
 
 def test_what_is_finished_is_kept_until_its_settings_change(programs: dict[str, str], tmp_path: Path) -> None:
     runs = [run_of(name, tmp_path) for name in ("grpo", "rloo")]
-    assert list(results_of(runs, jobs=0)) == []  # nothing is there, and nothing is started
+    assert results_of(runs, jobs=0) == []  # nothing is there, and nothing is started
     before = outcomes_by_name(runs)
-    assert list(results_of(runs, jobs=0)) == [before["grpo"], before["rloo"]]  # whichever ended first
+    assert results_of(runs, jobs=0) == [before["grpo"], before["rloo"]]  # whichever ended first
     programs["rloo"] = "raise SystemExit('ran again')"  # its settings changed with it
     after = outcomes_by_name(runs)
     assert after["grpo"] == before["grpo"]
     assert "ran again" in str(after["rloo"])
     # killed before its end: there is no result.json, and what lies there does not count
-    (runs[0].file).unlink()
+    (runs[0].folder / "result.json").unlink()
     programs["grpo"] += "; print('again')"
     outcomes_by_name(runs[:1])
-    assert "again" in (runs[0].folder / "output.log").read_text() and runs[0].file.exists()
+    assert "again" in (runs[0].folder / "output.log").read_text()
 
 
 def test_two_comparisons_do_not_write_to_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
