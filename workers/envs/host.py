@@ -73,7 +73,7 @@ class EnvHost:
     modules: imported first, for the environments that they register.
     """
 
-    info, is_async = None, False
+    info, is_serial, thread = None, False, None
 
     def __init__(self, templates: Mapping[str, EnvTemplate], modules: tuple[str, ...] = ()) -> None:
         import_modules(modules)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import mmap
 import socket
 import struct
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -110,12 +109,11 @@ class Page:
         self._page = mmap.mmap(fd, threads * _SLOT.size)
         self.close = self._page.close
 
-    def note(self, slot: int, session: int) -> None:
-        """The calling thread runs this session's code from now on, CONTROL = nobody's. In one piece (`pack_into` would
-        fill the place with zeros first), and the time first: a reader in between sees an earlier session that has just
-        begun."""
+    def note(self, slot: int, session: int, thread: int) -> None:
+        """The thread runs this session's code from now on, CONTROL = nobody's. In one piece (`pack_into` would fill the
+        place with zeros first), and the time first: a reader in between sees an earlier session that has just begun."""
         place = slot * _SLOT.size
-        self._page[place : place + _SLOT.size] = _SLOT.pack(time.monotonic(), session, threading.get_ident())
+        self._page[place : place + _SLOT.size] = _SLOT.pack(time.monotonic(), session, thread)
 
     def running(self) -> list[Running]:
         """All calls under way."""

@@ -1,12 +1,9 @@
-"""The inside of a supervised process: takes calls from its pool, runs them in threads or all at once in an event loop,
-and sends what they came to. Started by `workers.pool.process` as a bare interpreter: it imports neither torch nor the
-caller's main module.
+"""The inside of a supervised process: takes calls from its pool, runs them in threads, and sends what they came to.
+Started by `workers.pool.process` as a bare interpreter: it imports neither torch nor the caller's main module.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import ctypes
 import faulthandler
 import os
@@ -17,11 +14,10 @@ import sys
 import threading
 import time
 import traceback
-import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from verl_lite.errors import UserError
 from workers.pool.channel import CONTROL, Page, Reply, packed, unpacked
@@ -32,26 +28,24 @@ STACK_SIGNAL = signal.SIGUSR1
 _REPLY_BYTES_MAX = 64 << 20
 _TRACEBACK_CHARS = 8000
 _PONG_AFTER_S = 0.2
-_CANCEL_S = 1.0
 _SWITCH_INTERVAL_S = 0.001
 _PR_SET_PDEATHSIG = 1
 
-_session: contextvars.ContextVar[int] = contextvars.ContextVar("session", default=CONTROL)
-"""The session in whose task the code runs; tasks that it starts inherit it."""
 
-Deliver = Callable[[Reply], None]
-Note = Callable[[int, int], None]
-"""Told whenever a thread, by its number, begins with the code of a session, or is through with it (CONTROL)."""
+class Overdue(Exception):
+    """A handler ended a call because it took too long; says what it did to it."""
 
 
 class Handler(Protocol):
     """The work of a process.
 
-    info: told to the pool when the process is ready. is_async: `run` gives coroutines, which run at the same time.
+    info: told to the pool when the process is ready. is_serial: it takes one call at a time. thread: runs the code of
+    all calls, by `threading.get_ident`; None = each call's own.
     """
 
     info: Any
-    is_async: bool
+    is_serial: bool
+    thread: int | None
 
     def run(self, session: int, payload: Any) -> Any:
         """A call; its value is pickled, and what it raises is the reply's error."""
@@ -62,7 +56,7 @@ class Handler(Protocol):
         ...
 
 
-def main(socket_fd: int, page_fd: int, stacks_fd: int, parent_pid: int, threads: int, timeout_s: float) -> None:
+def main(socket_fd: int, page_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     """Serves until the pool closes its end. The first message is pickled, and gives the `Handler` when it is called."""
     die_with_parent(parent_pid)
     faulthandler.enable(stacks_fd)
@@ -70,152 +64,79 @@ def main(socket_fd: int, page_fd: int, stacks_fd: int, parent_pid: int, threads:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-    connection, page, pid, sending = Connection(socket_fd), Page(page_fd, threads), os.getpid(), threading.Lock()
+    connection, pid = Connection(socket_fd), os.getpid()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
     os.register_at_fork(after_in_child=connection.close)  # the pool must not take the child for this process
+    child = Child(connection, Page(page_fd, threads))
+    try:
+        handler: Handler = pickle.loads(unpacked(connection.recv_bytes())[1])()
+    except BaseException:  # the user's modules may raise anything; the pool reports it
+        return child.deliver(Reply(CONTROL, error=traceback.format_exc()))
+    child.serve(handler, 1 if handler.is_serial else threads)
 
-    def note(slot: int, session: int) -> None:
-        if os.getpid() != pid:  # a fork inside untrusted code came back, and only one may go on
-            os._exit(1)
-        page.note(slot, session)
 
-    def deliver(reply: Reply) -> None:
+def perform(session: int, work: Callable[[], Any]) -> Reply:
+    """Runs a call here and now. Nothing is raised."""
+    started, value, error, is_timeout = time.monotonic(), None, None, False
+    try:
+        value = work()
+    except (UserError, Overdue) as raised:
+        error, is_timeout = str(raised), isinstance(raised, Overdue)
+    except BaseException:  # the one door to untrusted code, which may even raise SystemExit
+        error = traceback.format_exc()[-_TRACEBACK_CHARS:]
+    return Reply(session, value, time.monotonic() - started, error, is_timeout)
+
+
+class Child:
+    """Runs the calls that come, each in a thread. The first thread is the main thread, in which user code may use
+    signals; more start with the calls."""
+
+    def __init__(self, connection: Connection, page: Page) -> None:
+        self._connection, self._page = connection, page
+        self._pid, self._sending = os.getpid(), threading.Lock()
+        self._calls: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+    def serve(self, handler: Handler, threads: int) -> None:
+        """Serves until the pool closes its end."""
+        self.deliver(Reply(CONTROL, handler.info))
+        threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True).start()
+        self._work(handler, 0)
+
+    def deliver(self, reply: Reply) -> None:
+        """Sends it to the pool; from any thread."""
         message = packed(reply.session, _pickled(reply))
-        with sending:
-            connection.send_bytes(message)
+        with self._sending:
+            self._connection.send_bytes(message)
 
-    def read() -> None:
+    def _read(self, handler: Handler, threads: int) -> None:
+        slots = iter(range(1, threads))
         try:
             while True:
-                number, message = unpacked(connection.recv_bytes())
+                number, message = unpacked(self._connection.recv_bytes())
                 if number == CONTROL:
                     time.sleep(_PONG_AFTER_S)  # those that were held up by another, which just ended, end now too
-                    deliver(Reply(CONTROL))
-                elif message:
-                    runner.submit(number, pickle.loads(message))
-                else:
+                    self.deliver(Reply(CONTROL))
+                elif not message:
                     handler.end(number)
+                else:
+                    self._calls.put((number, pickle.loads(message)))
+                    if (slot := next(slots, None)) is not None:
+                        threading.Thread(target=self._work, args=(handler, slot), daemon=True).start()
         except EOFError:
             os._exit(0)  # the pool is gone; what still runs is nobody's
         except BaseException:  # user code closed the connection, or what came cannot be read
             os._exit(1)
 
-    try:
-        handler: Handler = pickle.loads(unpacked(connection.recv_bytes())[1])()
-    except BaseException:  # the user's modules may raise anything; the pool reports it
-        return deliver(Reply(CONTROL, error=traceback.format_exc()))
-    runner: ThreadRunner | LoopRunner
-    if handler.is_async:
-        runner = LoopRunner(handler, timeout_s, deliver, note)
-    else:
-        runner = ThreadRunner(handler, threads, deliver, note)
-    deliver(Reply(CONTROL, handler.info))
-    threading.Thread(target=read, name="pool-reader", daemon=True).start()
-    runner.serve()
-
-
-def perform(session: int, work: Callable[[], Any]) -> Reply:
-    """Runs a call here and now. Nothing is raised."""
-    started, value, error = time.monotonic(), None, None
-    try:
-        value = work()
-    except UserError as raised:
-        error = str(raised)
-    except BaseException:  # the one door to untrusted code, which may even raise SystemExit
-        error = traceback.format_exc()[-_TRACEBACK_CHARS:]
-    return Reply(session, value, time.monotonic() - started, error)
-
-
-class ThreadRunner:
-    """Runs calls in at most `threads` threads; the first of them is the caller of `serve`, the main thread, in which
-    user code may use signals."""
-
-    def __init__(self, handler: Handler, threads: int, deliver: Deliver, note: Note) -> None:
-        self._handler, self._deliver, self._note = handler, deliver, note
-        self._queue: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._slots = iter(range(1, threads))  # of threads that are not started yet
-
-    def submit(self, session: int, payload: Any) -> None:
-        """Queues a call and returns at once."""
-        self._queue.put((session, payload))
-        if (slot := next(self._slots, None)) is not None:
-            threading.Thread(target=self.serve, args=(slot,), daemon=True).start()
-
-    def serve(self, slot: int = 0) -> None:
-        """Runs calls for ever."""
+    def _work(self, handler: Handler, slot: int) -> None:
+        own = threading.get_ident()
         while True:
-            session, payload = self._queue.get()
-            self._note(slot, session)
-            reply = perform(session, partial(self._handler.run, session, payload))
-            self._note(slot, CONTROL)
-            self._deliver(reply)
-
-
-class LoopRunner:
-    """Runs calls at once, in the event loop of the caller of `serve`.
-
-    Each has `timeout_s` from its beginning; then it is cancelled and the others go on. One that blocks the loop instead
-    of awaiting is told apart: before each step of a task `note` gets the session that the task belongs to.
-    """
-
-    def __init__(self, handler: Handler, timeout_s: float, deliver: Deliver, note: Note) -> None:
-        self._handler, self._timeout_s, self._deliver, self._note = handler, timeout_s, deliver, note
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_task_factory(
-            lambda loop, work, **more: asyncio.Task(self._watched(cast(Any, work)), loop=loop, **more)
-        )
-
-    def submit(self, session: int, payload: Any) -> None:
-        """Starts a call, from any thread."""
-        self._loop.call_soon_threadsafe(self._begin, session, payload)
-
-    def serve(self) -> None:
-        """Runs calls for ever."""
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def _begin(self, session: int, payload: Any) -> None:
-        context = contextvars.copy_context()
-        context.run(_session.set, session)
-        task = self._loop.create_task(self._perform(session, payload), context=context)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _perform(self, session: int, payload: Any) -> None:
-        work = self._loop.create_task(self._handler.run(session, payload))
-        done, pending = await asyncio.wait({work}, timeout=self._timeout_s)
-        if done:
-            return self._deliver(perform(session, work.result))
-        work.cancel()
-        _, pending = await asyncio.wait({work}, timeout=_CANCEL_S)
-        self._deliver(Reply(session, error="it was cancelled", is_timeout=True))
-        if pending:
-            os._exit(1)  # it ignores its cancellation: what it holds ends with the process, and the others begin anew
-
-    async def _watched(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return await _steps(coroutine, self._note, _session.get())
-
-
-@types.coroutine
-def _steps(coroutine: Coroutine[Any, Any, Any], note: Note, session: int) -> Generator[Any, None, Any]:
-    """Runs a coroutine as `await` does, and notes its session while it runs, and nobody while it waits."""
-    step: Callable[[], Any] = partial(coroutine.send, None)
-    while True:
-        note(0, session)
-        try:
-            waits_for = step()
-        except StopIteration as end:
-            return end.value
-        except (SystemExit, KeyboardInterrupt) as end:  # of this task alone, not of the loop
-            raise RuntimeError(f"{type(end).__name__}: {end}") from end
-        finally:
-            note(0, CONTROL)
-        step = partial(coroutine.send, None)
-        try:
-            yield waits_for
-        except BaseException as error:  # a cancellation, which is the coroutine's to handle
-            step = partial(coroutine.throw, error)
+            session, payload = self._calls.get()
+            self._page.note(slot, session, handler.thread or own)
+            reply = perform(session, partial(handler.run, session, payload))
+            if os.getpid() != self._pid:  # a fork inside untrusted code came back, and only one may go on
+                os._exit(1)
+            self._page.note(slot, CONTROL, own)
+            self.deliver(reply)
 
 
 def _pickled(reply: Reply) -> bytes:

@@ -177,7 +177,7 @@ class ProcessPool:
             taken = {process.log_path for process in self._processes}
             paths = (str(Path(work.log_dir) / f"{work.name}-{number}.log") for number in range(len(taken) + 1))
             log_path = next(path for path in paths if path not in taken)
-        process = Process(self._make, threads, work.timeout_s, log_path, is_alone=is_alone)
+        process = Process(self._make, threads, log_path, is_alone=is_alone)
         self._processes.append(process)
         self._next_check = 0.0
         return process
@@ -251,8 +251,6 @@ class ProcessPool:
         if session is None or session.process is not process or not session.is_sent:
             return
         session.is_sent = False
-        if reply.is_timeout:
-            reply = replace(reply, error=f"The {self._work.what} {self._overdue}; {reply.error}.")
         told = None if reply.error is not None or digest is None else digest(reply.value)
         if session.seen == len(session.done):
             if told is not None and session.call is not None:
@@ -303,13 +301,14 @@ class ProcessPool:
 
     def _end_overdue(self, process: Process, *, is_frozen: bool) -> None:
         """Ends a process in which a call is overdue. If others of its threads go on, that call is so by itself; if it
-        is frozen, because one holds the interpreter's lock, any of those that run may be the one."""
+        is frozen, because one holds the interpreter's lock, or if calls share a thread, any of them may be the one."""
         before, stacks = time.monotonic() - self._work.timeout_s, process.stacks()
         self._take_messages(process)
         running = [call for call in process.running() if call.session in self._sessions]
         culprits = [call.session for call in running if call.since < before]
         if culprits and process in self._processes:
-            certain = [] if is_frozen and len(running) > 1 else culprits
+            is_known = len(running) == len({call.thread for call in running}) and not is_frozen
+            certain = culprits if is_known or len(running) == 1 else []
             self._handle_crash(process, self._overdue, certain, stacks, is_timeout=True)
 
     def _check_memory(self, process: Process, when: str = "") -> None:
@@ -344,7 +343,8 @@ class ProcessPool:
         self._take_messages(process)
         if process not in self._processes:
             return  # by what it still said
-        certain = culprits or process.crashed()
+        crashed = process.crashed()
+        certain = culprits or (crashed if len(crashed) == 1 else [])
         sent, running = self._sent(process), [call.session for call in process.running()]
         candidates = [number for number in certain or running or sent if number in sent]
         is_certain = bool(certain) or process.is_alone

@@ -45,9 +45,7 @@ class Process:
     a sign of life that has not come.
     """
 
-    def __init__(
-        self, make: bytes, threads: int, timeout_s: float, log_path: str | None, *, is_alone: bool = False
-    ) -> None:
+    def __init__(self, make: bytes, threads: int, log_path: str | None, *, is_alone: bool = False) -> None:
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
         self._stacks = tempfile.TemporaryFile(buffering=0)
@@ -55,7 +53,7 @@ class Process:
             page.write(Page.empty(threads))
             self._page = Page(page.fileno(), threads)
             fds = theirs.fileno(), page.fileno(), self._stacks.fileno()
-            arguments = ", ".join(map(str, (*fds, os.getpid(), threads, timeout_s)))
+            arguments = ", ".join(map(str, (*fds, os.getpid(), threads)))
             code = f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child import main; main({arguments})"
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code],
@@ -106,7 +104,7 @@ class Process:
         return self._page.running()
 
     def crashed(self) -> list[int]:
-        """Of a dead process: the session in whose thread it crashed, if it left the stack of a crash."""
+        """Of a dead process: the sessions of the thread that crashed, if it left the stack of a crash."""
         crash = _CRASH.search(self._written_stacks())
         return [call.session for call in self.running() if crash and call.thread == int(crash[3], 16)]
 

@@ -7,10 +7,13 @@ that were in the process with it are scored all the same (`workers.pool.pool`).
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import itertools
 import json
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -22,6 +25,7 @@ from verl_lite.errors import UserError, printable
 from verl_lite.registry import import_modules
 from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward, load_scorer
 from workers.pool.channel import Reply
+from workers.pool.child import Overdue
 from workers.pool.pool import ProcessPool, Work
 
 _SENT_AHEAD_S = 0.05
@@ -35,26 +39,49 @@ class RewardError(UserError):
 class RewardHandler:
     """The reward function inside a process; imports no torch. Scores lists of samples: of one, but for style batch.
 
-    info: the style. modules: imported first, for the rewards that they register.
+    info: the style. Calls of an async function run at once in one event loop, in a thread of its own; one that is
+    overdue is cancelled, and the others go on.
     """
 
     def __init__(self, config: RewardConfig, modules: tuple[str, ...]) -> None:
-        import_modules(modules)
-        self.scorer: Scorer = load_scorer(config)
-        self.info = self.scorer.style
-        self.is_async = self.scorer.style == "async"
+        self._scorer, self._timeout_s = _load(config, modules), config.timeout_s
+        self.info = self._scorer.style
+        self.is_serial, self.thread = self.info != "async", None
+        if not self.is_serial:
+            self._loop = asyncio.new_event_loop()
+            os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))  # only one loop may go on
+            thread = threading.Thread(target=self._run_loop, daemon=True)
+            thread.start()
+            self.thread = thread.ident
 
-    def run(self, session: int, items: list[RewardItem]) -> Any:
-        """A list of results, or a coroutine that gives it. A list that fails as a whole raises."""
-        if self.is_async:
-            return self._awaited(items[0])
-        return self.scorer.score_list(items) if self.info == "batch" else self.scorer.score_all(items)
+    def run(self, session: int, items: list[RewardItem]) -> list[RewardResult]:
+        """A list that fails as a whole raises."""
+        if not self.is_serial:
+            return asyncio.run_coroutine_threadsafe(self._awaited(items[0]), self._loop).result()
+        return self._scorer.score_list(items) if self.info == "batch" else self._scorer.score_all(items)
 
     def end(self, session: int) -> None:
         """Nothing is kept."""
 
-    async def _awaited(self, item: RewardItem) -> Any:
-        return [await self.scorer.score(item)]
+    def _run_loop(self) -> None:
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of one task, which has it as its error
+                self._loop.run_forever()
+
+    async def _awaited(self, item: RewardItem) -> list[RewardResult]:
+        work = asyncio.ensure_future(self._scorer.score(item))
+        done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
+        if not done:
+            work.cancel()
+            limit = f"reward.timeout_s={self._timeout_s:g}"
+            raise Overdue(f"The reward function took longer than {limit} seconds; it was cancelled.")
+        return [work.result()]
+
+
+def _load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:
+    """modules: imported first, for the rewards that they register."""
+    import_modules(modules)
+    return load_scorer(config)
 
 
 class RewardPool:
@@ -68,16 +95,15 @@ class RewardPool:
     def __init__(
         self, config: RewardConfig, num_workers: int, *, modules: Sequence[str] = (), log_dir: str | None = None
     ) -> None:
-        self._config = config
-        self._make = functools.partial(RewardHandler, config, tuple(modules))
+        self._config, self._modules = config, tuple(modules)
         self._work = Work(
-            self._make,
+            functools.partial(RewardHandler, config, self._modules),
             name="reward",
             what="reward function",
             options="reward",
             error=RewardError,
             num_workers=num_workers,
-            threads=1,
+            threads=math.ceil(config.max_concurrent / max(1, num_workers)),
             timeout_s=config.timeout_s,
             max_memory_mb=config.max_memory_mb,
             log_dir=log_dir,
@@ -86,7 +112,7 @@ class RewardPool:
         self._expected: set[Hashable] = set()
         self._results: dict[Hashable, RewardResult] = {}
         self._failure: str | None = None
-        self._inline: RewardHandler | None = None  # without processes
+        self._inline: Scorer | None = None  # without processes
         self._queue: deque[RewardItem] = deque()
         self._alone: deque[RewardItem] = deque()  # of lists that failed as a whole: each is called by itself
         self._sent: dict[int, list[RewardItem]] = {}
@@ -101,7 +127,7 @@ class RewardPool:
         """Starts the processes without waiting for them; `submit` does it at first use."""
         with self._changed:
             if self._work.num_workers == 0:
-                self._inline = self._inline or self._make()
+                self._inline = self._inline or _load(self._config, self._modules)
             elif self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
                 self._thread.start()
@@ -117,9 +143,9 @@ class RewardPool:
                     raise ValueError(f"reward sample {item.key!r} is already submitted and not yet collected")
                 self._expected.add(item.key)
         if self._inline is not None:
-            size = self._config.batch_size if self._inline.info == "batch" else 1
+            size = self._config.batch_size if self._inline.style == "batch" else 1
             for start in range(0, len(items), size):
-                self._put(items[start : start + size], self._inline.scorer.score_all(items[start : start + size]))
+                self._put(items[start : start + size], self._inline.score_all(items[start : start + size]))
             return
         self._queue.extend(items)
         if self._pool is not None:
@@ -149,7 +175,7 @@ class RewardPool:
                 a bare ground truth need not be an answer.
         """
         if asks_by_source(self._config):
-            self._make()
+            _load(self._config, self._modules)
             for data_source in data_sources:
                 find_reward(data_source)
         rows = list(rows)
@@ -235,8 +261,7 @@ class RewardPool:
         """Calls that a process may get now, no more than its share of those that wait."""
         config = self._config
         if style == "async":
-            own = math.ceil(config.max_concurrent / self._work.num_workers) - in_flight
-            return min(share, own, config.max_concurrent - len(self._sent))
+            return min(share, self._work.threads - in_flight, config.max_concurrent - len(self._sent))
         if in_flight:  # one that hangs holds up only what went out with it
             return 0
         if style == "batch" or config.max_memory_mb is not None:
