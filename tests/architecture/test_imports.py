@@ -208,3 +208,16 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+
+
+WALL_CLOCK = {"trainer/inspect.py": "the age of a file", "trainer/tracking/trackers.py": "the time of a metric"}
+
+
+def test_no_deadline_and_no_duration_rests_on_a_clock_that_jumps() -> None:
+    """Those are counted by `time.monotonic` or `time.perf_counter`: somebody may set the clock of a machine."""
+    for file in sources():
+        path, tree = file.relative_to(ROOT).as_posix(), ast.parse(file.read_text())
+        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        jumping = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "datetime.utcnow"} & {*calls}
+        assert not jumping or path in WALL_CLOCK, f"{path}: {min(jumping)}()"
+        assert "from time import" not in file.read_text(), path

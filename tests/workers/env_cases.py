@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -49,7 +48,7 @@ class Obedient:
         self.said.append(action)
         ends = action == "end"
         metrics = {"action_is_valid": bool(action)}
-        info = {"metrics": metrics, "pid": os.getpid(), "most": running[1]}
+        info = {"metrics": metrics, "pid": os.getpid(), "most": running[1], "has_torch": "torch" in sys.modules}
         usual = (self._observation(), float(len(self.said)), ends, False, info)
         return usual if gave is None else gave
 
@@ -60,10 +59,6 @@ class Obedient:
         word, _, argument = action.partition("|")
         if word == "sleep":
             time.sleep(float(argument))
-        if word == "spin":
-            until = time.monotonic() + float(argument)
-            while time.monotonic() < until:
-                pass
         if word == "raise":
             raise RuntimeError("no such move")
         if word == "leave":
@@ -85,22 +80,8 @@ class Obedient:
             re.match("(a+)+$", "a" * 60 + "b")
         if word == "fork" and os.fork() == 0 and argument:
             time.sleep(float(argument))
-        if word == "print":
-            for _ in range(1024):
-                print("x" * MIB)
-        if word == "stderr":
-            for _ in range(256):
-                os.write(2, b"x" * MIB)
-        if word == "swell":
-            for _ in range(200):
-                held.append(b"x" * (20 * MIB))
-                time.sleep(0.05)
         if word == "leak":
             held.append(b"x" * (int(argument) * MIB))
-        if word == "child":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
-            with open(argument, "w") as file:
-                file.write(str(child.pid))
 
 
 BAD_RESULTS: Mapping[str, Any] = {
@@ -117,17 +98,6 @@ BAD_RESULTS: Mapping[str, Any] = {
     "metric": ("text", 0.0, False, False, {"metrics": {"speed": "high"}}),
     "mode": ("text", 0.0, False, False, {"metrics_agg_mode": {"speed": "median"}}),
 }
-
-
-class Stubborn:
-    """Never comes back from its reset."""
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        time.sleep(1000)
-        return "", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", 0.0, True, False, {}
 
 
 class Odd(Obedient):

@@ -114,7 +114,7 @@ class RunActor(tune.Trainable):
             environment = clean(os.environ) if order.environment is None else order.environment
             if order.gpus:
                 environment = {**environment, "CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]}
-            self._logged, self._begun, parent = log.tell(), time.time(), os.getpid()
+            self._logged, self._begun, parent = log.tell(), time.monotonic(), os.getpid()
             self._process = subprocess.Popen(
                 order.command,
                 cwd=order.cwd,
@@ -145,7 +145,7 @@ class RunActor(tune.Trainable):
                 self.cleanup()
             return None
         self.cleanup()
-        ended: dict[str, Any] = {"seconds": time.time() - self._begun, "steps": max(self._steps, default=0)}
+        ended: dict[str, Any] = {"seconds": time.monotonic() - self._begun, "steps": max(self._steps, default=0)}
         if status == 0 or self._asked_to_end is not None:
             return ended | {"state": "stopped" if status else "done"}
         with self._log.open("rb") as file:

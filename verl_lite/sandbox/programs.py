@@ -18,7 +18,7 @@ import traceback
 import types
 import unittest
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import IO, Any
 
 from verl_lite.sandbox.values import as_line, decode, encode, read_line
@@ -123,10 +123,12 @@ def run_tests(task: int, reply: int, answer: int) -> None:
         return _tell(reply, ran)
     names, count = tested.bind(ran["names"]), len(tests)
     for snippet in tests:
-        outcomes = _outcomes(tested, setup, snippet, names, message["call"])
-        count += next(outcomes) - 1
+        namespace = _namespace(names)
+        problem = _raised(tested, exec, setup, namespace) or _raised(tested, exec, snippet, namespace)
+        cases = [] if problem else _cases(namespace, names, message["call"])
+        count += max(1, len(cases)) - 1
         _tell(reply, {"tests": count})
-        for failure in outcomes:
+        for failure in (_raised(tested, case) for case in cases) if cases else [problem]:
             _tell(reply, {"error": failure} if failure else {"passed": True})
             if failure and message["stop_early"]:
                 return
@@ -248,31 +250,23 @@ def _replace(ours: Any, theirs: Any) -> None:
         getattr(ours, "extend" if isinstance(ours, deque) else "update")(theirs)
 
 
-def _outcomes(
-    tested: _Answer, setup: types.CodeType, snippet: types.CodeType, names: dict[str, Any], call: str | None
-) -> Iterator[Any]:
-    """First how many tests a snippet has: its `test_*` functions and `TestCase`s, or one, itself; then the error of
-    each, None if it passed."""
-    module = types.ModuleType(TESTS)
-    sys.modules[TESTS] = module
+def _namespace(names: dict[str, Any]) -> dict[str, Any]:
+    """Of a new module for one snippet, which finds what the answer defines also as a module to import from."""
+    sys.modules[TESTS] = types.ModuleType(TESTS)
     for alias in ("solution", ANSWER):
         sys.modules[alias] = types.ModuleType(alias)
         vars(sys.modules[alias]).update(names)
-    namespace = vars(module)  # what is built in stays so: an answer may not bring its own `all` or `sorted`
+    namespace = vars(sys.modules[TESTS])  # what is built in stays so: an answer may not bring its own `all` or `sorted`
     namespace.update({name: sys.modules[name] for name in LIBRARY})
     namespace.update({name: value for name, value in names.items() if not hasattr(builtins, name)})
-    error = _raised(tested, exec, setup, namespace) or _raised(tested, exec, snippet, namespace)
-    if error is None and call is not None:
-        error = _raised(tested, lambda: namespace["check"](names[call]))
-    cases = [] if error is not None or call is not None else _cases(namespace)
-    yield max(1, len(cases))
-    if not cases:
-        yield error
-    for case in cases:
-        yield _raised(tested, case)
+    return namespace
 
 
-def _cases(namespace: dict[str, Any]) -> list[Any]:
+def _cases(namespace: dict[str, Any], names: dict[str, Any], call: str | None) -> list[Callable[[], object]]:
+    """The tests that a snippet defines: its `check` of `call`, or its `test_*` functions and `TestCase`s; none where it
+    is a test itself."""
+    if call is not None:
+        return [lambda: namespace["check"](names[call])]
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", None) == TESTS}
     functions = [value for name, value in own.items() if name.startswith("test_") and type(value) is types.FunctionType]
     classes = [value for value in own.values() if isinstance(value, type) and issubclass(value, unittest.TestCase)]

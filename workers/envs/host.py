@@ -73,7 +73,9 @@ class EnvHost:
     modules: imported first, for the environments that they register.
     """
 
-    info, is_serial, thread = None, False, None
+    info: Any = None
+    is_serial = False
+    thread: int | None = None
 
     def __init__(self, templates: Mapping[str, EnvTemplate], modules: tuple[str, ...] = ()) -> None:
         import_modules(modules)

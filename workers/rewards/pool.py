@@ -46,7 +46,8 @@ class RewardHandler:
     def __init__(self, config: RewardConfig, modules: tuple[str, ...]) -> None:
         self._scorer, self._timeout_s = _load(config, modules), config.timeout_s
         self.info = self._scorer.style
-        self.is_serial, self.thread = self.info != "async", None
+        self.is_serial = self.info != "async"
+        self.thread: int | None = None
         if not self.is_serial:
             self._loop = asyncio.new_event_loop()
             os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))  # only one loop may go on

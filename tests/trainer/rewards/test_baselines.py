@@ -44,13 +44,6 @@ def test_scores_of_greedy_answers_become_columns_and_a_failed_one_masks_its_prom
     assert len(given) == 6 and given.batch["response_mask"][4].tolist() == [1, 1], "what was given stays"
 
 
-def test_a_batch_without_greedy_answers_comes_back_as_it_is() -> None:
-    data = batch()
-    data.pop(non_tensor_batch_keys=["is_greedy"])
-    result, metrics = take_greedy_baselines(data)
-    assert result is data and metrics == {}
-
-
 class Counting(Parts):
     """Parts that note which rows were asked for, by sample_id, and which were scored."""
 
@@ -87,16 +80,3 @@ def test_one_call_generates_both_and_only_sampled_answers_are_learnt_from(tmp_pa
     assert logged["critic/score/mean"] == pytest.approx(0.5), "of sampled answers"
     lengths = learnt.batch["response_mask"].sum(1).float()
     assert logged["response_length/mean"] == pytest.approx(lengths.mean().item())
-
-
-def test_a_failed_greedy_reward_is_counted_and_masks_its_prompt(tmp_path: Path) -> None:
-    parts = Counting(failing=("p1/2",))
-    settings = {"algorithm__adv_estimator": "remax", "reward__max_error_rate": 0.5, **QUIET}
-    make(tmp_path, parts, **settings).fit()
-    learnt = parts.batches["update"]
-    assert (learnt.batch["response_mask"].sum(1) == 0).tolist() == [False, False, True, True, False, False]
-    assert learnt.batch["advantages"][2:4].abs().sum() == 0
-    assert not learnt.non_tensor_batch["reward_failed"].any(), "the sampled answers have a score, and samples show it"
-    logged = dict(parts.logged)[1]
-    assert logged["reward/error_rate"] == pytest.approx(1 / 9)
-    assert logged["reward/baseline_error_rate"] == pytest.approx(1 / 3)

@@ -15,6 +15,7 @@ from trainer.roles import RewardModelRole
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from workers.reward_model import RewardModelWorker
 from workers.rollout.base import Completion
 from workers.rollout.single_turn import lay_out
 
@@ -111,21 +112,13 @@ class WorkerGroup:
     world_size = 1
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        config = PPOConfig()
+        config.trainer.device, config.reward_model.model.path = "cpu", path
+        self.worker = RewardModelWorker(config)
+        self.worker.init_model()
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        scores = worker_scores_of_planned(self.path, data)
-        return DataProto.from_dict(tensors={"rm_scores": scores})
-
-
-def worker_scores_of_planned(path: str, data: DataProto) -> torch.Tensor:
-    from workers.reward_model import RewardModelWorker
-
-    config = PPOConfig()
-    config.trainer.device, config.reward_model.model.path = "cpu", path
-    worker = RewardModelWorker(config)
-    worker.init_model()
-    return worker.compute_rm_score(data).batch["rm_scores"]
+        return DataProto.from_dict(tensors={"rm_scores": self.worker.compute_rm_score(data).batch["rm_scores"]})
 
 
 def role(made: PPOConfig, policy: PreTrainedTokenizerBase) -> RewardModelRole:
@@ -157,13 +150,10 @@ def test_a_text_that_is_too_long_has_no_score_and_says_why(policy: PreTrainedTok
     assert [result.failed for result in scored] == [False, False, True, False]
     assert "44 tokens" in str(scored[2].error)
     assert "reward_model.forward_max_token_len_per_gpu allows 43" in str(scored[2].error)
-    made.reward_model.forward_max_token_len_per_gpu = None
-    made.actor.ppo_max_token_len_per_gpu = 40
-    assert "actor.ppo_max_token_len_per_gpu allows 40" in str(role(made, policy).score(answered(policy))[2].error)
-
-
-def test_the_models_context_is_a_limit_too(policy: PreTrainedTokenizerBase, other: str) -> None:
-    made = config(other, retokenize=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    made.reward_model.forward_max_token_len_per_gpu, made.actor.ppo_max_token_len_per_gpu = None, 40
+    _, errors = reward_inputs(made, policy)(answered(policy))
+    assert "actor.ppo_max_token_len_per_gpu allows 40" in str(errors[2])
+    made.reward_model.use_dynamic_bsz = False
     made.reward_model.model.override_config = {"max_position_embeddings": 43}
     _, errors = reward_inputs(made, policy)(answered(policy))
     assert [error is None for error in errors] == [True, True, False, True]

@@ -29,28 +29,19 @@ def batch() -> DataProto:
 
 def test_the_score_loses_the_penalty_and_the_outcome_does_not() -> None:
     before = batch()
-    punished, metrics = punish_overlong(before, configured())
+    punished, metrics = punish_overlong(before, configured(log=True))
     expected = [[0, 1.0, 0, 0], [0, 0, 0.75, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]]
     assert punished.batch["token_level_scores"].tolist() == expected
     assert punished.batch["outcomes"].tolist() == [1, 1, 1, 0]
-    assert metrics == {} and not punished.non_tensor_batch
     assert before.batch["token_level_scores"].equal(batch().batch["token_level_scores"]) and "outcomes" not in before
-
-
-def test_columns_and_means_are_over_answers_that_count() -> None:
-    punished, metrics = punish_overlong(batch(), configured(log=True))
     assert punished.non_tensor_batch["reward/overlong_reward"].tolist() == [0, -0.25, -0.5, 0]
     assert punished.non_tensor_batch["reward/overlong"].tolist() == [0, 1, 1, 0]
     assert values(metrics) == {
-        "reward/overlong_reward/mean": pytest.approx(-0.25),
+        "reward/overlong_reward/mean": pytest.approx(-0.25),  # over answers that count
         "reward/overlong/mean": pytest.approx(2 / 3),
     }
-
-
-def test_off_it_is_the_batch_itself() -> None:
-    given, config = batch(), configured()
-    config.reward.overlong_buffer.enable = False
-    assert punish_overlong(given, config) == (given, {})
+    punished, metrics = punish_overlong(before, configured())
+    assert metrics == {} and not punished.non_tensor_batch and punished.batch["token_level_scores"].tolist() == expected
 
 
 def test_an_entry_of_that_name_is_not_overwritten() -> None:

@@ -90,16 +90,6 @@ def test_numbers_that_the_function_returns_have_means_over_the_answers_that_have
     assert means == {"reward/format/mean": 0.5, "reward/half/mean": 0.5}
 
 
-def test_a_greedy_baseline_is_in_no_mean(tmp_path: Path) -> None:
-    rows = batch()
-    rows.non_tensor_batch["is_greedy"] = np.array([False, True, False, False])
-    pool = Pool([*results(1.0, acc=1.0), *results(0.0, acc=0.0), *results(1.0, 1.0, acc=1.0)])
-    scored = Rewards(pool, RewardConfig(), tmp_path, Model(results(3.0, 5.0, 3.0, 0.0))).score(rows)  # type: ignore[arg-type]
-    metrics = values(scored.meta_info["metrics"])
-    assert metrics["reward/acc/mean"] == 1.0 and metrics["reward/model/max"] == 3.0
-    assert scored.non_tensor_batch["reward/acc"].tolist() == [1.0, 0.0, 1.0, 1.0], "but it is scored"
-
-
 def test_both_are_added_with_their_weights_and_kept_apart(tmp_path: Path) -> None:
     pool, model = Pool(results(1.0, 0.0, 1.0, 1.0, acc=1.0)), Model(results(0.5, -2.0, 4.0, 0.0), weight=0.25)
     scored = score(tmp_path, pool, model, function_weight=2.0)
@@ -132,20 +122,11 @@ def test_a_failure_of_either_part_masks_the_answer_and_keeps_the_error(tmp_path:
     assert mask_failed(batch() | scored).batch["response_mask"].sum(1).tolist() == [3, 0, 2, 0]
 
 
-def test_too_many_failures_of_the_model_stop_the_run(tmp_path: Path) -> None:
-    model = Model([RewardResult.failure("The reward model gave nan; expected a finite number.")] * 4)
-    with pytest.raises(RewardFailure, match=r"4 of 4 rewards failed(.*\n)+The reward model gave nan"):
-        score(tmp_path, Pool(results(1.0, 1.0, 1.0, 1.0)), model)
-    scored = score(tmp_path, Pool(results(1.0, 1.0, 1.0, 1.0)), model, max_error_rate=1.0)
-    assert "reward/model/mean" not in scored.meta_info["metrics"], "there is nothing to take a mean of"
-
-
-@pytest.mark.parametrize("name", ["model", "function"])
-def test_a_value_of_the_function_may_not_take_the_name_of_a_part(tmp_path: Path, name: str) -> None:
-    pool = Pool(results(1.0, 1.0, 1.0, 1.0, **{name: 3.0}))
-    with pytest.raises(UserError, match=f"returned an entry '{name}'"):
+def test_a_value_of_the_function_may_not_take_the_name_of_a_part(tmp_path: Path) -> None:
+    pool = Pool(results(1.0, 1.0, 1.0, 1.0, model=3.0))
+    with pytest.raises(UserError, match="returned an entry 'model'"):
         score(tmp_path, pool, Model(results(0.0, 0.0, 0.0, 0.0)))
-    assert f"reward/{name}" in score(tmp_path, pool).non_tensor_batch, "without a model the name is free"
+    assert "reward/model" in score(tmp_path, pool).non_tensor_batch, "without a model the name is free"
 
 
 # --------------------------------------------------------------------------------------------------- failures over time
@@ -201,19 +182,15 @@ def test_more_than_the_share_stops_the_run(tmp_path: Path, batches: list[tuple[i
         log.check(*failing(*batches[-1]))
 
 
-def test_what_a_failure_says_cannot_steer_the_terminal_and_is_kept_as_it_was(tmp_path: Path) -> None:
+def test_what_a_failure_says_cannot_steer_the_terminal_and_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     shown: list[str] = []
     batch, _ = failing(1, of=40)
     results = [RewardResult.failure("\x1b[2Jboom\r\x07")] + [RewardResult(1.0)] * 39
     FailureLog(0.5, tmp_path, show=shown.append).check(batch, results)
     assert r"\x1b[2Jboom\r\x07" in shown[0] and all(x.isprintable() or x == "\n" for x in shown[0])
-    assert json.loads((tmp_path / "reward_failures.jsonl").read_text())["error"] == "\x1b[2Jboom\r\x07"
-    with pytest.raises(RewardFailure, match=r"\\x1b\[2Jboom"):
+    file = tmp_path / "reward_failures.jsonl"
+    assert json.loads(file.read_text())["error"] == "\x1b[2Jboom\r\x07"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(RewardFailure, match=r"(?s)could not be written.*\\x1b\[2Jboom"):
         FailureLog(0.0, tmp_path).check(batch, results)
-
-
-def test_a_file_of_failures_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
-    shown: list[str] = []
-    (tmp_path / "reward_failures.jsonl").mkdir()
-    FailureLog(0.5, tmp_path, show=shown.append).check(*failing(1, of=40))
-    assert "could not be written" in shown[0] and "boom 0" in shown[0]

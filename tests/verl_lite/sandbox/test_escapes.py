@@ -42,10 +42,6 @@ def run(sandbox: Sandbox, code: str) -> Ended:
     return ended
 
 
-def test_every_protection_holds_on_this_machine(sandbox: Sandbox) -> None:
-    assert sandbox.could == () or landlock_version(ctypes.CDLL(None)) == 0
-
-
 REFUSED = [
     # network
     "import socket; socket.socket()",
@@ -103,6 +99,7 @@ READING = [
 
 @pytest.mark.parametrize("attempt", [*REFUSED, *(pytest.param(each, marks=NEEDS_LANDLOCK) for each in READING)])
 def test_it_is_refused(sandbox: Sandbox, attempt: str) -> None:
+    assert sandbox.could == () or landlock_version(ctypes.CDLL(None)) == 0
     ended = run(sandbox, f"print('in')\n{attempt}\nprint('out')")
     assert ended.stdout == "in\n" and ended.exit_code == 1
     assert "Error" in ended.stderr  # PermissionError, OSError, AttributeError of a missing call: no silent success
@@ -189,12 +186,10 @@ def test_memory_and_files_are_limited(sandbox: Sandbox) -> None:
     assert "File too large" in run(sandbox, big).stderr or sandbox.could
 
 
-@pytest.mark.parametrize(
-    "deep", ["f = lambda n: f(n + 1)\nf(0)", "import re; re.compile('(' * 10**6)", "eval('-' * 10**6)"]
-)
-def test_deep_recursion_ends_only_itself(hasty: Sandbox, deep: str) -> None:
-    assert run(hasty, f"import sys; sys.setrecursionlimit(10**9)\n{deep}").exit_code != 0
-    assert hasty.run_script("print(1)").value == "1\n"
+def test_deep_recursion_ends_only_itself(hasty: Sandbox) -> None:
+    for deep in ("f = lambda n: f(n + 1)\nf(0)", "import re; re.compile('(' * 10**6)", "eval('-' * 10**6)"):
+        assert run(hasty, f"import sys; sys.setrecursionlimit(10**9)\n{deep}").exit_code != 0
+        assert hasty.run_script("print(1)").value == "1\n"
 
 
 def test_input_and_output_are_text_or_bytes(sandbox: Sandbox) -> None:
@@ -205,16 +200,14 @@ def test_input_and_output_are_text_or_bytes(sandbox: Sandbox) -> None:
 
 
 @NEEDS_LANDLOCK
-def test_the_environment_is_empty_and_the_folder_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_TOKEN", "secret")
-    fresh = Sandbox()
-    value = fresh.run_script(
+def test_the_environment_is_empty_and_the_folder_is_its_own(sandbox: Sandbox) -> None:
+    assert "HOME" in os.environ, "the environment of tests should have something to leak"
+    value = sandbox.run_script(
         "import os\nprint(dict(os.environ), os.listdir('.'))\nopen('a', 'w').write('text')\n"
         "os.rename('a', 'd'); print(open('d').read()); print(os.getcwd())"
     ).value
-    fresh.close()
     seen, text, folder = value.splitlines()
-    assert "secret" not in seen and "HOME" not in seen and seen.endswith("[]") and text == "text"
+    assert "HOME" not in seen and seen.endswith("[]") and text == "text"
     assert folder.startswith(tempfile.gettempdir()) and not Path(folder).exists()
 
 
@@ -259,7 +252,7 @@ def test_a_script_ends_as_it_would_by_itself(sandbox: Sandbox, code: str, printe
 def test_no_process_is_left_when(ends: str) -> None:
     """As when a reward process is killed: the copy ends with the server, and the server with its parent."""
     own = Sandbox(Limits(wall_s=50, cpu_s=50))
-    assert own.could == () or landlock_version(ctypes.CDLL(None)) == 0
+    assert own.run_script("print(0)").value == "0\n"
     assert own._server is not None and own._control is not None
     server, control = psutil.Process(own._server.pid), own._control
     below = [server]

@@ -43,9 +43,7 @@ BIG = "x" * 3_000_000
     ("code", "stdin", "printed"),
     [
         ("print(sum(map(int, input().split())))", "1 2\n", "3\n"),
-        ("import sys\nfor line in sys.stdin: print(line[::-1].strip())", "ab\ncd", "ba\ndc\n"),
         ("def main():\n    print(__name__)\nif __name__ == '__main__':\n    main()", "", "__main__\n"),
-        ("print(len(input()))", BIG, "3000000\n"),
         ("print(1)", BIG, "1\n"),  # it need not read
     ],
 )
@@ -146,6 +144,8 @@ class Stack:
     def __init__(self): self.items = []
     def push(self, x): self.items.append(x); return self
     def pop(self): return pop(self.items)
+class Solution:
+    def f(self, x): return x + 1
 def pop(items):
     if not items: raise Empty('nothing')
     return items.pop()
@@ -172,6 +172,7 @@ def array(x): return numpy.array(x) / 2
         "try: pop([])\nexcept Empty as e: assert str(e) == 'nothing'\nelse: assert False",
         "try: pop([])\nexcept ValueError: pass\nelse: assert False",
         "assert fold([1, 2]) == 3",
+        "assert Solution().f(1) == 2",
         "s = Stack(); s.push(1).push('b'); assert s.items == [1, 'b'] and s.pop() == 'b' and s.items == [1]",
         "try: Stack().pop()\nexcept Empty as e: assert str(e) == 'nothing'\nelse: assert False",
         "assert not hasattr(Stack(), '_x') and not hasattr(Stack(), 'nothing')",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from tests.tiny_model import tiny_tokenizer
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.protocol import DataProto
+from workers.envs.host import EnvReply
 from workers.rollout.base import Completion, Request, SamplingParams
 from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits, Trajectory
 from workers.rollout.trajectories import trajectory_rows
@@ -26,21 +26,6 @@ TOKENIZER = tiny_tokenizer(96)
 TOKENIZER.chat_template = COMPACT_TEMPLATE
 
 
-@dataclass(frozen=True)
-class Answered:
-    """As `workers.envs.pool.EnvReply`."""
-
-    key: Hashable
-    observation: str | None
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    error: str | None = None
-    is_timeout: bool = False
-
-
 Script = Callable[[int, list[str]], dict[str, Any]]
 """(seed, actions so far) -> what the environment answers: observation, reward, ...; no actions: the reset."""
 
@@ -54,7 +39,7 @@ class ScriptedPool:
         self.script, self.latency, self.rng = script, latency, random.Random(rng_seed)
         self.seeds: dict[Hashable, int] = {}
         self.actions: dict[Hashable, list[str]] = {}
-        self.coming: list[tuple[int, Answered]] = []
+        self.coming: list[tuple[int, EnvReply]] = []
         self.discarded: list[Hashable] = []
         self.waits: list[float] = []
         self.most_live = 0
@@ -74,7 +59,7 @@ class ScriptedPool:
         del self.seeds[key]
         self.discarded.append(key)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Answered]:
+    def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
         self.waits.append(timeout_s)
         self.coming = [(polls - 1, reply) for polls, reply in self.coming]
         ready = [reply for polls, reply in self.coming if polls < 0]
@@ -82,7 +67,7 @@ class ScriptedPool:
         return ready
 
     def _answer(self, key: Hashable) -> None:
-        reply = Answered(key, **self.script(self.seeds[key], list(self.actions[key])))
+        reply = EnvReply(key, **self.script(self.seeds[key], list(self.actions[key])))
         self.coming.append((self.rng.randint(*self.latency), reply))
 
 
