@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -208,7 +207,7 @@ def test_the_environment_is_empty_and_the_folder_is_its_own(sandbox: Sandbox) ->
     ).value
     seen, text, folder = value.splitlines()
     assert "HOME" not in seen and seen.endswith("[]") and text == "text"
-    assert folder.startswith(tempfile.gettempdir()) and not Path(folder).exists()
+    assert Path(folder).name.startswith("verl_lite-sandbox-") and not Path(folder).exists()
 
 
 def test_nothing_of_the_server_or_of_others_is_open(sandbox: Sandbox) -> None:
