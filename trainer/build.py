@@ -84,7 +84,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     """Reads, checks and tokenises the data, and tries the reward on two rows: all that can fail cheaply. For agents:
     tries their environments. trains: a run that only answers has no other prompts than those of the validation. scores:
     whether rewards are asked for."""
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
     if config.is_agentic:
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)

@@ -49,7 +49,7 @@ class ActorRolloutWorker(TrainingWorker):
         """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left."""
         config, model = self.config, self.config.model
         assert model.path is not None
-        self.tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model, config.data.chat_template)
         network = token_network(model, causal_lm(config.actor.log_prob_chunk_tokens))
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         self.max_model_len = (

@@ -54,6 +54,18 @@ def two_steps(folder: Path, *options: str, rows: int = 16) -> list[dict[str, flo
     return found
 
 
+def test_a_base_model_without_a_chat_template_learns_from_plain_text(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, 0, 8, ["trainer.total_training_steps=1", "trainer.save_freq=0"])
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    rows = [{"prompt": f"{row}+{row}=", "data_source": "sums", "ground_truth": str(2 * row)} for row in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (nothing,), (none,) = (
+        list(read_metrics(runs.finish(name, *more) / "metrics.jsonl").values())
+        for name, more in (("nothing", []), ("none", ["actor_rollout_ref.model.custom_chat_template=none"]))
+    )
+    assert nothing["actor/grad_norm"] == none["actor/grad_norm"] > 0 and nothing["prompt_length/max"] == 4
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_and_logs_what_it_is_known_by(name: str, tmp_path: Path) -> None:
     options, expected = CASES[name]

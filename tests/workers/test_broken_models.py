@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_model import tiny_qwen2
+from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
 from workers.policy.guarded import told_as
 from workers.policy.loading import NetworkSpec, build_network, count_parameters, load_model_config
-from workers.policy.tokenizer import load_tokenizer
+from workers.policy.tokenizer import load_tokenizer, plain_template
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,27 @@ def spoilt(good: Path, tmp_path: Path) -> Callable[[str, bytes | None], ModelCon
 def load(model: ModelConfig) -> None:
     spec = NetworkSpec(model, load_model_config(model), torch.float32, "sdpa", with_weights=True)
     build_network(AutoModelForCausalLM, spec)
+
+
+def test_a_chat_template_is_a_file_or_text_or_none(good: Path, tmp_path: Path) -> None:
+    model, chat = ModelConfig(path=str(good)), [{"role": "system", "content": "1+"}, {"role": "user", "content": "1="}]
+    (tmp_path / "own.jinja").write_text("<{{ messages[-1].content }}>")
+    for asked, text in {"none": "1+1=", f"{tmp_path}/own.jinja": "<1=>", "{{ messages[0].content }}": "1+"}.items():
+        assert load_tokenizer(model, asked).apply_chat_template(chat, tokenize=False) == text
+    with pytest.raises(UserError, match="data.chat_template=None: a file, Jinja text, or none is expected"):
+        load_tokenizer(model, "None")
+
+
+def test_plain_text_begins_with_the_token_that_the_tokenizer_puts_there() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    assert plain_template(tokenizer).startswith("{% for")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.chat_template = plain_template(tokenizer)
+    chat = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.apply_chat_template(chat)["input_ids"] == tokenizer("1+1=")["input_ids"]
 
 
 @pytest.mark.parametrize(

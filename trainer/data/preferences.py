@@ -40,7 +40,7 @@ def load_pairs(
     than data.max_length, unless data.truncation=drop: a cut answer would be another one.
     """
     pairs: list[Pair] = []
-    for row, where in rows_of(files, tokenizer, option):
+    for row, where in rows_of(files, option):
         chats = read_pair(row, config, where)
         chosen, rejected = (encode_answer(chat, tokenizer, config.score_at, where) for chat in chats)
         if chosen.prompt + chosen.response == rejected.prompt + rejected.response:

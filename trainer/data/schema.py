@@ -131,7 +131,9 @@ class RowSchema:
         """The messages, and what the assistant says last in a chat of another schema."""
         value, place = self._value("prompt", raw, where)
         template, system = self._config.prompt_template, self._config.system_prompt
-        if isinstance(value, str) and (self._maps_prompt or template is not None):
+        if isinstance(value, str):
+            if value.startswith('[{"role"'):
+                raise _wrong(place, value, "chat messages, or plain text: not messages written as json")
             value = [{"role": "user", "content": (template or "{prompt}").replace("{prompt}", value)}]
         check_prompt(value, place)
         answer = None
@@ -188,9 +190,6 @@ class RowSchema:
 
 def check_prompt(prompt: Any, where: str) -> None:
     """Raises UserError unless `prompt` is a list of chat messages with text."""
-    if isinstance(prompt, str):
-        chat = json.dumps([{"role": "user", "content": prompt[:60]}])
-        raise _wrong(where, f"text {prompt[:60]}", f"chat messages: {chat}; or data.prompt_template='{{prompt}}'")
     if not isinstance(prompt, list) or not prompt:
         raise _wrong(where, prompt, f"a list of chat messages, as {EXAMPLE_ROW['prompt']}")
     for message in prompt:

@@ -19,6 +19,7 @@ from trainer.data.sources import read_rows
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def load_examples(
             data.truncation says what to do with it.
     """
     examples = []
-    for row, where in rows_of(files, tokenizer, option):
+    for row, where in rows_of(files, option):
         example = encode_chat(read_chat(row, config, where), tokenizer, where)
         excess = len(example) - config.max_length
         if excess > 0 and config.truncation == "error":
@@ -61,16 +62,8 @@ def load_examples(
     return examples
 
 
-def rows_of(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, option: str
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each row of the files, and where it stands, for messages. Raises UserError for a tokenizer that cannot write
-    chats, and for a file that cannot be read."""
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "The tokenizer of model.path has no chat template, so chats cannot become its input; add chat_template "
-            "to its tokenizer_config.json (or, where there is the option, give another one with model.tokenizer_path)"
-        )
+def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row of the files, and where it stands, for messages. Raises UserError for a file that cannot be read."""
     for path in files:
         for index, row in enumerate(read_rows(path, option)):
             yield row, f"{option}: row {index} of {path}"
@@ -132,8 +125,14 @@ def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> E
 
 
 def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, is_question: bool) -> str:
-    """The chat as the template writes it, with the beginning of an answer behind a question."""
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=is_question)
+    """The chat as the template writes it, with the beginning of an answer behind a question. Without a template a
+    question and its answer are their texts; UserError for more messages."""
+    if tokenizer.chat_template is None and len(chat) > 2:
+        raise UserError(NO_TEMPLATE.format("chats of several messages"))
+    template = tokenizer.chat_template or plain_template(tokenizer)
+    text = tokenizer.apply_chat_template(
+        chat, chat_template=template, tokenize=False, add_generation_prompt=is_question
+    )
     assert isinstance(text, str)
     return text
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
+from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
 CACHED_FROM = 5_000
 """Prompts from which tokens are kept on disk: fewer are made in less than two seconds of one core (recipes/LOG.md)."""
@@ -45,15 +46,14 @@ def encode_prompts(
     """Token ids of each prompt, int32, with the generation prompt at the end, exactly as they will be sampled from.
 
     Raises:
-        UserError: for a tokenizer without a chat template, for a prompt or arguments that the template refuses, and for
-            tools or a system prompt that it does not show.
+        UserError: for a chat where the tokenizer has no template (a single message is its text), for a prompt or
+            arguments that the template refuses, and for tools or a system prompt that it does not show.
     """
-    if tokenizer.chat_template is None:  # prompts of base models, which are plain text, will be made here
-        raise UserError(
-            "The tokenizer of model.path has no chat template, so chat messages cannot become a prompt. Give one that "
-            "has with model.tokenizer_path, or add chat_template to its tokenizer_config.json"
-        )
     kwargs = dict(config.apply_chat_template_kwargs)
+    if tokenizer.chat_template is None:
+        if any(prompt.tools or len(prompt.messages) > 1 for prompt in prompts):
+            raise UserError(NO_TEMPLATE.format("prompts of several messages or with tools"))
+        kwargs["chat_template"] = plain_template(tokenizer)
     _check_shown(prompts, tokenizer, config, kwargs)
     if len(prompts) < CACHED_FROM:
         return [np.array(tokens, dtype=np.int32) for tokens in _encode(prompts, tokenizer, kwargs)]
@@ -142,7 +142,7 @@ def _render(
         raise UserError(
             f"The chat template of {tokenizer.name_or_path!r} with data.apply_chat_template_kwargs={kwargs} refuses "
             f"the prompt {chats[0]!r:.200} ({type(error).__name__}: {error}). Change the prompt in the data, take "
-            "another template with model.tokenizer_path, or other data.apply_chat_template_kwargs"
+            "another template with data.chat_template, or other data.apply_chat_template_kwargs"
         ) from error
 
 
@@ -156,7 +156,7 @@ def _check_shown(
         if whole == less:
             raise UserError(
                 f"The chat template of {tokenizer.name_or_path!r} does not show {what}: take another template with "
-                "model.tokenizer_path"
+                "data.chat_template"
             )
 
     system = config.system_prompt

@@ -75,7 +75,8 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
 
     def read_task(self) -> Task[Pair]:
         config, model = self.config, self.config.model
-        tokenizer = load_tokenizer(ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code))
+        source = ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(source, config.data.chat_template)
         files = config.data.val_files
         return Task(
             worker=RewardTrainingWorker,

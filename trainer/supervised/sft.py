@@ -43,7 +43,7 @@ class SFTJob(SupervisedJob[SFTConfig]):
 
     def read_task(self) -> Task[Example]:
         config = self.config
-        tokenizer, files = load_tokenizer(config.model), config.data.val_files
+        tokenizer, files = load_tokenizer(config.model, config.data.chat_template), config.data.val_files
         return Task(
             worker=SFTWorker,
             train=load_examples(config.data.train_files, tokenizer, config.data, option="data.train_files"),

@@ -18,6 +18,7 @@ SUFFIXES = (".parquet", ".json", ".jsonl")
 _TRUNCATIONS = ("error", "left", "right", "middle")
 OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 """What `data.columns` may map."""
+CHAT_TEMPLATE = "a file, Jinja text, or none = messages' texts one after another; null = the tokenizer's own"
 
 
 @dataclass
@@ -65,6 +66,7 @@ class DataConfig(Options):
     val_max_samples: int = opt(-1, "validate on so many rows at most, the same in every run; -1 = all", ALL_OR_SOME)
     shuffle: bool = opt(True, "shuffle the training rows each epoch")
     seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed", SEED)
+    chat_template: str | None = opt(None, CHAT_TEMPLATE)
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
 
     def check_prompts(self, *, trains: bool) -> Problems:

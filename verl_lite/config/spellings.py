@@ -20,6 +20,7 @@ RENAMED: dict[str, str] = {
     # verl
     "data.tokenizer": "model.tokenizer_path",
     "data.trust_remote_code": "model.trust_remote_code",
+    "model.custom_chat_template": "data.chat_template",
     "data.reward_fn_key": "data.columns.data_source",
     "actor.use_remove_padding": "model.use_remove_padding",
     "actor.use_rollout_log_probs": f"{_CORRECTION}.bypass_mode",
@@ -203,7 +204,7 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
      "*.model.lora_rank model.lora.rank"),
     ("import your code from a recipe instead", (), "model.external_lib"),
     ("say it in the folder model.path or model.tokenizer_path, or with model.override_config", (),
-     "model.custom_chat_template model.hf_config_path reward_model.model.tokenizer_path"),
+     "model.hf_config_path reward_model.model.tokenizer_path"),
     # rollout
     ("the engine is always continuous; known: sync and async", ("sync", "async"), "rollout.mode"),
     ("training has to sample, without penalties; rollout.val_kwargs is free", (True, 1), (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_lite.config.data import CHAT_TEMPLATE
 from verl_lite.config.fields import Options, at_least, opt, section
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RayKwargs, RunConfig
@@ -19,6 +20,7 @@ class SupervisedDataConfig(Options):
     train_batch_size: int = opt(64, "rows per optimizer step, over all ranks", at_least(1))
     train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
     shuffle: bool = opt(True, "shuffle the rows each epoch")
+    chat_template: str | None = opt(None, CHAT_TEMPLATE)
     max_token_len_per_gpu: int = opt(16384, "token budget of a micro-batch on one device")
 
 

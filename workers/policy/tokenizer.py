@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -10,10 +11,20 @@ from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
 from workers.policy.guarded import told_as
 
+NO_TEMPLATE = (
+    "The tokenizer of model.path has no chat template, which {} need. Give one with data.chat_template: a file, the "
+    "Jinja text itself, or none, for the texts of the messages one after another"
+)
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+
+def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer_path` or `model.path`; pads with the end-of-text token where it has no pad
-    token. UserError for a tokenizer that cannot be read or has neither.
+    token.
+
+    Args:
+        chat_template: data.chat_template.
+    Raises:
+        UserError: for a tokenizer that cannot be read or has neither token, or a template that is no file.
     """
     path = model.tokenizer_path or model.path
     key = "model.path" if model.tokenizer_path is None else "model.tokenizer_path"
@@ -27,7 +38,27 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 "set pad_token or eos_token in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = _template(chat_template, tokenizer)
     return tokenizer
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template that writes the texts of the messages one after another, behind the token that begins every text of
+    this tokenizer, if there is one."""
+    begins = tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return "{{ bos_token }}" * begins + "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if asked == "none":
+        return plain_template(tokenizer)
+    if "{{" in asked or "{%" in asked:
+        return asked
+    try:
+        return Path(asked).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template={asked}: a file, Jinja text, or none is expected ({error})") from error
 
 
 def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

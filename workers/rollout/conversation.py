@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.errors import UserError
+from workers.policy.tokenizer import NO_TEMPLATE
 
 Message = dict[str, str]
 """role: system, user, assistant or tool; content: text."""
@@ -54,11 +55,7 @@ class ChatJoins:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         if tokenizer.chat_template is None:
-            raise UserError(
-                "The tokenizer of model.path has no chat template, so the turns of an episode cannot become a "
-                "conversation. Give one that has with model.tokenizer_path, or add chat_template to its "
-                "tokenizer_config.json"
-            )
+            raise UserError(NO_TEMPLATE.format("the turns of an episode"))
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
         self._check_joins(system)
         self.tool_role = "tool" if self._takes_tool_messages() else "user"
@@ -185,8 +182,8 @@ class ChatJoins:
 
     def _refusal(self, what: str) -> UserError:
         return UserError(
-            f"The chat template of model.path (or model.tokenizer_path) {what}. Another template goes into "
-            "chat_template of tokenizer_config.json, or chat_template.jinja beside it"
+            f"The chat template of model.path (or data.chat_template) {what}. Give another template with "
+            "data.chat_template: a file, or the Jinja text itself"
         )
 
 

@@ -100,7 +100,7 @@ def test_overlong_prompts_are_cut_when_asked(
             {"data_source": "x"},
             ["no prompt (column 'prompt')", "columns found: data_source", "data.columns", '"ground_truth"'],
         ),
-        (make_row("1", prompt="1 + 1"), ["row 0", "'prompt'", "found 'text", '[{"role": "user", "content": "1 + 1"}]']),
+        (make_row("1", prompt='[{"role": "user"}]'), ["row 0", "'prompt'", "not messages written as json"]),
         (make_row("1", prompt=[{"role": "user"}]), ["expected a message like"]),
         (make_row("1", prompt=[]), ["expected a list of chat messages"]),
         (make_row("1", prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["not supported yet"]),
@@ -178,6 +178,20 @@ def test_a_prompt_without_tokens_is_refused(make: Callable, tokenizer: PreTraine
         PromptDataset(path, bare, DataConfig(), split="train")
 
 
+PLAIN = [[2, 3], [4]]
+"""The tokens of 12 and 3, by hand: "0" is 1, "=" is 14."""
+
+
+def test_without_a_chat_template_a_prompt_is_its_text(tmp_path: Path) -> None:
+    base = char_tokenizer(None)
+    path = write(tmp_path / "d.jsonl", [make_row("1", prompt="12"), make_row("3")])
+    data = PromptDataset(path, base, DataConfig(), split="train")
+    assert [data[row].batch["prompts"][0][-len(ids) :].tolist() for row, ids in enumerate(PLAIN)] == PLAIN
+    assert data[0].non_tensor_batch["raw_prompt"][0] == [{"role": "user", "content": "12"}]
+    with pytest.raises(UserError, match="no chat template, which prompts of several messages.*data.chat_template"):
+        PromptDataset(path, base, DataConfig(system_prompt="1"), split="train")
+
+
 def test_a_template_that_refuses_a_prompt_is_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     strict = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
@@ -186,5 +200,5 @@ def test_a_template_that_refuses_a_prompt_is_explained(tmp_path: Path, tokenizer
         "{% endif %}{{ m.content }}{% endfor %}",
     )
     rows = [make_row("1"), make_row("2", prompt=[{"role": "system", "content": "be kind"}])]
-    with pytest.raises(UserError, match="be kind.*no system role.*model.tokenizer_path"):
+    with pytest.raises(UserError, match="be kind.*no system role.*data.chat_template"):
         PromptDataset(write(tmp_path / "d.jsonl", rows), strict, DataConfig(), split="train")

@@ -209,7 +209,7 @@ class Texts(Sums):
 
 class Wrong(Sums):
     def __getitem__(self, index):
-        return {**super().__getitem__(index), "prompt": "1+1"}
+        return {**super().__getitem__(index), "prompt": 11}
 '''
 
 
@@ -238,7 +238,7 @@ def test_a_class_of_rows_is_a_dataset(classes: str, name: str, most: int, count:
         ("Processed", "row 0 of Processed .* expected a dict of columns without tensors"),
         ("Lazy", "expected a sequence of rows, found Lazy"),
         ("Texts", "row 0 of Texts of .* is 'a text', expected a dict"),
-        ("Wrong", "row 0 of Wrong of .*column 'prompt': found 'text"),
+        ("Wrong", "row 0 of Wrong of .*column 'prompt': found 11"),
         ("Nobody", "data.custom_cls.name='Nobody': .*found: Lazy, LikeVerl"),
     ],
 )

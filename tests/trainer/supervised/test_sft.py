@@ -65,12 +65,16 @@ def test_every_turn_of_the_assistant_is_learnt_with_its_end_and_nothing_else(
     assert tokenizer.decode(example.response).endswith("4<|im_end|>\n")
 
 
-def test_a_template_without_an_end_of_turn_gets_one() -> None:
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }}{% endfor %}", None])
+def test_a_template_without_an_end_of_turn_gets_one_and_without_a_template_text_is_text(template: str | None) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = template
     example = encode_chat([user("12="), assistant("34")], tokenizer, "row 0")
-    assert tokenizer.decode(example.response) == "34<|im_end|>"
+    assert (tokenizer.decode(example.prompt), tokenizer.decode(example.response)) == ("12=", "34<|im_end|>")
     assert example.mask == [1, 1, 1]
+    if template is None:
+        with pytest.raises(UserError, match="chats of several messages need.*data.chat_template"):
+            encode_chat([user("12="), assistant("34"), user("5")] * 2, tokenizer, "row 0")
 
 
 def test_collate_pads_questions_left_and_answers_right() -> None:
@@ -102,7 +106,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
         ({"prompt": "1", "answer": "2"}, r"in 'response' \(data.response_key\); columns found: prompt, answer"),
         ({"prompt": "1", "response": 2}, "with an answer as text in 'response'"),
         ({"messages": [user("1")]}, "no message is the assistant's"),
-        ({"messages": "1"}, "found 'text"),
+        ({"messages": "1"}, "found '1', expected a list of chat messages"),
     ],
 )
 def test_a_wrong_row_is_named(

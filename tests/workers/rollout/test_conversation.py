@@ -164,7 +164,7 @@ UNTAKEN = "; .*agent_system_template empty"
 @pytest.mark.parametrize(
     ("tokenizer", "system", "told"),
     [
-        (lambda: families.byte_level(None, "<e>"), False, "has no chat template.*model.tokenizer_path"),
+        (lambda: families.byte_level(None, "<e>"), False, "has no chat template.*data.chat_template"),
         (families.gemma, True, "System role not supported" + UNTAKEN),
         (families.mistral, True, "only user and assistant" + UNTAKEN),
         (lambda: families.metaspace(families.MISTRAL_MOVING_SYSTEM), True, "differently once.*system_template empty"),
