@@ -42,7 +42,7 @@ from verl_lite.config.reward import (
 from verl_lite.config.rollout import RolloutConfig, ValKwargs
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 from verl_lite.config.run import RayInitConfig, RayKwargs, RunConfig, RunOptions, TrainerConfig
-from verl_lite.config.schema import KEYS, ConfigError, Key, Schema, schema_of, value_of
+from verl_lite.config.schema import ConfigError, Key, Schema, schema_of, value_of
 from verl_lite.config.supervised import (
     PreferenceDataConfig,
     RewardLossConfig,
@@ -54,3 +54,6 @@ from verl_lite.config.supervised import (
     SupervisedDataConfig,
 )
 from verl_lite.registry import did_you_mean
+
+KEYS: dict[str, Key] = schema_of(PPOConfig).keys
+"""Every option of `trainer.main_ppo`."""

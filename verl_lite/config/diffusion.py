@@ -145,6 +145,12 @@ class FlowTrainerConfig(RunConfig):
 class RewardFlowConfig(Options):
     """Reward flow, `python -m trainer.main_reward_flow`."""
 
+    gone = {
+        "model.activation_offload": "leave it out: model.checkpoint_steps and checkpoint_decode keep activations few",
+        "model.vae_tiling": "leave it out: frames are decoded whole; for want of memory lower data.max_pixels",
+        "data.cache_gb": "leave it out: clips are read as they are needed, and nothing of them is kept",
+    }
+
     recipe: str | None = opt(None, "name, path or module; null = reward_flow if neither model nor data is given")
     data: VideoDataConfig = section(VideoDataConfig, "clips and prompts")
     model: DiffusionModelConfig = section(DiffusionModelConfig, "pipeline and adapter")

@@ -1,19 +1,18 @@
 """How an option is declared: a dataclass field with its default, its sentence, its range, and when it is read; and what
 is read while a run is under way: an option that the user set and nothing read has no effect.
 
-`record_reads` takes the values out of a configuration's sections and leaves a trap: the first read of an option is
-noted and puts its value back, so that later reads cost nothing. The trap travels with a pickled section, so workers
-note their own first reads; `Worker.option_reads` gives them to the driver.
+After `record_reads` the sections of a configuration note which of their options are read. They do so in every process
+that they are sent to; `Worker.option_reads` gives the notes of a worker to the driver.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl_lite.registry import did_you_mean
 
@@ -39,10 +38,6 @@ SHARE = Range("a share between 0 and 1 is expected", lambda value: 0 <= value <=
 POSITIVE_SHARE = Range("a share above 0 and at most 1 is expected", lambda value: 0 < value <= 1)
 ALL_OR_SOME = Range("-1 (all) or at least 1 is expected", lambda value: value == -1 or value >= 1)
 SEED = Range("a whole number from 0 to 2^63 - 1 is expected", lambda value: 0 <= value < 2**63)
-MOMENTS = Range(
-    "two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]",
-    lambda values: len(values) == 2 and all(0 <= value < 1 for value in values),
-)
 
 
 def opt(default: Any, doc: str, expects: Range | tuple[str, ...] | None = None, *, read: str | None = None) -> Any:
@@ -64,12 +59,17 @@ def unknown_value(name: str, value: Any, known: Collection[str]) -> str:
     return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"
 
 
-_READ: set[str] = set()
+_read: set[str] = set()
 _uncounted = 0
 
 
 class Options:
-    """Base of every section of options."""
+    """Base of every section of options.
+
+    gone: of a whole configuration, the keys that were options once, with what to say or do instead.
+    """
+
+    gone: ClassVar[Mapping[str, str]] = {}
 
     def check(self) -> Problems:
         """What cannot work, or would give other results than asked: key, value, expectation and remedy of each."""
@@ -77,15 +77,11 @@ class Options:
 
     if not TYPE_CHECKING:  # so that a misspelt option stays an error of types
 
-        def __getattr__(self, name: str) -> Any:
-            """The value of an option at its first read; called only where the plain attribute is missing."""
-            trapped = self.__dict__.get("_unread", {})
-            if name not in trapped:
-                raise AttributeError(f"{type(self).__name__} has no option {name}")
-            if not _uncounted:
-                _READ.add(f"{self.__dict__['_at']}{name}")
-                self.__dict__[name] = trapped[name]
-            return trapped[name]
+        def __getattribute__(self, name: str) -> Any:
+            own = object.__getattribute__(self, "__dict__")
+            if "_at" in own and name in own and not _uncounted:
+                _read.add(f"{own['_at']}{name}")
+            return object.__getattribute__(self, name)
 
 
 def record_reads(options: Any, at: str = "") -> None:
@@ -94,16 +90,12 @@ def record_reads(options: Any, at: str = "") -> None:
     Args:
         at: what stands before the names of this section; empty for a whole configuration, which begins a new record.
     """
-    if "_unread" not in vars(options):
-        if not at:
-            _READ.clear()
-        leaves = {name: value for name, value in vars(options).items() if not isinstance(value, Options)}
-        for name in leaves:
-            delattr(options, name)
-        vars(options).update(_unread=leaves, _at=at)
+    if not at:
+        _read.clear()
     for name, value in vars(options).items():
         if isinstance(value, Options):
             record_reads(value, f"{at}{name}.")
+    vars(options)["_at"] = at
 
 
 @contextmanager
@@ -119,14 +111,11 @@ def uncounted() -> Iterator[None]:
 
 def handed_over(options: Options) -> None:
     """Counts a whole section as read, because a process gets it that reports nothing."""
-    at = vars(options).get("_at")
-    if at is not None:
-        _READ.update(f"{at}{name}" for name in vars(options)["_unread"])
-        for value in vars(options).values():
-            if isinstance(value, Options):
-                handed_over(value)
+    for name in list(vars(options)):
+        if isinstance(value := getattr(options, name), Options):
+            handed_over(value)
 
 
 def option_reads() -> set[str]:
     """The dotted names of the options that this process has read since `record_reads`."""
-    return set(_READ)
+    return set(_read)

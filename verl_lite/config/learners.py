@@ -9,7 +9,6 @@ from typing import Any
 from verl_lite.config.fields import (
     ALL_OR_SOME,
     FINITE,
-    MOMENTS,
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
@@ -26,8 +25,11 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 _KL = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """Each also with the gradient of k2."""
+_MOMENTS = Range(
+    "two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]",
+    lambda values: len(values) == 2 and all(0 <= value < 1 for value in values),
+)
 _ABOVE_ONE = Range("it bounds the ratio where the advantage is negative: a number above 1 is expected", lambda c: c > 1)
-
 
 
 @dataclass
@@ -63,7 +65,7 @@ class OptimConfig(Options):
 
     lr: float = opt(1e-6, "peak learning rate", at_least(0))
     weight_decay: float = opt(0.01, "AdamW decoupled weight decay", at_least(0))
-    betas: list[float] = opt([0.9, 0.999], "AdamW moments", MOMENTS)
+    betas: list[float] = opt([0.9, 0.999], "AdamW moments", _MOMENTS)
     eps: float = opt(1e-8, "AdamW denominator term", POSITIVE)
     clip_grad: float = opt(1.0, "global gradient norm is clipped to this; a non-finite norm skips the step", POSITIVE)
     lr_scheduler_type: str = opt("constant", "after warm-up: constant | cosine", ("constant", "cosine"))
@@ -95,6 +97,7 @@ class FSDPConfig(Options):
     fsdp_size: int = opt(-1, "ranks that share one copy of the weights; -1 = all, 1 = replicate", ALL_OR_SOME)
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes of computation")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what becomes an FSDP group of its own")
+
 
 @dataclass
 class PolicyLossConfig(Options):

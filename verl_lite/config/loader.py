@@ -1,4 +1,4 @@
-"""From a command line to a `PPOConfig`: defaults < recipe < files < command line, each value with its source.
+"""From a command line to a configuration: defaults < recipe < files < command line, each value with its source.
 
 Takes the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value`, `++key=value`, `~key`,
 `--config FILE`); gives a `LoadedConfig`. verl's and ROLL's spellings are accepted (`spellings`). A key that does not
@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -43,7 +43,7 @@ _PARSER.add_argument("--help-config", nargs="?", const="")
 _PARSER.add_argument("--print-config", action="store_true")
 _PARSER.add_argument("--quiet", dest="verbosity", action="store_const", const="quiet", default="normal")
 _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const="verbose")
-_OVERRIDE = re.compile(r"""(\+{0,2}|~)((?:[^="'\s~]|"[^"]*"|'[^']*')+)(=.*)?""", re.DOTALL)
+_OVERRIDE = re.compile(r"""(?:\+{0,2}((?:[^="'\s~]|"[^"]*"|'[^']*')+)=(.*)|~([^=\s~]+))""", re.DOTALL)
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Keys whose values are paths: a leading ~/ is the home folder, as the shell leaves it in `key=~/data`."""
 
@@ -82,49 +82,44 @@ class LoadedConfig(Generic[C]):
 
     def given(self) -> list[str]:
         """The dotted keys that the user set, in a file or on the command line."""
-        return [name for name, source in self.provenance.items() if source.startswith(("file:", COMMAND_LINE))]
+        return [name for name, source in self.provenance.items() if _rank(source) > 1]
 
 
 def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig[PPOConfig]:
-    """Reads the command line of `trainer.main_ppo`.
-
-    Args:
-        argv: the arguments, without the program.
-        recipe_loader: from the name of a recipe to its overrides, nested or with dotted keys; without it no recipe is
-            read. `recipe` is `quickstart` where neither it nor `model.path` nor `data.train_files` is given.
-
-    Raises:
-        ConfigError: every unknown key, wrong value, unreadable file or unresolved reference, together.
-    """
+    """Reads the command line of `trainer.main_ppo`; see `load_schema`."""
     return load_schema(argv, PPOConfig, recipe_loader=recipe_loader, default_recipe=DEFAULT_RECIPE)
 
 
 def load_schema(
     argv: list[str], root: type[C], *, recipe_loader: RecipeLoader | None = None, default_recipe: str | None = None
 ) -> LoadedConfig[C]:
-    """Reads a command line for any root dataclass of options. See `load_config`.
+    """Reads the command line of any command, whose options are a root dataclass.
 
     Args:
+        argv: the arguments, without the program.
+        recipe_loader: from the name of a recipe to its overrides, nested or with dotted keys; without it no recipe is
+            read.
         default_recipe: the one where neither a recipe nor `model.path` nor `data.train_files` is given.
+
+    Raises:
+        ConfigError: every unknown key, wrong value, unreadable file or unresolved reference, together.
     """
     merge = _Merge(schema_of(root))
     options, words = _PARSER.parse_known_args(argv)
     wants_help = options.help or options.help_config is not None
     if not wants_help:
-        read = [one for name in options.config for one in merge.read_file(name)]
-        read += [one for word in words for one in merge.parse_word(word)]
-        given = [accepted for one in read for accepted in merge.translate(one)]
-        for assignment in [*merge.recipe(given, recipe_loader, default_recipe), *given]:
-            merge.assign(assignment, given)
+        sources = [merge.read_file(name) for name in options.config]
+        sources.append([one for word in words for one in merge.parse_word(word)])
+        translated = [merge.translate(source) for source in sources]
+        for one in [*merge.recipe(sum(translated, []), recipe_loader, default_recipe), *sum(translated, [])]:
+            merge.assign(one)
         merge.derive()
     config, omega = merge.resolve()
     if merge.problems or merge.refused:
         raise ConfigError([*(f"{', '.join(of)}: {why}" for why, of in merge.refused.items()), *merge.problems])
     action: Action = "help" if wants_help else "print" if options.print_config else "run"
-    return LoadedConfig(
-        config, omega, merge.provenance(), list(dict.fromkeys(merge.notes)), action, options.verbosity,
-        options.help_config,
-    )  # fmt: skip
+    notes = list(dict.fromkeys(merge.notes))
+    return LoadedConfig(config, omega, merge.provenance(), notes, action, options.verbosity, options.help_config)
 
 
 def parse_value(raw: str) -> Any:
@@ -179,9 +174,9 @@ class _Merge:
         return self.schema.root is PPOConfig
 
     def value(self, name: str) -> Any:
-        """The value of a leaf so far."""
-        assignment = self.given.get(tuple(name.split(".")))
-        return self.schema.keys[name].default if assignment is None else assignment.value
+        """The value of a leaf so far; None where there is no such key."""
+        assignment, key = self.given.get(tuple(name.split("."))), self.schema.keys.get(name)
+        return assignment.value if assignment else key.default if key else None
 
     def source(self, name: str) -> str:
         assignment = self.given.get(tuple(name.split(".")))
@@ -196,46 +191,36 @@ class _Merge:
     def parse_word(self, word: str) -> Iterator[Assignment]:
         """`key=value`, `+key=value`, `++key=value` or `~key` as assignments, several if the value is a mapping."""
         match = _OVERRIDE.fullmatch(word)
-        is_reset = match is not None and match[1] == "~" and match[3] is None
         if word.startswith("-"):
             hydra = "; verl's files are not read, its keys are: paste them" if word.startswith("--config-") else ""
             self.problems.append(f"{word} is not known; options are key=value, and the switches {SWITCHES}{hydra}")
             return
-        if match is None or not is_unicode(word) or (match[3] is None) is not is_reset:
+        if match is None or not is_unicode(word):
             self.problems.append(f"{word!r} is not key=value in UTF-8, without blanks around the equals sign")
             return
+        name, raw, reset = match.groups()
         try:
-            path = split(match[2])
+            path = _without_prefix(split(name or reset))
         except ValueError as error:
             self.problems.append(str(error))
             return
-        if is_reset:
+        if reset:
             yield Assignment(path, None, COMMAND_LINE, reset=True)
             return
-        raw, key = match[3][1:], self.schema.find(_without_prefix(path))
-        value = parse_value(raw)
+        key, value = self.schema.find(path), parse_value(raw)
         if isinstance(value, dict) and value and (key is None or key.kind != "str"):
             yield from self.flatten(value, path, COMMAND_LINE)
         else:
             yield Assignment(path, value, COMMAND_LINE, raw)
 
-    def read_file(self, name: str, within: tuple[FilePath, ...] = ()) -> list[Assignment]:
-        """The assignments of a YAML file, after those of the files that its `base` names (relative to it).
-
-        Args:
-            within: the files that include this one.
-        """
-        path = ((within[-1].parent if within else FilePath()) / FilePath(name).expanduser()).absolute()
+    def read_file(self, name: str) -> list[Assignment]:
+        """The assignments of a YAML file."""
+        path = FilePath(name).expanduser().absolute()
         try:
-            if path.resolve() in [file.resolve() for file in within]:
-                raise ValueError("it includes itself through base:")
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
             if not isinstance(content, dict):
                 raise ValueError("it is a list; a mapping of keys to values is expected")
-            bases = content.pop("base", None) or []
-            bases = bases if isinstance(bases, list) else [bases]
-            below = [one for base in bases for one in self.read_file(str(base), (*within, path))]
-            return below + list(self.flatten(content, (), f"file:{name}"))
+            return list(self.flatten(content, (), f"file:{name}"))
         except FileNotFoundError:
             self.problems.append(f"--config: there is no file {path}")
         except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -245,85 +230,70 @@ class _Merge:
     def flatten(self, mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
         """The leaves of nested mappings; a key with dots is a path, except below a free dictionary. An empty mapping
         at a section or a free dictionary says nothing."""
-        is_free = self.schema.find(_without_prefix(prefix)) is not None
+        is_free = self.schema.find(prefix) is not None
         for name, value in mapping.items():
-            path = (*prefix, *((str(name),) if is_free else split(str(name))))
-            dotted = ".".join(_without_prefix(path))
+            path = _without_prefix((*prefix, *((str(name),) if is_free else split(str(name)))))
             if isinstance(value, Mapping) and value:
                 yield from self.flatten(value, path, source)
-            elif not isinstance(value, Mapping) or is_free or (dotted and not self._exists(dotted)):
+            elif not isinstance(value, Mapping) or is_free or (path and not self._exists(".".join(path))):
                 yield Assignment(path, value, source)
 
     def _exists(self, dotted: str) -> bool:
         return dotted in self.schema.keys or dotted in self.schema.sections
 
-    def recipe(
-        self, given: list[Assignment], loader: RecipeLoader | None, default: str | None
-    ) -> list[Assignment]:
+    def recipe(self, given: list[Assignment], loader: RecipeLoader | None, default: str | None) -> list[Assignment]:
         """The recipe's assignments: the one named last, or the default one where neither model nor data is named."""
         if "recipe" not in self.schema.keys or loader is None:
             return []
-        named = [one for one in given if one.path == ("recipe",)]
+        named = [one.value for one in given if one.path == ("recipe",)]
         names = {join(one.path) for one in given if one.value not in (None, [])}
         if default is not None and not named and not names & {"model.path", "data.train_files"}:
             self.set("recipe", default, "default, because neither model.path nor data.train_files is given")
-            named = [self.given["recipe",]]
-        if not named or named[-1].value is None:
+            named = [default]
+        if not named or named[-1] is None:
             return []
-        recipe = str(named[-1].value)
         try:
-            found = self.flatten(loader(recipe), (), f"recipe:{recipe}")
-            return [one for assignment in found for one in self.translate(assignment)]
+            recipe = str(named[-1])
+            return self.translate(self.flatten(loader(recipe), (), f"recipe:{recipe}"))
         except UserError as error:
             self.problems.append(str(error))
             return []
 
     # ------------------------------------------------------------------------------------------------ merging
 
-    def translate(self, one: Assignment) -> list[Assignment]:
-        """The assignment under this project's name: none if verl's key has no effect here or is refused."""
-        one = replace(one, path=_without_prefix(one.path), value=_strip_prefix(one.value))
-        name = ".".join(one.path)
-        if one.value == "???":  # verl's mark for "to be given"
-            return []
-        if one.reset:
-            return [one]
-        verdict = spellings.translate(name, one.value) if self.speaks_verl and not self._exists(name) else None
-        if verdict is None:
-            return [one]
-        if verdict.refusal:
-            self.refused.setdefault(verdict.refusal, []).append(one.shown())
-        self.notes += [verdict.note] if verdict.note else []
-        source = f"{one.source}, as {name}"
-        return [
-            Assignment(tuple(to.split(".")), new, source, one.raw if new == one.value else None)
-            for to, new in verdict.settings.items()
-        ]
+    def translate(self, source: Iterable[Assignment]) -> list[Assignment]:
+        """The assignments of one source under this project's names, those given under verl's first, so that our own
+        win; none of a key that has no effect here or is refused."""
+        own: list[Assignment] = []
+        renamed: list[Assignment] = []
+        for one in source:
+            one, name = replace(one, value=_strip_prefix(one.value)), ".".join(one.path)
+            verdict = spellings.translate(name, one.value) if self.speaks_verl and not self._exists(name) else None
+            if one.value == "???":  # verl's mark for "to be given"
+                continue
+            if verdict is None or one.reset:
+                own.append(one)
+                continue
+            if verdict.refusal:
+                self.refused.setdefault(verdict.refusal, []).append(one.shown())
+            self.notes += [verdict.note] if verdict.note else []
+            for to, new in verdict.settings.items():
+                raw = one.raw if new == one.value else None
+                renamed.append(Assignment(tuple(to.split(".")), new, f"{one.source}, as {name}", raw))
+        return [*renamed, *own]
 
-    def assign(self, one: Assignment, given: list[Assignment]) -> None:
-        """Sets one leaf, or notes what is wrong with it. given: all that files and command line say, of which a key
-        under its own name wins over one under verl's."""
+    def assign(self, one: Assignment) -> None:
+        """Sets one leaf, or notes what is wrong with it."""
         key, name, path = self.schema.find(one.path), ".".join(one.path), one.path
-        start, _, renamed = one.source.partition(", as ")
-        own = [other.value for other in given if other.path == path and other.source == start] if renamed else []
-        if own and renamed in spellings.EQUAL and own[-1] != one.value:
-            self.problems.append(f"{renamed}={one.value}: here it is {name}, which is {own[-1]}: give both one value")
-        if own:
-            return
         if one.reset and (key is not None or name in self.schema.sections):
             self.given = {known: value for known, value in self.given.items() if known[: len(path)] != path}
             return
         if key is None:
-            members = [known for known in self.schema.keys if known.startswith(f"{name}.")]
-            near = ", such as ".join(["", ", ".join(members[:3])]) if members else ""
-            hint = " or ".join(self.schema.nearest(name))
-            hint = f"did you mean {hint}?" if hint else "--help-config lists all keys."
-            what = f"{name} is a group of options{near}" if members else f"there is no such key; {hint}"
-            self.problems.append(f"{one.shown()}: {what}")
+            self.problems.append(f"{one.shown()}: {self._unknown(name)}")
             return
         try:
             value = one.value if path != key.path else convert(key, one.value, one.raw)
-        except ValueError:
+        except (ValueError, OverflowError):
             self.problems.append(f"{one.shown()}: {key.describe()}")
             return
         if key.kind == "dict":  # an entry replaces what an earlier layer has above or below it
@@ -335,7 +305,20 @@ class _Merge:
         elif self.speaks_verl:
             value, note = spellings.same_meaning(name, value)
             self.notes += [note] if note else []
+            start, _, renamed = self.source(name).partition(", as ")
+            if renamed in spellings.EQUAL and start == one.source and self.value(name) != value:
+                here = f"here it is {name}, which is {value}: give both one value"
+                self.problems.append(f"{renamed}={self.value(name)}: {here}")
         self.given[path] = replace(one, value=_expand(name, value))
+
+    def _unknown(self, name: str) -> str:
+        if name in self.schema.root.gone:
+            return self.schema.root.gone[name]
+        members = [known for known in self.schema.keys if known.startswith(f"{name}.")]
+        if members:
+            return f"{name} is a group of options, such as {', '.join(members[:3])}"
+        hint = " or ".join(self.schema.nearest(name))
+        return "there is no such key; " + (f"did you mean {hint}?" if hint else "--help-config lists all keys.")
 
     def derive(self) -> None:
         """What follows from what was given."""
@@ -358,7 +341,7 @@ class _Merge:
                     "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, which is "
                     "new in every run without a name: give trainer.experiment_name"
                 )
-            recipe = (self.value("recipe") if "recipe" in self.schema.keys else None) or "run"
+            recipe = self.value("recipe") or "run"
             title = re.split(r"[/.]", recipe.removesuffix(".py").removesuffix("/recipe"))[-1]
             # two runs may start within one second in the same folder; their folders must differ
             name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"

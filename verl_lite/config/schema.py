@@ -7,22 +7,19 @@ import difflib
 import re
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from typing import Any
 
-from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
-from omegaconf.errors import OmegaConfBaseException
-
 from verl_lite.config.fields import Range
-from verl_lite.config.ppo import PPOConfig
 from verl_lite.errors import UserError
 
 Path = tuple[str, ...]
 """A key cut at its dots: `("actor", "optim", "lr")`; below a free dictionary a part may itself contain dots."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
-_NODES: dict[str, Any] = {"int": IntegerNode, "float": FloatNode, "bool": BooleanNode, "str": StringNode}
+_SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _PART = r"""(?:"[^"]+"|'[^']+'|[^.\[\]"'\s]+)"""
 _KEY = re.compile(rf"{_PART}(?:\.{_PART}|\[[^\[\]]+\])*")
 
@@ -89,25 +86,17 @@ class Schema:
 
     def nearest(self, name: str) -> list[str]:
         """At most three keys that `name` may have meant, by their last part, the likest path first."""
-        leaf, leaves = name.rpartition(".")[2], [known.rpartition(".")[2] for known in self.keys]
-        close = [leaf] if leaf in leaves else difflib.get_close_matches(leaf, set(leaves), n=2, cutoff=0.75)
-        likeness = {
-            known: difflib.SequenceMatcher(None, name, known).ratio()
-            for known, last in zip(self.keys, leaves, strict=True)
-            if last in close
-        }
-        found = sorted(likeness, key=lambda known: -likeness[known])
+        leaf, leaves = name.rpartition(".")[2], {known: known.rpartition(".")[2] for known in self.keys}
+        close = [leaf] if leaf in leaves.values() else difflib.get_close_matches(leaf, {*leaves.values()}, 2, 0.75)
+        found = [known for known, last in leaves.items() if last in close]
+        found.sort(key=lambda known: -difflib.SequenceMatcher(None, name, known).ratio())
         return found[:3] or difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
 
 
-_SCHEMAS: dict[type, Schema] = {}
-
-
+@cache
 def schema_of(root: type) -> Schema:
     """The schema of a root dataclass such as `PPOConfig`."""
-    if root not in _SCHEMAS:
-        _SCHEMAS[root] = Schema(root, {key.name: key for key in _walk(root, ())})
-    return _SCHEMAS[root]
+    return Schema(root, {key.name: key for key in _walk(root, ())})
 
 
 def value_of(config: Any, name: str) -> Any:
@@ -115,7 +104,7 @@ def value_of(config: Any, name: str) -> Any:
     return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
 
 
-def _walk(cls: type, prefix: Path) -> typing.Iterator[Key]:
+def _walk(cls: type, prefix: Path) -> Iterator[Key]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path, annotation = (*prefix, field.name), hints[field.name]
@@ -147,9 +136,6 @@ def split(text: str) -> Path:
     return tuple(part.strip("\"'[]") for part in re.findall(rf"\[[^\[\]]+\]|{_PART}", text))
 
 
-KEYS: dict[str, Key] = schema_of(PPOConfig).keys
-
-
 def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
@@ -176,8 +162,8 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
         if isinstance(value, str) and raw is not None and not is_interpolation(value) and raw.strip()[:1] not in "'\"":
             items = [part.strip() for part in value.split(",") if part.strip()]
         flat = [one for item in items for one in (item if isinstance(item, list) else [item])]
-        return [_convert_scalar(key.item, item) for item in flat]
-    return _convert_scalar(key.kind, value)
+        return [_scalar(key.item, item) for item in flat]
+    return _scalar(key.kind, value)
 
 
 def _is_typed_text(value: Any, text: str) -> bool:
@@ -189,17 +175,20 @@ def _is_typed_text(value: Any, text: str) -> bool:
     return not isinstance(value, list) and text[:1] not in tuple("'\"|>&!") and not is_interpolation(value)
 
 
-def _convert_scalar(kind: str, value: Any) -> Any:
+def _scalar(kind: str, value: Any) -> Any:
     if is_interpolation(value):
         return value
-    is_no_text, is_no_switch = kind == "str" and isinstance(value, bool), kind == "bool" and value not in (0, 1)
-    if kind == "dict" or isinstance(value, dict | list | None) or is_no_text or value != value:
-        raise ValueError
-    if is_no_switch and isinstance(value, int | float):
-        raise ValueError
-    if kind == "int" and (isinstance(value, float) or (isinstance(value, str) and "e" in value.lower())):
-        value = int(value) if (value := float(value)).is_integer() else value
-    try:
-        return _NODES[kind](value, is_optional=False)._value()
-    except OmegaConfBaseException as error:
-        raise ValueError from error
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "str" and (is_number or isinstance(value, str)) and value == value:
+        return str(value)
+    if kind == "bool" and isinstance(value, bool | int | str) and str(value).lower() in _SWITCHES:
+        return _SWITCHES[str(value).lower()]
+    if kind == "int" and isinstance(value, int) and is_number:
+        return value
+    if kind in ("int", "float") and (is_number or isinstance(value, str)):
+        number = float(value)
+        if kind == "float" and number == number:
+            return number
+        if kind == "int" and number.is_integer():
+            return int(number)
+    raise ValueError

@@ -128,8 +128,9 @@ NO_EFFECT: dict[str, str] = {
         "trainer.npu_profile trainer.controller_nsight_options trainer.worker_nsight_options env_monitor "
         "ray_init.timeline_json_file ray_kwargs.timeline_json_file reward.reward_model.profiler "
         "train_env_manager.max_env_num_per_worker val_env_manager.max_env_num_per_worker "
-        "train_env_manager.world_size val_env_manager.world_size render_save_dir agentic.render_save_dir"
+        "train_env_manager.world_size val_env_manager.world_size"
     ),
+    "episodes are kept as samples of text: python -m trainer.inspect RUN": "render_save_dir",
     "only text models are trained here": (
         "data.image_key data.video_key data.audio_key data.image_patch_size data.return_multi_modal_inputs "
         "data.mm_processor_kwargs actor.freeze_vision_tower rollout.limit_images"
@@ -202,6 +203,9 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
      "*.optim.optimizer *.optim.optimizer_impl *.optim.override_optimizer_config"),
     ("an adapter (LoRA) is for the policy alone: say model.lora_rank, and model.lora_alpha with it", (0,),
      "*.model.lora_rank model.lora.rank"),
+    ("episodes are kept as samples of text, without being asked: python -m trainer.inspect RUN", (),
+     "agentic.render_save_dir"),
+    ("say --config several times: what a later file says wins", (), "base"),
     ("import your code from a recipe instead", (), "model.external_lib"),
     ("say it in the folder model.path or model.tokenizer_path, or with model.override_config", (),
      "model.hf_config_path reward_model.model.tokenizer_path"),

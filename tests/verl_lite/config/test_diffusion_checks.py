@@ -120,6 +120,12 @@ def test_the_high_noise_experts_steps_do_not_learn(tmp_path: Path) -> None:
     assert problems(two, "sampler.mid_timestep=2", "model.boundary_ratio=0.95") == []
 
 
+@pytest.mark.parametrize("option", ["model.activation_offload=true", "model.vae_tiling=true", "data.cache_gb=2"])
+def test_an_option_that_is_gone_is_told_what_to_do_instead(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option.partition('=')[0]}=.*leave it out: .*"):
+        load_schema(["model.path=x", option], RewardFlowConfig)
+
+
 def test_missing_packages_are_named_with_the_extra(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusion_checks, "PACKAGES", ("diffusers",))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

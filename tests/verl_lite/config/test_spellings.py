@@ -122,6 +122,7 @@ def test_a_pasted_grpo_command_line_loads() -> None:
         ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
         ("critic.optim.lr=1e-5", "say algorithm.adv_estimator=gae"),  # a default here, and yet it means a critic
         ("critic.model.lora_rank=8", "LoRA"),
+        ("agentic.render_save_dir=films", "python -m trainer.inspect RUN"),
         ("reward.reward_kwargs.max_resp_len=7", "data.max_response_length, which is 512: give both"),
     ],
 )
@@ -281,6 +282,11 @@ def test_the_name_here_wins_over_the_name_in_verl_within_one_source() -> None:
         ("custom_reward_function.reward_kwargs.a.b=4", "reward.reward_kwargs", {"a": {"b": 4}}),
         ("data.reward_fn_key=source", "data.columns", {"data_source": "source"}),
         ("data.reward_fn_key=data_source", "data.columns", {}),
+        (
+            "actor_rollout_ref.model.custom_chat_template={{ messages[0].content }}",
+            "data.chat_template",
+            "{{ messages[0].content }}",
+        ),
     ],
 )
 def test_values_that_verl_spells_differently(argument: str, key: str, value: object) -> None:
