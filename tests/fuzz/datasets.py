@@ -24,7 +24,7 @@ from tests.fuzz.cases import Case, Part, good_row
 
 ODD_VALUES: list[Any] = [
     None, "", " ", 0, -1, 1.5, float("nan"), float("inf"), True, [], {}, [None], [[]], {"a": None}, b"\xff\xfe",
-    "\ud800", "\x00", "x" * 100_000, "ü∑🙂\u2028", 2**70, 10**400, datetime.datetime(2024, 1, 1),
+    "\ud800", "\x00", "x" * 100_000, "ü∑🙂\u2028", 10**400, datetime.datetime(2024, 1, 1),
     decimal.Decimal("1.10"), [1, "a", None], ["a", "b"], {"role": "user", "content": "1"}, "nan",
     [{"role": "user", "content": "1"}], '[{"role": "user", "content": "1"}]', [{}], [{"role": "user"}],
     [{"role": "system", "content": "s"}, {"role": "user", "content": "1"}], [{"role": "assistant", "content": "a"}],
@@ -176,23 +176,16 @@ def filled(name: str, value: Any, kind: pyarrow.DataType | None = None) -> Chang
 _MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
 TABLE_CHANGES: list[Change] = [
     lambda table: table.append_column("prompt", table.column("prompt")),  # two columns of one name
-    lambda table: table.append_column("extra_info", table.column("data_source")),
     lambda table: table.select([]),
     lambda table: table.slice(0, 0),
     lambda table: table.replace_schema_metadata({b"pandas": b"{broken", b"huggingface": b"{", b"ARROW:schema": b"x"}),
-    cast("data_source", pyarrow.large_string()),
     cast("data_source", pyarrow.dictionary(pyarrow.int8(), pyarrow.string())),
     cast("data_source", pyarrow.binary()),
     filled("reward_model", [("ground_truth", "1")], _MAP),
-    filled("extra_info", [("index", "1")], _MAP),
     *(filled(name, None) for name in ("reward_model", "extra_info", "prompt")),
-    *(filled("prompt", value) for value in ("1+1", ["1+1"], b"\xff", [{"role": "user", "content": b"\xff\xfe"}])),
-    filled("prompt", [{"role": None, "content": "1"}]),
-    *(
-        filled("reward_model", {"ground_truth": value})
-        for value in (b"\xff", datetime.datetime(2024, 1, 1), decimal.Decimal("1.5"), [[1.0, None], None], float("nan"))
-    ),
-    *(filled("data_source", value) for value in (3, {"a": 3})),
+    *(filled("prompt", value) for value in ("1+1", b"\xff", [{"role": "user", "content": b"\xff\xfe"}])),
+    *(filled("reward_model", {"ground_truth": value}) for value in (b"\xff", decimal.Decimal("1.5"), [[1.0], None])),
+    filled("data_source", 3),
 ]
 
 
@@ -210,16 +203,12 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
 BYTE_SPOILERS: list[Callable[[random.Random, bytes], bytes | None]] = [
     flipped, flipped, flipped, lambda rng, data: b"", lambda rng, data: None,
     lambda rng, data: data[: rng.randrange(len(data) + 1)], lambda rng, data: data[rng.randrange(len(data) + 1) :],
-    lambda rng, data: b"\xef\xbb\xbf" + data, lambda rng, data: data + rng.randbytes(40),
-    lambda rng, data: rng.randbytes(400), lambda rng, data: gzip.compress(data),
+    lambda rng, data: b"\xef\xbb\xbf" + data, lambda rng, data: gzip.compress(data),
     lambda rng, data: data.decode("utf-8", "replace").encode("utf-16"),
     lambda rng, data: data.replace(b"\n", b"\r\n"), lambda rng, data: data.replace(b"user", b"us\xff\xfeer"),
-    lambda rng, data: data.replace(b'"', b"'"), lambda rng, data: data + data, lambda rng, data: b"\n\n  \n" + data,
-    lambda rng, data: b"\0" * 1000, lambda rng, data: b"PAR1" + data + b"PAR1", lambda rng, data: b"PAR1PAR1",
-    lambda rng, data: b"{" + data, lambda rng, data: b'{"data": ' + (data or b"0") + b"}",
-    lambda rng, data: rng.choice([b"null", b"5", b'"text"', b"[]", b"{}", b"[1, 2]", b"[[]]", b"NaN", b"[null]"]),
-    lambda rng, data: b"[" * 100_000, lambda rng, data: b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
-    lambda rng, data: b'{"prompt": ' + b"9" * 10_000 + b"}",
+    lambda rng, data: b"\0" * 1000, lambda rng, data: b"PAR1" + data + b"PAR1",
+    lambda rng, data: rng.choice([b"null", b'"text"', b"[]", b"{}", b"[1, 2]", b"[[]]", b"NaN", b"[null]"]),
+    lambda rng, data: b"[" * 100_000, lambda rng, data: b'{"prompt": ' + b"9" * 10_000 + b"}",
     lambda rng, data: data.replace(b'"2"', b"NaN").replace(b'"4"', b"-Infinity"),
-    lambda rng, data: data.replace(b"1+1", b"\\ud800"), lambda rng, data: data.replace(b"prompt", b"Prompt"),
+    lambda rng, data: data.replace(b"1+1", b"\\ud800"),
 ]  # fmt: skip

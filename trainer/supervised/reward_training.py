@@ -74,10 +74,9 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     module, options = "trainer.main_rm", RewardTrainingConfig
 
     def read_task(self) -> Task[Pair]:
-        config, model = self.config, self.config.model
+        config, model, files = self.config, self.config.model, self.config.data.val_files
         source = ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = load_tokenizer(source, config.data.chat_template)
-        files = config.data.val_files
         return Task(
             worker=RewardTrainingWorker,
             train=load_pairs(config.data.train_files, tokenizer, config.data, option="data.train_files"),
