@@ -313,7 +313,7 @@ class _Merge:
 
     def _unknown(self, name: str) -> str:
         if name in self.schema.root.gone:
-            return self.schema.root.gone[name]
+            return str(self.schema.root.gone[name])
         members = [known for known in self.schema.keys if known.startswith(f"{name}.")]
         if members:
             return f"{name} is a group of options, such as {', '.join(members[:3])}"

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 from typing import Any
 
 from verl_lite.config.fields import Range
@@ -67,7 +67,7 @@ class Key:
 class Schema:
     """The keys of one root class of options, in the order of its fields."""
 
-    root: type
+    root: type[Any]
     keys: dict[str, Key]
 
     @cached_property
@@ -93,10 +93,14 @@ class Schema:
         return found[:3] or difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
 
 
-@cache
+_SCHEMAS: dict[type, Schema] = {}
+
+
 def schema_of(root: type) -> Schema:
     """The schema of a root dataclass such as `PPOConfig`."""
-    return Schema(root, {key.name: key for key in _walk(root, ())})
+    if root not in _SCHEMAS:
+        _SCHEMAS[root] = Schema(root, {key.name: key for key in _walk(root, ())})
+    return _SCHEMAS[root]
 
 
 def value_of(config: Any, name: str) -> Any:

@@ -16,7 +16,6 @@ from verl_lite.config import (
     load_config,
     load_schema,
     print_config,
-    schema_of,
     split_choices,
     value_of,
 )
@@ -124,12 +123,6 @@ def test_an_unknown_key_is_an_error_with_the_nearest_one(argument: str, suggesti
     value = argument.partition("=")[2]
     assert f"={value} (command line): there is no such key" in problem
     assert (f"did you mean {suggestion}" in problem) if suggestion else ("--help-config" in problem)
-
-
-def test_nearest_prefers_the_same_last_part() -> None:
-    nearest = schema_of(config.PPOConfig).nearest
-    assert nearest("temperature")[0] == "rollout.temperature"
-    assert nearest("ref.fsdp.param_offload")[0] == "ref.fsdp_config.param_offload"
 
 
 def test_split_cuts_at_dots_outside_quotes_and_brackets() -> None:

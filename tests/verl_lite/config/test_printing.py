@@ -52,11 +52,6 @@ def test_a_saved_configuration_reads_back_the_same(tmp_path: Path) -> None:
     assert set(again.provenance.values()) == {f"file:{tmp_path / 'run' / 'config.yaml'}", "default"}
 
 
-def test_defaults_read_back_the_same(tmp_path: Path) -> None:
-    loaded = load_config([])
-    assert reload(loaded, tmp_path).config == loaded.config
-
-
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]) | st.just("\n"), max_size=12)
 plain = st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False) | texts
 values = st.recursive(
