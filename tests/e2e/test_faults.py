@@ -18,8 +18,7 @@ from trainer.build import run_ppo
 from trainer.cli import failure_text
 from trainer.tracking import read_metrics
 from verl_lite.config import RayInitConfig
-from verl_lite.errors import circumstances
-from verl_lite.single_controller import WorkerDiedError
+from verl_lite.errors import WorkerDiedError, circumstances
 
 pytestmark = pytest.mark.slow
 

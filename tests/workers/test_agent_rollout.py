@@ -22,7 +22,7 @@ from verl_lite.config import PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
-from verl_lite.single_controller.local_worker_group import LocalTransport
+from verl_lite.single_controller.worker_group import LocalTransport
 from workers.agent_rollout import AgentRolloutWorker
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import EpisodeCounts

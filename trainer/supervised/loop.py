@@ -32,9 +32,10 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
-from verl_lite.single_controller import ClassWithInitArgs, WorkerGroup
+from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
+from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engine.checkpoint import export
 from workers.phase import Phase, PhaseManager
 from workers.policy.loading import PolicyBuilder, token_network

@@ -1,52 +1,21 @@
 """The single controller: one driver calls groups of workers as if they were local objects.
 
-`register` marks a worker's methods and says how their arguments are dispatched; `create_worker_groups` makes the
-workers, in Ray actors or in this process. Importing it needs no Ray.
+`@register` (`decorator.py`) marks a worker's methods and says how their arguments are dispatched;
+`create_worker_groups` makes the workers, in Ray actors or in this process. Importing it takes neither torch nor Ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from verl_lite.errors import WorkerDiedError
 from verl_lite.registry import import_modules
-from verl_lite.single_controller.decorator import (
-    Dispatch,
-    Execute,
-    Mesh,
-    PerRank,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-    register_dispatch_mode,
-)
-from verl_lite.single_controller.local_worker_group import LocalService, LocalTransport
-from verl_lite.single_controller.worker import Worker
-from verl_lite.single_controller.worker_group import (
-    ClassWithInitArgs,
-    ResourcePool,
-    ServiceHandle,
-    Transport,
-    WorkerGroup,
-)
+from verl_lite.single_controller.pool import ClassWithInitArgs, ResourcePool
+from verl_lite.single_controller.service import LocalService, ServiceHandle
 
-__all__ = [
-    "ClassWithInitArgs",
-    "Dispatch",
-    "Execute",
-    "Mesh",
-    "PerRank",
-    "ResourcePool",
-    "ServiceHandle",
-    "Worker",
-    "WorkerDiedError",
-    "WorkerGroup",
-    "create_worker_groups",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "register",
-    "register_dispatch_mode",
-    "start_service",
-]
+if TYPE_CHECKING:
+    from verl_lite.single_controller.worker_group import WorkerGroup
 
 
 def create_worker_groups(
@@ -62,7 +31,7 @@ def create_worker_groups(
     """Worker groups whose roles share the slots of `pool`.
 
     Args:
-        backend: "ray" (after `start_ray`) or "inline".
+        backend: "ray" (inside `ray_running`) or "inline".
         roles: name -> class and constructor arguments; made in this order in each slot.
         modules: imported in each process before that, for what they register.
         env: environment variables of the worker processes, set before they import anything (ray only).
@@ -73,6 +42,8 @@ def create_worker_groups(
     Raises:
         What a constructor raised, first; WorkerDiedError if a process ended; ValueError for an unknown backend.
     """
+    from verl_lite.single_controller.worker_group import LocalTransport, Transport, WorkerGroup
+
     if _is_ray(backend):
         from verl_lite.single_controller.ray_worker_group import RayTransport
 
@@ -99,9 +70,9 @@ def start_service(
     """
     if not _is_ray(backend):
         return LocalService(recipe)
-    from verl_lite.single_controller.ray_worker_group import start_ray_service
+    from verl_lite.single_controller.ray_service import RayService
 
-    return start_ray_service(recipe, env or {}, log_dir, max_concurrency, stall_timeout_s)
+    return RayService(recipe, env or {}, log_dir, max_concurrency, stall_timeout_s)
 
 
 def _is_ray(backend: str) -> bool:

@@ -9,7 +9,7 @@ object stays as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -53,29 +53,26 @@ class Group(Protocol):
 class Dispatched:
     """What each rank is called with, and what to do with the answers.
 
-    calls: one entry per rank; None = this rank is not called. collect: ranks whose answers count, in order.
-    rows: rows of the caller's batch. padding: rows added to it at the end.
+    calls: one entry per rank. collect: ranks whose answers count, in order. rows: rows of the caller's batch. padding:
+    rows added to it at the end. marked: this dispatch added the is_padding column.
     """
 
-    calls: list[Args | None]
+    calls: list[Args]
     collect: list[int]
     rows: int = 0
     padding: int = 0
-    marked: bool = False  # this dispatch added the is_padding column
-
-
-DispatchFn = Callable[[Group, tuple[Any, ...], dict[str, Any]], Dispatched]
-CombineFn = Callable[[Group, list[Any], Dispatched], Any]
+    marked: bool = False
 
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A way to cut a call and to put the answers together. splits: it cuts batches."""
+    """A way to cut a call and to join the answers. splits: it cuts batches. rank_zero: rank 0 alone is called."""
 
     name: str
-    dispatch: DispatchFn
-    combine: CombineFn
+    dispatch: Callable[[Group, tuple[Any, ...], dict[str, Any]], Dispatched]
+    combine: Callable[[Group, list[Any], Dispatched], Any]
     splits: bool = False
+    rank_zero: bool = False
 
 
 class Execute(Enum):
@@ -85,7 +82,12 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
-def _for_each(ranks: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Callable[[Any, int], Any]) -> list[Any]:
+def unpacked(value: Any) -> Any:
+    """The batch that a message is; anything else as it is."""
+    return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
+
+
+def _for_each(ranks: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Callable[[Any, int], Any]) -> list[Args]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, PerRank) and len(value) != ranks:
             raise ValueError(f"PerRank has {len(value)} entries, the group has {ranks} ranks: give one entry per rank")
@@ -98,11 +100,6 @@ def _entry(value: Any, rank: int) -> Any:
 
 def _one_to_all(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
     return Dispatched(_for_each(group.world_size, args, kwargs, _entry), list(range(group.world_size)))
-
-
-def _rank_zero(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    others: list[Args | None] = [None] * (group.world_size - 1)
-    return Dispatched([(args, kwargs), *others], [0])
 
 
 def _lists(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
@@ -139,11 +136,11 @@ def _split_flat(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _as_list(group: Group, values: list[Any], dispatched: Dispatched) -> list[Any]:
-    return [DataProto.from_packed(value) if isinstance(value, wire.Packed) else value for value in values]
+    return list(map(unpacked, values))
 
 
 def _single(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
-    return _as_list(group, values, dispatched)[0]
+    return unpacked(values[0])
 
 
 def _concat(group: Group, values: list[Any], dispatched: Dispatched) -> DataProto:
@@ -160,7 +157,7 @@ def _concat(group: Group, values: list[Any], dispatched: Dispatched) -> DataProt
                 "they cannot be told apart, return a fixed number of rows for each row"
             )
         result = result.slice(0, dispatched.rows * per_row)
-        if dispatched.marked and result.batch is not None and "is_padding" in result.batch.keys():
+        if dispatched.marked and "is_padding" in result:
             result.pop(["is_padding"])
     return result
 
@@ -176,7 +173,7 @@ class Dispatch:
 
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _one_to_all, _as_list)
     ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _one_to_all, _as_list)
-    RANK_ZERO = DispatchMode("RANK_ZERO", _rank_zero, _single)
+    RANK_ZERO = DispatchMode("RANK_ZERO", _one_to_all, _single, rank_zero=True)
     DP_COMPUTE = DispatchMode("DP_COMPUTE", _lists, _as_list)
     DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", _split_flat, _concat, splits=True)
     DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", _split_flat, _as_list, splits=True)
@@ -190,12 +187,10 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     the collecting ranks, in the order of their parts.
     """
 
-    return DispatchMode(
-        f"nd_compute({mesh_name})",
-        lambda group, args, kwargs: _split(group.mesh(mesh_name), args, kwargs),
-        _concat,
-        splits=True,
-    )
+    def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+        return _split(group.mesh(mesh_name), args, kwargs)
+
+    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat, splits=True)
 
 
 def register_dispatch_mode(
@@ -223,20 +218,16 @@ def _user_mode(name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Ca
             raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {group.world_size} ranks")
         return Dispatched(list(calls), list(range(group.world_size)))
 
-    def combine(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
-        return collect_fn(group, _as_list(group, values, dispatched))
-
-    return DispatchMode(name, dispatch, combine)
+    return DispatchMode(name, dispatch, lambda group, values, _: collect_fn(group, list(map(unpacked, values))))
 
 
 @dataclass(frozen=True)
 class Registration:
     """What `@register` wrote on a method."""
 
-    dispatch_mode: DispatchMode = field(default_factory=lambda: Dispatch.ALL_TO_ALL)
-    execute_mode: Execute = Execute.ALL
-    blocking: bool = True
-    clear_cache: bool = False
+    dispatch_mode: DispatchMode
+    blocking: bool
+    clear_cache: bool
 
 
 def register(
@@ -260,11 +251,10 @@ def register(
     if execute_mode is Execute.RANK_ZERO:
         if dispatch_mode.splits:
             raise ValueError(f"Execute.RANK_ZERO with {dispatch_mode.name} would lose all parts but the first")
-        dispatch_mode = replace(dispatch_mode, combine=_single)
-    registration = Registration(dispatch_mode, execute_mode, blocking, clear_cache)
+        dispatch_mode = replace(dispatch_mode, combine=_single, rank_zero=True)
 
     def mark(method: F) -> F:
-        setattr(method, REGISTRATION, registration)
+        setattr(method, REGISTRATION, Registration(dispatch_mode, blocking, clear_cache))
         return method
 
     return mark

@@ -4,10 +4,6 @@ By default a cluster of this run's own on this machine: its own folder, ports ch
 usage statistics, access by a random token. A cluster that somebody else started is joined only when its address is
 given, RAY_ADDRESS notwithstanding. The end (normal, by an exception, or kill -9 of the driver) takes processes, folder
 and shared memory with it; see `guard.py`. Of a joined cluster only what is the run's own is ended; the cluster stays.
-
-Nothing here waits for a head that is gone, as Ray itself would for many minutes: a thread of the driver opens a
-connection to each machine's port every few seconds. One that is only busy still accepts, by its kernel; one whose Ray
-process was killed refuses; one without power is silent.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import ray_constants, services
@@ -38,90 +34,33 @@ from verl_lite.machine.host import cpu_count
 from verl_lite.single_controller import watcher
 from verl_lite.single_controller.guard import Guard, current_guard, set_environment, start_guard, stop_guard
 
+if TYPE_CHECKING:
+    from verl_lite.config import RayInitConfig
+
 # One for the life of the process, since Ray remembers the first; from the environment, so no file is written for it.
 _AUTH_TOKEN = secrets.token_hex(32)
 _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
 _SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
 _STARTS = 3
-HEAD = "the head"
-LOST_AFTER_S = 15.0
-_LOOK_EVERY_S = 2.0
-_LEAST_FAILURES = 4  # in a row: after the driver itself was suspended one look says nothing
-_CONNECT_TIMEOUT_S = 3.0
 _KEY = "ray_kwargs.ray_init.address="
-_STORE_LOST_AFTER_S = 6.0  # the control store is on this machine: it answers, or it is gone
+_CONNECT_TIMEOUT_S = 2.0
+LOOK_EVERY_S = 2.0
+LOST_AFTER_LOOKS = 8  # without an answer, in a row: a driver that was suspended looks again before it blames others
+_STORE_LOST_AFTER_LOOKS = 4  # a private cluster's control store is on this machine: it answers, or it is gone
 
 Address = tuple[str, int]
 
 
-class RayInit(Protocol):
-    """What `start_ray` reads of `ray_kwargs.ray_init`."""
-
-    address: str | None
-    num_cpus: int | None
-    object_store_memory_mb: int
-    wait_for_nodes_s: float
-
-
 def silence_of(address: Address) -> str | None:
-    """What happens on trying to reach it; None if somebody answers."""
+    """What happens on trying to reach it; None if somebody answers.
+
+    A process that is only busy still accepts, by its kernel; one that was killed refuses; one without power is silent.
+    """
     try:
         with socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S):
             return None
     except OSError as error:
         return f"{address[0]}:{address[1]} does not answer ({error.strerror or error})"
-
-
-class NodeWatch:
-    """Looks at addresses until it is closed.
-
-    Args:
-        places: where to look, by the name under which `lost` has it.
-        lost_after_s: silence after which a place is lost.
-        clock, look: for tests.
-    """
-
-    def __init__(
-        self,
-        places: dict[str, Address],
-        *,
-        lost_after_s: float = LOST_AFTER_S,
-        clock: Callable[[], float] = time.monotonic,
-        look: Callable[[Address], str | None] = silence_of,
-    ) -> None:
-        self.places, self._lost_after_s, self._clock, self._look = places, lost_after_s, clock, look
-        self._silent: dict[str, tuple[int, float, str]] = {}  # failed looks in a row, time of the first, last reason
-        self._closed = threading.Event()
-
-    def start(self) -> NodeWatch:
-        """Begin to look, in a thread."""
-        threading.Thread(target=self._run, name="node watch", daemon=True).start()
-        return self
-
-    def close(self) -> None:
-        """End the thread, soon."""
-        self._closed.set()
-
-    def lost(self) -> dict[str, str]:
-        """Why each place that has been silent for so long is thought to be gone."""
-        now = self._clock()
-        return {
-            name: f"{reason}, for {now - since:.0f} s"
-            for name, (failures, since, reason) in list(self._silent.items())
-            if failures >= _LEAST_FAILURES and now - since >= self._lost_after_s
-        }
-
-    def look_once(self) -> None:
-        """Try all places."""
-        for name, address in self.places.items():
-            begun, reason = self._clock(), self._look(address)
-            failures, since, _ = self._silent.pop(name, (0, begun, ""))
-            if reason is not None:
-                self._silent[name] = (failures + 1, since, reason)
-
-    def _run(self) -> None:
-        while not self._closed.wait(_LOOK_EVERY_S):
-            self.look_once()
 
 
 @dataclass(frozen=True)
@@ -133,13 +72,6 @@ class Machine:
     address: Address
     resources: dict[str, float]
 
-    @classmethod
-    def of(cls, entry: dict[str, Any]) -> Machine:
-        """From an entry of `ray.nodes()`."""
-        ip, host = entry["NodeManagerAddress"], entry["NodeManagerHostname"]
-        name = ip if host in ("", ip) else f"{ip} ({host})"
-        return cls(entry["NodeID"], name, (ip, int(entry["NodeManagerPort"])), dict(entry["Resources"]))
-
     def has(self, bundle: dict[str, float]) -> bool:
         """True if it could hold this, were nothing else on it."""
         return all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in bundle.items())
@@ -147,7 +79,11 @@ class Machine:
 
 def machines() -> list[Machine]:
     """The machines of the cluster that are alive: by what Ray knows, which may be late, and that answer."""
-    known = [Machine.of(entry) for entry in ray.nodes() if entry["Alive"]]
+    known = []
+    for entry in filter(lambda node: node["Alive"], ray.nodes()):
+        ip, host = entry["NodeManagerAddress"], entry["NodeManagerHostname"]
+        name = ip if host in ("", ip) else f"{ip} ({host})"
+        known.append(Machine(entry["NodeID"], name, (ip, int(entry["NodeManagerPort"])), dict(entry["Resources"])))
     return [machine for machine in known if silence_of(machine.address) is None]
 
 
@@ -155,42 +91,32 @@ def machines() -> list[Machine]:
 class Cluster:
     """The cluster that this process works in: its own, or one of somebody else that it has joined.
 
-    address: None for its own. wait_s: how long to wait for machines. log: takes sentences.
+    address: None for its own. wait_s: how long to wait for machines. log: takes sentences. head: where its control
+    store listens.
     """
 
     address: str | None
     wait_s: float
     log: Callable[[str], None]
-    watch: NodeWatch = field(default_factory=lambda: NodeWatch({}))
+    head: Address | None = None
     guard: Guard | None = None
     owns_guard: bool = False  # it was started for the cluster alone, and ends with it
     environment: dict[str, str | None] = field(default_factory=dict)  # what the variables we set were before
-
-    def start_watch(self, lost_after_s: float) -> None:
-        """Watch the head from now on."""
-        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-        self.watch = NodeWatch({HEAD: (host, int(port))}, lost_after_s=lost_after_s).start()
-
-    def follow(self, machines: list[Machine]) -> None:
-        """Watch the head, and from now on these machines."""
-        self.watch.places = {HEAD: self.watch.places[HEAD]} | {one.name: one.address for one in machines}
+    _looked: float = -LOOK_EVERY_S
+    _silent_looks: int = 0
 
     @property
     def is_headless(self) -> bool:
-        """True if the head is gone."""
-        return HEAD in self.watch.lost()
+        """True if the head has been silent for long. Looks again where the last look is some time ago."""
+        if self.head is not None and time.monotonic() - self._looked >= LOOK_EVERY_S:
+            self._silent_looks = self._silent_looks + 1 if silence_of(self.head) else 0
+            self._looked = time.monotonic()
+        return self._silent_looks >= (_STORE_LOST_AFTER_LOOKS if self.address is None else LOST_AFTER_LOOKS)
 
-    def require_head(self) -> None:
-        """Raises ClusterLostError if the head is gone. Ray itself would wait for a minute and then end the process
-        without a word."""
-        if reason := self.watch.lost().get(HEAD):
-            if self.address is None:
-                lost = f"the run's own Ray has lost its control store ({reason}): was it killed, or is memory short?"
-            else:
-                lost = f"the Ray cluster at {self.address} is gone: its head {reason}. Start a cluster."
-            raise ClusterLostError(
-                f"{lost} To go on from the last checkpoint: the same command with trainer.resume_mode=auto"
-            )
+    @property
+    def answers(self) -> bool:
+        """True if Ray can be asked to do something: its calls wait for many minutes for a head that is gone."""
+        return self.head is not None and silence_of(self.head) is None
 
 
 _cluster: Cluster | None = None
@@ -202,57 +128,54 @@ def joined_cluster() -> Cluster | None:
 
 
 def cluster_answers() -> bool:
-    """True if Ray is up and can be asked to do something; its calls wait for many minutes for a head that is gone."""
-    return ray.is_initialized() and (_cluster is None or not _cluster.is_headless)
+    """See `Cluster.answers`."""
+    return ray.is_initialized() and (_cluster is None or _cluster.answers)
 
 
 def require_head() -> None:
-    """See `Cluster.require_head`."""
-    if _cluster is not None:
-        _cluster.require_head()
+    """Raises ClusterLostError if the head is gone; to be called while waiting. Ray itself would wait for a minute and
+    then end the process without a word."""
+    if _cluster is None or not _cluster.is_headless:
+        return
+    if _cluster.address is None:
+        lost = "the run's own Ray has lost its control store: was it killed, or is memory short?"
+    else:
+        lost = f"the Ray cluster at {_cluster.address} is gone: its head does not answer. Start a cluster."
+    raise ClusterLostError(f"{lost} To go on from the last checkpoint: the same command with trainer.resume_mode=auto")
 
 
 @contextmanager
 def ray_running(
-    ray_init: RayInit, run_id: str, *, num_gpus: int | None = None, tell: Callable[[str], None] = print
+    ray_init: RayInitConfig, run_id: str, *, num_gpus: int | None = None, tell: Callable[[str], None] = print
 ) -> Iterator[None]:
-    """Ray is up inside, see `start_ray`; where it was up before, it stays."""
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        start_ray(ray_init, run_id, num_gpus=num_gpus, log=tell)
-        yield
-    finally:
-        stop_ray()
-
-
-def start_ray(
-    ray_init: RayInit, run_id: str, *, num_gpus: int | None = None, log: Callable[[str], None] = print
-) -> None:
-    """Start the run's private cluster, or join the one at `ray_init.address`. Does nothing where Ray is up already.
+    """Inside, Ray is up: the run's private cluster, or the one at `ray_init.address`. Where it was up before, it stays.
 
     Args:
         run_id: namespace of the run in a joined cluster.
         num_gpus: devices of a private cluster, the first of those that CUDA_VISIBLE_DEVICES names; None = those that
             Ray finds.
-        log: takes what is waited for in a joined cluster.
+        tell: takes what is waited for in a joined cluster.
     """
     global _cluster
     if ray.is_initialized():
+        yield
         return
-    cluster = Cluster(ray_init.address, ray_init.wait_for_nodes_s, log)
-    with _signal_handlers_kept():
-        if cluster.address is not None:
-            _join(cluster, cluster.address, run_id)
+    cluster = Cluster(ray_init.address, ray_init.wait_for_nodes_s, tell)
+    try:
+        with _signal_handlers_kept():
+            if cluster.address is not None:
+                _join(cluster, cluster.address, run_id)
             _cluster = cluster
-        else:
-            _cluster = cluster
-            _start_private(cluster, ray_init, run_id, num_gpus)
-    atexit.register(stop_ray)
+            if cluster.address is None:
+                _start_private(cluster, ray_init, run_id, num_gpus)
+        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+        cluster.head = host, int(port)
+        yield
+    finally:
+        stop_ray()
 
 
-def _start_private(cluster: Cluster, ray_init: RayInit, run_id: str, num_gpus: int | None) -> None:
+def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_gpus: int | None) -> None:
     cluster.owns_guard = current_guard() is None
     cluster.guard = guard = current_guard() or start_guard()
     cluster.environment = set_environment(
@@ -271,30 +194,25 @@ def _start_private(cluster: Cluster, ray_init: RayInit, run_id: str, num_gpus: i
     # Daemons, and so workers, are in process groups of their own: else what a terminal that closes, `timeout` or a
     # batch system sends to the driver's group ends them before the driver can save.
     in_own_groups = functools.partial(services.ConsolePopen, process_group=0)
-    try:
-        with (
-            _replaced(services, "ConsolePopen", in_own_groups),
-            # else Ray takes the machine's address for a local one, and its daemons listen on all interfaces
-            _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        ):
-            _init_patiently(
-                guard,
-                address="local",
-                num_cpus=ray_init.num_cpus or cpu_count(),
-                num_gpus=num_gpus,
-                object_store_memory=object_store_bytes(ray_init.object_store_memory_mb << 20),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,  # below are remarks about the way we start it
-                namespace=run_id,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(guard.folder / "ray"),
-                object_spilling_directory=str(guard.temp),
-            )
-    except BaseException:
-        stop_ray()
-        raise
-    cluster.start_watch(_STORE_LOST_AFTER_S)
+    with (
+        _replaced(services, "ConsolePopen", in_own_groups),
+        # else Ray takes the machine's address for a local one, and its daemons listen on all interfaces
+        _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+    ):
+        _init_patiently(
+            guard,
+            address="local",
+            num_cpus=ray_init.num_cpus or cpu_count(),
+            num_gpus=num_gpus,
+            object_store_memory=object_store_bytes(ray_init.object_store_memory_mb << 20),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,  # below are remarks about the way we start it
+            namespace=run_id,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(guard.folder / "ray"),
+            object_spilling_directory=str(guard.temp),
+        )
     del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
 
 
@@ -348,15 +266,15 @@ def stop_ray() -> None:
     cluster, _cluster = _cluster, None
     if cluster is None:
         return
-    cluster.watch.close()
-    if cluster.is_headless:  # Ray's own shutdown would wait for it with the interpreter's lock held
+    gone = cluster.head is not None and not cluster.answers
+    if gone:  # Ray's own shutdown would wait for it with the interpreter's lock held
         atexit.unregister(ray.shutdown)
     if cluster.guard is not None:
-        _end_processes(cluster.guard, cluster.is_headless)
+        _end_processes(cluster.guard, gone)
         set_environment(cluster.environment)
         if cluster.owns_guard:
             stop_guard()
-    elif not cluster.is_headless:
+    elif not gone:
         ray.shutdown()
 
 
@@ -376,6 +294,21 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
+def redirect_output(log_file: str | None) -> None:
+    """Append all that this process prints, C libraries included, to a file, if one is given."""
+    if log_file is None:
+        return
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(target, stream)
+    os.close(target)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
 def _join(cluster: Cluster, address: str, run_id: str) -> None:
     """Join the cluster at HOST:PORT. Raises NoRoomError if nobody answers for `wait_s`, UserError if Ray refuses."""
     require_answer(address, cluster.wait_s, cluster.log)
@@ -386,7 +319,6 @@ def _join(cluster: Cluster, address: str, run_id: str) -> None:
             f"{_KEY}{address}: {error}\nThis machine must be one of the cluster's: "
             f"`ray start --address={address} --num-cpus=0` makes it one without giving it work"
         ) from error
-    cluster.start_watch(LOST_AFTER_S)
 
 
 def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> None:
@@ -398,9 +330,9 @@ def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> N
         raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
     is_local = host in ("localhost", "127.0.0.1", "::1")
     asked = (ray.util.get_node_ip_address() if is_local else host, int(port))  # as Ray reads it
-    deadline, said = time.monotonic() + wait_s, False
+    begun, said = time.monotonic(), False
     while silence_of(asked) is not None:
-        if time.monotonic() >= deadline:
+        if time.monotonic() - begun >= wait_s:
             raise NoRoomError(
                 f"{_KEY}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start a cluster with "
                 "`ray start --head`, and give the address that it prints"
@@ -408,4 +340,4 @@ def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> N
         if not said:
             log(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s (ray_init.wait_for_nodes_s)")
         said = True
-        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+        time.sleep(min(1.0, wait_s))

@@ -50,20 +50,13 @@ def original_error(error: RayTaskError) -> Exception:
 
 
 def death(
-    cause: str,
-    role: str,
-    rank: int | None,
-    method: str,
-    log: str | None,
-    node: str | None = None,
-    notes: tuple[str, ...] = (),
+    cause: str, role: str, rank: int | None, method: str, log: str | None, node: str | None = None, note: str = ""
 ) -> WorkerDiedError:
     """A worker's process that ended. rank: None for a service. log: file with what it printed. node: its machine."""
-    who = role if rank is None else f"{role} rank {rank}"
-    who += "" if node is None else f" on node {node}"
+    who = role + ("" if rank is None else f" rank {rank}") + ("" if node is None else f" on node {node}")
     died = WorkerDiedError(f"{who} died in {method}: {cause}")
     add_circumstances(died, role=role, rank=rank, node=node, method=method, log=log)
-    for note in filter(None, notes):
+    if note:
         died.add_note(note)
     if log is not None and Path(log).is_file():
         tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-_LAST_LOG_LINES:])
@@ -97,8 +90,7 @@ def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None,
     if log is not None:
         path = Path(log).parent / DRIVER_LOG
         with path.open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error}\n")
-            file.flush()
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), error, file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         error.add_note(f"the driver's own stacks are in {path}")
     return error

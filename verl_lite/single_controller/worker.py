@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
-from verl_lite.batch import wire
 from verl_lite.device import empty_cache, get_device
 from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller.decorator import REGISTRATION
+from verl_lite.single_controller.decorator import REGISTRATION, unpacked
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -51,6 +50,7 @@ class Worker:
     world_size: int
     role: str
     slot: Slot
+    _meshes: dict[str, tuple[int, int, bool]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         worker = super().__new__(cls)
@@ -58,8 +58,6 @@ class Worker:
         worker.rank, worker.world_size = worker.slot.rank, worker.slot.world_size
         worker._meshes = {}
         return worker
-
-    _meshes: dict[str, tuple[int, int, bool]]
 
     def register_mesh(self, mesh_name: str, dp_rank: int, dp_size: int, is_collect: bool = True) -> None:
         """Say which part of a batch this rank takes in calls dispatched over `mesh_name`.
@@ -133,12 +131,12 @@ def close_process_group() -> None:
     _held_store = None
 
 
-def construct(slot: Slot, role: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
     """Make the worker of a role in its slot."""
     token = _constructing.set((slot, role))
     try:
         with _located(slot, role, "its constructor"):
-            slot.roles[role] = cls(*args, **kwargs)
+            slot.roles[role] = make()
     finally:
         _constructing.reset(token)
 
@@ -147,16 +145,12 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
     """Run a worker's method: batches arrive packed and leave packed, in every backend alike."""
     function = getattr(slot.roles[role], method)
     with _located(slot, role, method):
-        result = function(*(_unpacked(arg) for arg in args), **{name: _unpacked(arg) for name, arg in kwargs.items()})
+        result = function(*map(unpacked, args), **{name: unpacked(arg) for name, arg in kwargs.items()})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         if getattr(getattr(function, REGISTRATION, None), "clear_cache", False):
             empty_cache(get_device())
         return result.pack() if isinstance(result, DataProto) else result
-
-
-def _unpacked(value: Any) -> Any:
-    return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
 
 
 @contextmanager

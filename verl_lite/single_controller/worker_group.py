@@ -1,13 +1,14 @@
 """WorkerGroup: the workers of one role, whose registered methods the driver calls as if they were one local object.
 
 A failure in one rank is raised as soon as it is known, without waiting for ranks that now wait for that one in a
-collective; those are ended.
+collective; those are ended. `LocalTransport` is the inline backend: all ranks in the driver's process, one call after
+the other, where a debugger can stop. Batches take the same way through the wire format as with Ray, so a worker cannot
+change the caller's object there either; torch.distributed has room for one rank only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,46 +21,11 @@ from verl_lite.single_controller.decorator import (
     Dispatch,
     Dispatched,
     DispatchMode,
-    Execute,
     Mesh,
     Registration,
 )
-
-
-class ClassWithInitArgs:
-    """A class and the arguments of its constructor, which runs elsewhere. (verl: RayClassWithInitArgs)"""
-
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        self.cls = cls
-        self.args = args
-        self.kwargs = kwargs
-
-
-@dataclass
-class ResourcePool:
-    """Slots for workers.
-
-    process_on_nodes: processes on each machine. use_gpu: one device each. cpus_per_process: cores each, a fraction
-    lets several share one.
-    """
-
-    process_on_nodes: list[int]
-    use_gpu: bool = False
-    cpus_per_process: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.process_on_nodes or min(self.process_on_nodes) < 1:
-            raise ValueError(f"process_on_nodes must have at least one process per machine: {self.process_on_nodes}")
-
-    @property
-    def world_size(self) -> int:
-        """Number of slots."""
-        return sum(self.process_on_nodes)
-
-    @property
-    def nodes(self) -> list[int]:
-        """The machine of each rank."""
-        return [node for node, count in enumerate(self.process_on_nodes) for _ in range(count)]
+from verl_lite.single_controller.pool import ClassWithInitArgs, ResourcePool
+from verl_lite.single_controller.worker import Slot, close_process_group, construct, invoke
 
 
 class Transport(Protocol):
@@ -80,12 +46,46 @@ class Transport(Protocol):
         """End the slots."""
 
 
+class LocalTransport:
+    """Slots that are objects of this process. A handle is the answer, or the exception."""
+
+    def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
+        self.world_size = pool.world_size
+        self._slots = [
+            Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="inline")
+            for rank, node in enumerate(pool.nodes)
+        ]
+        for slot in self._slots:
+            for role, recipe in roles.items():
+                construct(slot, role, recipe)
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def submit(
+        self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Exception | None]:
+        try:
+            return invoke(self._slots[rank], role, method, args, kwargs), None
+        except Exception as error:  # raised when the answer is asked for
+            return None, error
+
+    def wait(self, handles: list[Any]) -> list[Any]:
+        for _, error in handles:
+            if error is not None:
+                raise error
+        return [value for value, _ in handles]
+
+    def close(self) -> None:
+        self._slots = []
+        close_process_group()
+
+
 class WorkerGroup:
     """The workers of one role. Its registered methods appear here under their own names."""
 
     def __init__(self, role: str, cls: type, transport: Transport) -> None:
         self.role = role
-        self.cls = cls
         self._transport = transport
         self._meshes: dict[str, Mesh] = {}
         self.methods: list[str] = []
@@ -95,7 +95,7 @@ class WorkerGroup:
                 if hasattr(WorkerGroup, name):
                     raise ValueError(f"{cls.__name__}.{name} cannot be registered: worker groups use that name")
                 self.methods.append(name)
-                setattr(self, name, self._bind(name, registration))
+                setattr(self, name, self._bind(name, getattr(cls, name).__doc__, registration))
 
     @property
     def world_size(self) -> int:
@@ -106,40 +106,32 @@ class WorkerGroup:
         role, methods = self.__dict__.get("role"), self.__dict__.get("methods")
         raise AttributeError(f"{role} has no registered method {name!r}; it has {methods}")
 
-    def _bind(self, name: str, registration: Registration) -> Callable[..., Any]:
+    def _bind(self, name: str, doc: str | None, registration: Registration) -> Callable[..., Any]:
         def call(*args: Any, blocking: bool = registration.blocking, **kwargs: Any) -> Any:
-            return self._call(name, registration.dispatch_mode, registration.execute_mode, blocking, args, kwargs)
+            future = self._start(name, registration.dispatch_mode, args, kwargs)
+            return future.get() if blocking else future
 
-        call.__name__, call.__doc__ = name, getattr(self.cls, name).__doc__
+        call.__name__, call.__doc__ = name, doc
         return call
 
-    def _call(
-        self,
-        name: str,
-        mode: DispatchMode,
-        execute: Execute,
-        blocking: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _start(self, name: str, mode: DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture:
         dispatched = mode.dispatch(self, tuple(map(_resolved, args)), {k: _resolved(v) for k, v in kwargs.items()})
-        ranks = [rank for rank, one in enumerate(dispatched.calls) if one is not None]
-        if execute is Execute.RANK_ZERO:
-            ranks = [0]
-        handles = self._submit(name, dispatched, ranks)
+        if mode.rank_zero:
+            dispatched.calls, dispatched.collect = dispatched.calls[:1], [0]
+        handles = self._submit(name, dispatched)
 
         def finish() -> Any:
-            answers = dict(zip(ranks, self._transport.wait(handles), strict=True))
+            answers = self._transport.wait(handles)
             try:
-                return mode.combine(self, [answers[r] for r in dispatched.collect if r in answers], dispatched)
+                return mode.combine(self, [answers[rank] for rank in dispatched.collect], dispatched)
             except (TypeError, ValueError) as error:
                 error.add_note(f"in the answers of {self.role}.{name}")
                 raise
 
-        return finish() if blocking else DataProtoFuture(finish)
+        return DataProtoFuture(finish)
 
-    def _submit(self, name: str, dispatched: Dispatched, ranks: list[int]) -> list[Any]:
-        """Start the call on these ranks. What is large travels packed and, for however many ranks, once."""
+    def _submit(self, name: str, dispatched: Dispatched) -> list[Any]:
+        """Start the call. What is large travels packed and, for however many ranks, once."""
         shared: dict[int, tuple[Any, Any]] = {}  # the original is kept too: its id must not be reused
 
         def stand_in(value: Any) -> Any:
@@ -151,8 +143,7 @@ class WorkerGroup:
             return shared[id(value)][1]
 
         handles = []
-        for rank in ranks:
-            args, kwargs = dispatched.calls[rank] or ((), {})
+        for rank, (args, kwargs) in enumerate(dispatched.calls):
             given = {key: stand_in(value) for key, value in kwargs.items()}
             handles.append(self._transport.submit(rank, self.role, name, tuple(map(stand_in, args)), given))
         return handles
@@ -169,41 +160,25 @@ class WorkerGroup:
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Run any method on all ranks with the same arguments; a future of the list of answers."""
-        return self._call(method, Dispatch.ONE_TO_ALL, Execute.ALL, False, args, kwargs)
+        return self._start(method, Dispatch.ONE_TO_ALL, args, kwargs)
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run any method on all ranks with the same arguments; the list of answers."""
-        return self._call(method, Dispatch.ONE_TO_ALL, Execute.ALL, True, args, kwargs)
+        return self.execute_all_async(method, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Run any method on rank 0; a future of its answer."""
-        return self._call(method, Dispatch.RANK_ZERO, Execute.RANK_ZERO, False, args, kwargs)
+        return self._start(method, Dispatch.RANK_ZERO, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run any method on rank 0; its answer."""
-        return self._call(method, Dispatch.RANK_ZERO, Execute.RANK_ZERO, True, args, kwargs)
+        return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
     execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
 
     def shutdown(self) -> None:
         """End the slots, and with them all roles that share them. Calling it again does nothing."""
         self._transport.close()
-
-
-class ServiceHandle(Protocol):
-    """One object in a process of its own. Can be given to workers as an argument."""
-
-    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Start a method and go on. What it raises is raised by the next `call`, whoever makes it.
-
-        Sends of one sender arrive in their order; nothing is promised about those of different senders.
-        """
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method and wait for its answer."""
-
-    def stop(self) -> None:
-        """End the service."""
 
 
 def _resolved(value: Any) -> Any:

@@ -11,11 +11,10 @@ from verl_lite.config import RayInitConfig
 
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
-    from verl_lite.single_controller.ray_cluster import start_ray, stop_ray
+    from verl_lite.single_controller.ray_cluster import ray_running
 
-    start_ray(RayInitConfig(num_cpus=2, object_store_memory_mb=128), run_id="test")
-    yield
-    stop_ray()
+    with ray_running(RayInitConfig(num_cpus=2, object_store_memory_mb=128), "test"):
+        yield
 
 
 @pytest.fixture(scope="module", params=["inline", pytest.param("ray", marks=pytest.mark.slow)])

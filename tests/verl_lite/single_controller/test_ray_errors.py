@@ -8,23 +8,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from verl_lite.errors import NoRoomError, UserError, circumstances
 from verl_lite.single_controller import ray_cluster
 from verl_lite.single_controller.ray_cluster import (
-    LOST_AFTER_S,
-    Address,
+    LOOK_EVERY_S,
+    LOST_AFTER_LOOKS,
+    Cluster,
     Machine,
-    NodeWatch,
     require_answer,
     silence_of,
 )
 from verl_lite.single_controller.ray_errors import cause_of_death, death, is_consequence
-from verl_lite.single_controller.ray_worker_group import RayResourcePool, interface_of
+from verl_lite.single_controller.ray_worker_group import interface_of, shortage
 
-A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
 SLOW = "The current node timed out during startup"
 # As Ray 2.60 wrote it on a machine whose threshold was set to 17%, shortened.
 OUT_OF_MEMORY = """ 1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, \
@@ -45,7 +45,7 @@ Selected to kill: (Actor(5a5681): job ID=01000000, task name=A.__init__, pid=214
 def test_a_death_names_its_cause(error: Exception, said: str, tmp_path: Path) -> None:
     log = tmp_path / "actor-1.log"
     log.write_text("one\nlast words\n")
-    died = death(cause_of_death(error), "actor", 1, "generate_sequences", str(log), "10.0.0.3", ("held much", ""))
+    died = death(cause_of_death(error), "actor", 1, "generate_sequences", str(log), "10.0.0.3", "held much")
     assert str(died).startswith("actor rank 1 on node 10.0.0.3 died in generate_sequences: ") and said in str(died)
     assert died.__notes__ == ["held much", f"the end of {log}:\none\nlast words"]
     place = circumstances(died)
@@ -61,51 +61,28 @@ def test_the_object_store_leaves_half_of_the_shared_memory_to_others(
         assert ray_cluster.object_store_bytes(512 << 20, tmp_path) == expected << 20
 
 
-class World:
-    """A clock, and who does not answer."""
+def test_a_head_is_lost_after_long_silence_and_not_for_a_driver_that_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, silence = [0.0], ["refused"]
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray_cluster, "silence_of", lambda address: silence[0])
+    cluster = Cluster("10.0.0.9:1", 1.0, print, head=("10.0.0.9", 1))
 
-    def __init__(self) -> None:
-        self.now, self.silent = 0.0, set[Address]()
-        self.watch = NodeWatch({"a": A, "b": B}, clock=lambda: self.now, look=self.look)
+    def looks(number: int) -> list[bool]:
+        now[0] += 1000  # suspended for a night: one failed look
+        return [cluster.is_headless for now[0] in now[0] + LOOK_EVERY_S * np.arange(number)]
 
-    def look(self, address: Address) -> str | None:
-        return "refused" if address in self.silent else None
-
-    def pass_by(self, seconds: float, looks: int) -> None:
-        for _ in range(looks):
-            self.watch.look_once()
-            self.now += seconds / looks
-
-
-def test_silence_for_long_is_a_loss_and_an_answer_ends_it() -> None:
-    world = World()
-    world.pass_by(10, 5)
-    world.silent = {B}
-    world.pass_by(LOST_AFTER_S - 1, 10)
-    assert world.watch.lost() == {}
-    world.pass_by(2, 1)
-    assert world.watch.lost() == {"b": "refused, for 16 s"}
-    world.silent = set()
-    world.watch.look_once()
-    assert world.watch.lost() == {}
-
-
-def test_a_driver_that_was_suspended_does_not_blame_others() -> None:
-    world = World()
-    world.silent = {A, B}
-    world.watch.look_once()
-    world.now += 1000  # one failed look, and then a night's sleep
-    assert world.watch.lost() == {}
+    assert looks(LOST_AFTER_LOOKS) == [False] * (LOST_AFTER_LOOKS - 1) + [True]
+    now[0] += LOOK_EVERY_S / 2  # too early to look again
+    silence[0] = ""
+    assert cluster.is_headless and looks(1) == [False]
 
 
 def test_a_missing_machine_is_named_with_what_to_do() -> None:
-    pool = RayResourcePool([4, 4], use_gpu=True)
-    assert pool.bundles == [{"CPU": 4.0, "GPU": 4.0}] * 2
     there = [
         Machine("h", "10.0.0.1 (login)", ("10.0.0.1", 1), {"memory": 1.0}),
         Machine("a", "10.0.0.2 (gpu-a)", ("10.0.0.2", 1), {"CPU": 8.0, "GPU": 4.0}),
     ]
-    said = pool.shortage(there, {"CPU": 8.0, "GPU": 3.0})
+    said = shortage([{"CPU": 4.0, "GPU": 4.0}] * 2, 8, there, {"CPU": 8.0, "GPU": 3.0})
     assert "on 2 machines with 4 CPU, 4 GPU each; 1 of the 2 machines there can hold that" in said
     assert "10.0.0.2 (gpu-a): 8 CPU, 4 GPU" in said and "free now, in all: 8 CPU, 3 GPU" in said
     assert "go on with trainer.nnodes=1" in said

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.verl_lite.single_controller.workers import Calculator, Collective
-from verl_lite.errors import NoRoomError, StalledError, circumstances
-from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, WorkerDiedError, create_worker_groups
+from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError, circumstances
+from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
 
 pytestmark = pytest.mark.slow
@@ -29,25 +29,28 @@ import json, os, sys, time
 from trainer.cli import run_command
 from verl_lite.config import RayInitConfig
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
-from verl_lite.single_controller.ray_cluster import start_ray
+from verl_lite.single_controller.ray_cluster import ray_running
 from tests.verl_lite.single_controller.workers import Calculator, Collective
 
-start_ray(RayInitConfig(num_cpus=1, object_store_memory_mb=100), run_id="r")
-import ray
-from verl_lite.single_controller import ray_cluster
-roles = {"c": ClassWithInitArgs(Calculator), "d": ClassWithInitArgs(Collective)}
-groups = create_worker_groups("ray", ResourcePool([2], cpus_per_process=0.5), roles)
-groups["d"].sum_of_ranks()
-guard = ray_cluster._cluster.guard
-print(json.dumps({"token": guard.token, "folder": str(guard.folder), "pid": os.getpid(),
-                  "address": ray.get_runtime_context().gcs_address, "workers": groups["c"].process()}), flush=True)
-how = sys.argv[1]
-if how == "wait":
-    time.sleep(600)
-if how == "hang":
-    run_command(lambda: groups["d"].hang(0))  # the door of every command
-if how == "raise":
+def drive():
+    import ray
+    from verl_lite.single_controller import guard
+
+    roles = {"c": ClassWithInitArgs(Calculator), "d": ClassWithInitArgs(Collective)}
+    groups = create_worker_groups("ray", ResourcePool([2], cpus_per_process=0.5), roles)
+    groups["d"].sum_of_ranks()
+    own = guard.current_guard()
+    facts = {"token": own.token, "folder": str(own.folder), "pid": os.getpid(), "workers": groups["c"].process()}
+    print(json.dumps(facts | {"address": ray.get_runtime_context().gcs_address}), flush=True)
+    how = sys.argv[1]
+    if how == "wait":
+        time.sleep(600)
+    if how == "hang":
+        run_command(lambda: groups["d"].hang(0))  # the door of every command
     raise RuntimeError("the driver fails")
+
+with ray_running(RayInitConfig(num_cpus=1, object_store_memory_mb=100), "r"):
+    drive()
 """
 
 

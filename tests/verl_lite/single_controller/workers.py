@@ -8,14 +8,14 @@ import time
 import torch
 
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller import (
+from verl_lite.single_controller.decorator import (
     Dispatch,
     Execute,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
 )
+from verl_lite.single_controller.worker import Worker
 
 if not hasattr(Dispatch, "REVERSED"):
     register_dispatch_mode(

@@ -1,0 +1,87 @@
+"""A service in a Ray actor beside the driver. Its process imports no torch unless the service does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_lite.errors import add_circumstances
+from verl_lite.single_controller.pool import ClassWithInitArgs
+from verl_lite.single_controller.ray_cluster import cluster_answers, redirect_output, require_head, worker_env
+from verl_lite.single_controller.ray_errors import cause_of_death, death, original_error, portable_errors, stalled
+from verl_lite.single_controller.service import LocalService
+
+_LOOK_S = 0.5
+
+
+class ServiceProcess:
+    """What runs in the service's process."""
+
+    def __init__(self, log_file: str | None) -> None:
+        redirect_output(log_file)
+
+    def start(self, recipe: ClassWithInitArgs) -> None:
+        """Make the object; apart from the constructor, so that its error arrives as it was raised."""
+        with portable_errors():
+            self._service = LocalService(recipe)
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        self._service.send(method, *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with portable_errors():
+            return self._service.call(method, *args, **kwargs)
+
+
+class RayService:
+    """Handle of a service, which it starts; pickles. For the arguments see `start_service`."""
+
+    def __init__(
+        self,
+        recipe: ClassWithInitArgs,
+        env: dict[str, str],
+        log_dir: str | Path | None,
+        max_concurrency: int,
+        stall_timeout_s: float | None,
+    ) -> None:
+        self._name, self._stall_timeout_s = recipe.cls.__name__, stall_timeout_s
+        self._log = None if log_dir is None else str(Path(log_dir).resolve() / f"{self._name}.log")
+        actor: Any = ray.remote(ServiceProcess)
+        self._actor = actor.options(
+            num_cpus=0,
+            runtime_env={"env_vars": worker_env(env)},
+            max_concurrency=max_concurrency,
+            # beside the driver: a machine that leaves does not take it along, and it sees the driver's files
+            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        ).remote(self._log)
+        self._wait(self._actor.start.remote(recipe), "its constructor")
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        self._actor.send.remote(method, *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._wait(self._actor.call.remote(method, *args, **kwargs), method)
+
+    def _wait(self, ref: Any, method: str) -> Any:
+        begun = time.monotonic()
+        while not ray.wait([ref], timeout=_LOOK_S)[0]:
+            require_head()
+            if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
+                raise stalled(f"{self._name}.{method} has", self._stall_timeout_s, self._name, method, self._log)
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = original_error(error)
+            add_circumstances(cause, role=self._name, method=method)
+        except RayError as error:
+            cause = death(cause_of_death(error), self._name, None, method, self._log)
+        raise cause
+
+    def stop(self) -> None:
+        if cluster_answers():
+            ray.kill(self._actor)
