@@ -1,18 +1,19 @@
 """How a batch travels: the padding stays at home, and what arrives is bit for bit what was sent.
 
 For each row the span of real tokens is sent, for each column the values inside that span, laid end to end, token ids in
-four bytes. `prompts` and `responses` inside `input_ids`, and `position_ids`, are checked and rebuilt instead of sent. A
-column that fits no span is sent as it is. A batch is packed once and sliced per receiver; a slice pickles as one
-contiguous buffer (protocol 5, out of band), which Ray's object store hands over without a copy. Tensors arrive on the
-CPU, writable.
+four bytes. `prompts` and `responses` inside `input_ids` are checked and cut out again; of `position_ids` the steps are
+sent. A column that fits no span is sent as it is. A batch is packed once and sliced per receiver; a slice pickles as
+one contiguous buffer (protocol 5, out of band), which Ray's object store hands over without a copy. Tensors arrive on
+the CPU, writable.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,28 +25,28 @@ _FLOATS = (torch.float16, torch.float32, torch.float64)  # those that numpy has
 
 
 class Column(NamedTuple):
-    """How one tensor is encoded.
+    """How one tensor is encoded: as a part of another (`source`, from column `low` on), or all of it (`span` -1), or by
+    what is inside a span: section `values`, or `constant` everywhere.
 
-    kind: dense (all of it) | span (values inside span number `span`) | ones (1 inside) | part (columns from `low` of
-    column `source`) | hold (positions counted from the first real token; after the last one they stay). Outside of the
-    span every entry has the bits `fill`; or, with `signs`, is 0.0 or -0.0 as one bit per entry says (`x * mask` leaves
-    both). values, signs: numbers of sections.
+    Outside every entry has the bits `fill`; or, with section `filled`, `fill` where its bit is set and else 0: `x *
+    mask` leaves both 0.0 and -0.0. is_steps: differences from left to right were encoded.
     """
 
     name: str
     dtype: str
     tail: tuple[int, ...]
-    kind: str = "dense"
     span: int = -1
-    fill: int = 0
     values: int = -1
-    signs: int = -1
+    constant: int = 0
+    fill: int = 0
+    filled: int = -1
+    is_steps: bool = False
     source: str = ""
     low: int = 0
 
 
 class Section(NamedTuple):
-    """A numpy array of the message: (rows, *tail), or (real tokens of span number `span`,)."""
+    """A numpy array of the message: (rows, *tail), or (real tokens of section `span`,)."""
 
     dtype: str
     tail: tuple[int, ...] = ()
@@ -56,8 +57,8 @@ class Section(NamedTuple):
 class Packed:
     """A packed batch of `rows` rows. `slice` is cheap; `unpack` gives the columns back.
 
-    arrays: one for each section; span i is array i, (rows, 2): first real token, and tokens up to the last one.
-    objects: anything that can be sliced by rows and pickled. meta: travels with every slice.
+    arrays: one for each section; that of a span is (rows, 2): first real token, and tokens up to the last one. objects:
+    anything that can be sliced by rows and pickled. meta: travels with every slice. schema: columns and sections.
     """
 
     rows: int
@@ -66,35 +67,24 @@ class Packed:
     arrays: list[np.ndarray]
     objects: dict[str, Any]
     meta: dict[str, Any]
-    _schema: bytes | None = None
-    _offsets: dict[int, np.ndarray] = field(default_factory=dict)
+    schema: bytes
+
+    @functools.cached_property
+    def _offsets(self) -> dict[int, np.ndarray]:
+        spans = {section.span for section in self.sections if section.span >= 0}
+        return {span: np.append(0, self.arrays[span][:, 1].cumsum(dtype=np.int64)) for span in spans}
 
     def slice(self, start: int, stop: int) -> Packed:
         """Rows [start, stop) as views."""
         arrays = []
         for section, array in zip(self.sections, self.arrays, strict=True):
-            first, last = start, stop
-            if section.span >= 0:
-                if section.span not in self._offsets:
-                    lengths = self.arrays[section.span][:, 1]
-                    self._offsets[section.span] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-                first, last = self._offsets[section.span][[start, stop]]
+            first, last = (start, stop) if section.span < 0 else self._offsets[section.span][[start, stop]]
             arrays.append(array[first:last])
         objects = {name: value[start:stop] for name, value in self.objects.items()}
-        return Packed(stop - start, self.columns, self.sections, arrays, objects, self.meta, self.schema_bytes())
-
-    def schema_bytes(self) -> bytes:
-        """The part of the message that all slices of a batch share."""
-        if self._schema is None:
-            plain = ([tuple(column) for column in self.columns], [tuple(section) for section in self.sections])
-            self._schema = zlib.compress(pickle.dumps(plain, protocol=5))
-        return self._schema
+        return Packed(stop - start, self.columns, self.sections, arrays, objects, self.meta, self.schema)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.schema_bytes(), self.rows, self._buffer(), self.objects, self.meta)
-
-    def _buffer(self) -> np.ndarray:
-        """All sections in one block of bytes, each at its natural alignment."""
+        """All arrays in one block of bytes, each at its natural alignment."""
         places, end = [], 0
         for array in self.arrays:
             begin = -(-end // array.itemsize) * array.itemsize
@@ -103,33 +93,30 @@ class Packed:
         buffer = np.empty(end, dtype=np.uint8)
         for place, array in zip(places, self.arrays, strict=True):
             buffer[place] = array.reshape(-1).view(np.uint8)
-        return buffer
+        return _load, (self.schema, self.rows, buffer, self.objects, self.meta)
 
     def unpack(self) -> dict[str, torch.Tensor]:
         """The columns as CPU tensors that own their memory."""
         indices: dict[int, np.ndarray] = {}
         bits: dict[str, np.ndarray] = {}
-        for column in sorted(self.columns, key=lambda c: c.kind == "part"):  # a part after what it is a part of
-            if column.kind == "part":
+        for column in sorted(self.columns, key=lambda one: bool(one.source)):  # a part after what it is a part of
+            if column.source:
                 bits[column.name] = bits[column.source][:, column.low : column.low + column.tail[0]].copy()
-            elif column.kind == "dense":
+                continue
+            if column.span < 0:
                 bits[column.name] = self.arrays[column.values].copy()  # what Ray hands over is read-only
-            elif column.kind == "hold":
-                bits[column.name] = _positions(self.arrays[column.span], column.tail[0])
-            else:
-                if column.span not in indices:
-                    indices[column.span] = _indices(self.arrays[column.span], column.tail[0])
-                bits[column.name] = self._filled(column)
-                inside = 1 if column.kind == "ones" else self.arrays[column.values]
-                bits[column.name].reshape(-1)[indices[column.span]] = inside
+                continue
+            width, itemsize = column.tail[0], getattr(torch, column.dtype).itemsize
+            found = bits[column.name] = np.full((self.rows, width), column.fill, f"i{itemsize}")
+            if column.filled >= 0:
+                found[np.unpackbits(self.arrays[column.filled], axis=1, count=width) == 0] = 0
+            if column.span not in indices:
+                indices[column.span] = _indices(self.arrays[column.span], width)
+            inside = column.constant if column.values < 0 else self.arrays[column.values]
+            found.reshape(-1)[indices[column.span]] = inside
+            if column.is_steps:
+                np.cumsum(found, axis=1, out=found)
         return {c.name: torch.from_numpy(bits[c.name]).view(getattr(torch, c.dtype)) for c in self.columns}
-
-    def _filled(self, column: Column) -> np.ndarray:
-        width, dtype = column.tail[0], np.dtype(f"i{getattr(torch, column.dtype).itemsize}")
-        if column.signs < 0:
-            return np.full((self.rows, width), column.fill, dtype)
-        negative = np.unpackbits(self.arrays[column.signs], axis=1, count=width)
-        return negative.astype(dtype) << (8 * dtype.itemsize - 1)
 
 
 def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[str, Any], rows: int) -> Packed:
@@ -141,24 +128,26 @@ def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[s
     """
     packer = _Packer(tensors, rows)
     columns = [packer.encode(name) for name in tensors]
-    return Packed(rows, columns, packer.sections, packer.arrays, objects, meta)
+    schema = zlib.compress(pickle.dumps((columns, packer.sections), protocol=5))
+    return Packed(rows, columns, packer.sections, packer.arrays, objects, meta, schema)
 
 
 def concat(parts: list[Packed]) -> Packed | None:
     """The parts as one batch with the first one's meta, or None where their encodings differ."""
     first = parts[0]
     for part in parts:
-        if part.schema_bytes() != first.schema_bytes() or part.objects.keys() != first.objects.keys():
+        if part.schema != first.schema or part.objects.keys() != first.objects.keys():
             return None
         if not all(isinstance(value, np.ndarray) for value in part.objects.values()):
             return None
     arrays = [np.concatenate(same) for same in zip(*(part.arrays for part in parts), strict=True)]
     objects = {name: np.concatenate([part.objects[name] for part in parts]) for name in first.objects}
-    return Packed(sum(p.rows for p in parts), first.columns, first.sections, arrays, objects, first.meta)
+    rows = sum(part.rows for part in parts)
+    return Packed(rows, first.columns, first.sections, arrays, objects, first.meta, first.schema)
 
 
 class _Packer:
-    """Chooses the encoding of each column. The spans come first among the sections: those of the masks."""
+    """Chooses the encoding of each column. The spans of the masks come first."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
         self.tensors, self.rows = tensors, rows
@@ -169,99 +158,77 @@ class _Packer:
         self.indices: dict[int, np.ndarray] = {}
         for name in tensors:
             if name.endswith("mask") and self._is_matrix(name):
-                self._own_span(name)
+                self._add_span(_span_of(self.bits[name]), self.bits[name].shape[1])
 
     def encode(self, name: str) -> Column:
-        bits = self.bits[name]
-        column = Column(name, str(self.tensors[name].dtype).removeprefix("torch."), tuple(bits.shape[1:]))
-        if not self._is_matrix(name):
-            return column._replace(values=self._add(bits, Section(bits.dtype.str, column.tail)))
-        if (derived := self._derived(column)) is not None:
-            return derived
-        spans = [number for number, width in self.spans.items() if width == bits.shape[1]]
-        for span in (*spans, None):
-            number = self._own_span(name) if span is None else span
-            is_wide = self.arrays[number][:, 1].sum(dtype=np.int64) > _WORTH_PACKING * bits.size
-            if span is None and (number in spans or is_wide):
-                break
-            if (fitting := self._fit(column._replace(kind="span", span=number))) is not None:
-                return fitting
-        return column._replace(values=self._add(bits, Section(bits.dtype.str, column.tail)))
+        bits, dtype = self.bits[name], self.tensors[name].dtype
+        column = Column(name, str(dtype).removeprefix("torch."), tuple(bits.shape[1:]))
+        found = self._encode_matrix(column, bits, dtype) if self._is_matrix(name) else None
+        return found or column._replace(values=self._add(bits))
+
+    def _encode_matrix(self, column: Column, bits: np.ndarray, dtype: torch.dtype) -> Column | None:
+        ids, width = self.bits.get("input_ids"), bits.shape[1]
+        if column.name in ("prompts", "responses") and ids is not None and self._is_matrix("input_ids"):
+            low = 0 if column.name == "prompts" else ids.shape[1] - width
+            if dtype == self.tensors["input_ids"].dtype and np.array_equal(bits, ids[:, max(low, 0) : low + width]):
+                return column._replace(source="input_ids", low=low)
+        if column.name == "position_ids" and dtype == torch.int64:
+            steps = np.diff(bits, axis=1, prepend=0)
+            return self._fit(column._replace(is_steps=True, span=self._add_span(_span_of(steps), width)), steps)
+        for span in [number for number, other in self.spans.items() if other == width]:
+            if (found := self._fit(column._replace(span=span), bits)) is not None:
+                return found
+        own = _span_of(bits.view(f"f{bits.itemsize}") if dtype in _FLOATS else bits)  # 0.0 and -0.0 are both zero
+        if own[:, 1].sum(dtype=np.int64) > _WORTH_PACKING * bits.size:
+            return None
+        return self._fit(column._replace(span=self._add_span(own, width)), bits)
 
     def _is_matrix(self, name: str) -> bool:
         bits = self.bits[name]
         return bits.ndim == 2 and bits.shape[1] >= _NARROWEST_PACKED_WIDTH and self.rows > 0
 
-    def _add(self, array: np.ndarray, section: Section) -> int:
-        self.sections.append(section)
+    def _add(self, array: np.ndarray, span: int = -1) -> int:
+        self.sections.append(Section(array.dtype.str, () if span >= 0 else array.shape[1:], span))
         self.arrays.append(array)
         return len(self.arrays) - 1
 
-    def _own_span(self, name: str) -> int:
-        """The section of the span from the first to the last entry of each row that is not zero."""
-        bits = self.bits[name]
-        is_set = (bits.view(f"f{bits.itemsize}") if self.tensors[name].dtype in _FLOATS else bits) != 0
-        start, width = is_set.argmax(axis=1), bits.shape[1]
-        length = np.where(is_set.any(axis=1), width - is_set[:, ::-1].argmax(axis=1) - start, 0)
-        dtype = np.dtype(np.uint16 if width <= np.iinfo(np.uint16).max else np.int32)
-        span = np.stack([start, length], axis=1).astype(dtype)
-        for number, known in self.spans.items():
-            if known == width and np.array_equal(self.arrays[number], span):
+    def _add_span(self, span: np.ndarray, width: int) -> int:
+        for number, other in self.spans.items():
+            if other == width and np.array_equal(self.arrays[number], span):
                 return number
-        number = self._add(span, Section(dtype.str, (2,)))
+        number = self._add(span)
         self.spans[number] = width
         return number
 
-    def _derived(self, column: Column) -> Column | None:
-        """A column that the receiver can rebuild from others."""
-        bits, ids = self.bits[column.name], self.bits.get("input_ids")
-        if column.name in ("prompts", "responses") and ids is not None and self._is_matrix("input_ids"):
-            low = 0 if column.name == "prompts" else ids.shape[1] - bits.shape[1]
-            same_type = self.tensors[column.name].dtype == self.tensors["input_ids"].dtype
-            if same_type and low >= 0 and np.array_equal(bits, ids[:, low : low + bits.shape[1]]):
-                return column._replace(kind="part", source="input_ids", low=low)
-        if column.name == "position_ids" and column.dtype == "int64":
-            for span, width in self.spans.items():
-                if width == bits.shape[1] and np.array_equal(bits, _positions(self.arrays[span], width)):
-                    return column._replace(kind="hold", span=span)
-        return None
-
-    def _fit(self, column: Column) -> Column | None:
-        """The column with its values, if its span leaves out nothing but one value or zeros of both signs."""
-        bits, span = self.bits[column.name], self.arrays[column.span]
-        width, is_float = bits.shape[1], self.tensors[column.name].is_floating_point()
-        outside = bits.size - int(span[:, 1].sum(dtype=np.int64))
+    def _fit(self, column: Column, bits: np.ndarray) -> Column | None:
+        """The column with its sections; None if it has more outside of the span than one value and zeros."""
+        span = self.arrays[column.span]
         if column.span not in self.indices:
-            self.indices[column.span] = _indices(span, width)
+            self.indices[column.span] = _indices(span, bits.shape[1])
         inside = bits.reshape(-1).take(self.indices[column.span])
-        others = np.count_nonzero(bits) - np.count_nonzero(inside)  # outside of the span and not 0
-        if others:
-            row = int(np.argmax(span[:, 1] < width))
-            fill = int(bits[row, 0 if span[row, 0] > 0 or span[row, 1] == 0 else span[row, 1]])
-            negative_zero = -1 << (8 * bits.itemsize - 1)
-            fill = fill or (negative_zero if is_float else 0)
-            where = bits == fill
-            found = np.count_nonzero(where) - np.count_nonzero(inside == fill)
-            if found == outside:
-                column = column._replace(fill=fill)
-            elif found == others and fill == negative_zero and is_float:
-                signs = np.packbits(where, axis=1)
-                column = column._replace(signs=self._add(signs, Section("|u1", signs.shape[1:])))
-            else:
+        nonzero_outside = np.count_nonzero(bits) - np.count_nonzero(inside)
+        if nonzero_outside:
+            row = int(np.argmax(span[:, 1] < bits.shape[1]))
+            first = int(bits[row, 0 if span[row, 0] > 0 or span[row, 1] == 0 else span[row, 1]])
+            column = column._replace(fill=first or -1 << (8 * bits.itemsize - 1))  # the bits of -0.0
+            where = bits == column.fill
+            found = np.count_nonzero(where) - np.count_nonzero(inside == column.fill)
+            if found != nonzero_outside:
                 return None
-        if column.dtype in ("int64", "bool") and inside.size:
-            low, high = int(inside.min()), int(inside.max())
-            if low == high == 1:
-                return column._replace(kind="ones")
+            if found != bits.size - inside.size:
+                column = column._replace(filled=self._add(np.packbits(where, axis=1)))
+        low, high = (int(inside.min()), int(inside.max())) if inside.size else (0, 0)
+        if low == high:
+            return column._replace(constant=low)
+        if column.dtype == "int64":
             fitting = (d for d in (np.int8, np.int32) if np.iinfo(d).min <= low and high <= np.iinfo(d).max)
-            inside = inside.astype(next(fitting, np.int64)) if column.dtype == "int64" else inside
-        return column._replace(values=self._add(inside, Section(inside.dtype.str, (), column.span)))
+            inside = inside.astype(next(fitting, np.int64))
+        return column._replace(values=self._add(inside, column.span))
 
 
 def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any], meta: dict[str, Any]) -> Packed:
     """The inverse of `Packed.__reduce__`; arrays are views of `buffer`."""
     columns, sections = pickle.loads(zlib.decompress(schema))
-    sections = [Section(*plain) for plain in sections]
     arrays: list[np.ndarray] = []
     end = 0
     for section in sections:
@@ -271,7 +238,15 @@ def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any],
         end = begin + count * dtype.itemsize
         array = buffer[begin:end].view(dtype)
         arrays.append(array.reshape(rows, *section.tail) if by_rows else array)
-    return Packed(rows, [Column(*plain) for plain in columns], sections, arrays, objects, meta, schema)
+    return Packed(rows, columns, sections, arrays, objects, meta, schema)
+
+
+def _span_of(values: np.ndarray) -> np.ndarray:
+    """(rows, 2): the first entry of each row that is not zero, and how many there are from it to the last."""
+    is_set, width = values != 0, values.shape[1]
+    start = is_set.argmax(axis=1)
+    length = np.where(is_set.any(axis=1), width - is_set[:, ::-1].argmax(axis=1) - start, 0)
+    return np.stack([start, length], axis=1).astype(np.uint16 if width <= np.iinfo(np.uint16).max else np.int32)
 
 
 def _indices(span: np.ndarray, width: int) -> np.ndarray:
@@ -281,15 +256,8 @@ def _indices(span: np.ndarray, width: int) -> np.ndarray:
     return np.repeat(first, length) + np.arange(int(length.sum()))
 
 
-def _positions(span: np.ndarray, width: int) -> np.ndarray:
-    """0 up to the first real token, then counting; after the last one its number."""
-    start, length = span.astype(np.int64).T
-    counted = np.arange(width)[None, :] - start[:, None]
-    return np.clip(counted, 0, np.maximum(length - 1, 0)[:, None], out=counted)
-
-
 def can_pack(tensor: torch.Tensor) -> bool:
-    """Whether `pack` takes it: nested, sparse, quantized and 16-byte types travel as pickled objects."""
+    """True if `pack` takes it: nested, sparse, quantized and 16-byte types travel as pickled objects."""
     plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return plain and tensor.dtype.itemsize <= 8
 

@@ -180,14 +180,15 @@ class RayTransport:
         folder = None if log_dir is None else Path(log_dir).resolve()
         self._logs = [None if folder is None else str(folder / f"{name}-{r}.log") for r in range(pool.world_size)]
         self._group = reserve(pool)
-        actor: Any = ray.remote(SlotProcess).options(
-            num_cpus=pool.cpus_per_process,
-            num_gpus=1 if pool.use_gpu else 0,
-            runtime_env={"env_vars": worker_env(env)},
-        )
+        actor: Any = ray.remote(SlotProcess)
+        options: dict[str, Any] = {
+            "num_cpus": pool.cpus_per_process,
+            "num_gpus": 1 if pool.use_gpu else 0,
+            "runtime_env": {"env_vars": worker_env(env)},
+        }
         places = [PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n) for n in pool.nodes]
         self._actors: list[Any] = [
-            actor.options(scheduling_strategy=place).remote(log, stall_timeout_s)
+            actor.options(scheduling_strategy=place, **options).remote(log, stall_timeout_s)
             for place, log in zip(places, self._logs, strict=True)
         ]
         self._machines: dict[int, Machine] = {}  # by rank, in a joined cluster

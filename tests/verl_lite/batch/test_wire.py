@@ -122,9 +122,10 @@ def test_padding_rows_multi_turn_masks_and_results_stay_packed() -> None:
     data.batch["advantages"] *= data.batch["response_mask"]
     padded = data[list(range(63))].pad(64)
     assert_bits_equal(through_the_wire(padded, 8), padded)
-    kinds = {column.name: column.kind for column in padded.pack().columns}
-    assert "dense" not in {kind for name, kind in kinds.items() if name != "is_padding"}
-    assert kinds["prompts"] == kinds["responses"] == "part" and kinds["position_ids"] == "hold"
+    columns = {column.name: column for column in padded.pack().columns}
+    assert [name for name, column in columns.items() if column.span < 0 and not column.source] == ["is_padding"]
+    assert columns["prompts"].source == columns["responses"].source == "input_ids"
+    assert columns["position_ids"].values == columns["attention_mask"].values == -1  # nothing but their spans
     odd = data.select(deepcopy=True)
     odd.batch["input_ids"][1, 0] = 0  # a zero among the padding is no -0.0
     assert_bits_equal(through_the_wire(odd), odd)
