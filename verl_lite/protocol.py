@@ -9,6 +9,7 @@ and `to`. `a | b` is the union that leaves both as they were. Pickled, a batch c
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import operator
 import pickle
@@ -55,7 +56,6 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch, self.meta_info = self.non_tensor_batch or {}, self.meta_info or {}
         self.check_consistency()
 
     def check_consistency(self) -> None:
@@ -96,9 +96,8 @@ class DataProto:
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
         """What `pack` packed, sharing nothing with it but the objects in its columns."""
-        tensors: dict[str, Any] = dict(packed.unpack())
-        tensors |= {name: value for name, value in packed.objects.items() if not isinstance(value, np.ndarray)}
         arrays = {name: value.copy() for name, value in packed.objects.items() if isinstance(value, np.ndarray)}
+        tensors = packed.unpack() | {k: v for k, v in packed.objects.items() if k not in arrays}
         batch = tensor_dict(tensors, packed.rows) if packed.meta["has_batch"] else None
         return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))  # type: ignore[arg-type]
 
@@ -157,9 +156,10 @@ class DataProto:
         batch = self.batch
         if batch is not None:
             batch = batch.select(*batch_keys) if batch_keys is not None else batch.copy()
-        wanted, facts = non_tensor_batch_keys, meta_info_keys
-        arrays = {k: v for k, v in self.non_tensor_batch.items() if wanted is None or k in wanted}
-        meta = {k: v for k, v in self.meta_info.items() if facts is None or k in facts}
+        arrays, meta = (
+            {name: value for name, value in source.items() if wanted is None or name in wanted}
+            for source, wanted in ((self.non_tensor_batch, non_tensor_batch_keys), (self.meta_info, meta_info_keys))
+        )
         result = type(self)(batch, arrays, copy_meta(meta))
         return copy.deepcopy(result) if deepcopy else result
 
@@ -189,14 +189,12 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Take these columns out of this batch, in place; returns them as a batch. A missing one is a BatchError."""
-        taken: list[Any] = []
-        asked = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        asked = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         sources: tuple[Any, ...] = ({} if self.batch is None else self.batch, self.non_tensor_batch, self.meta_info)
         for wanted, source in zip(asked, sources, strict=True):
-            if missing := [name for name in wanted or () if name not in source.keys()]:
+            if missing := [name for name in wanted if name not in source.keys()]:
                 raise BatchError(f"cannot pop {missing}: this batch has {list(source.keys())}")
-        for wanted, source in zip(asked, sources, strict=True):
-            taken.append({name: source.pop(name) for name in wanted or ()})
+        taken = ({name: source.pop(name) for name in names} for names, source in zip(asked, sources, strict=True))
         return type(self).from_dict(*taken)
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
@@ -284,18 +282,16 @@ class DataProto:
         if not data:
             raise ValueError("DataProto.concat needs at least one batch")
         first, names = data[0], [set(_columns(part)) for part in data]
-        for part, own in enumerate(names):
-            for name in sorted(set().union(*names) - own):
-                having = [number for number, others in enumerate(names) if name in others]
-                raise BatchError(f"concat: column {name!r} is missing in part {part}, and is in the parts {having}")
-        batch: Any = first.batch
-        if batch is not None:
-            batches: list[Any] = [part.batch for part in data]
-            batch = torch.cat(batches, dim=0) if len(data) > 1 else batch.copy()
+        for name in sorted(set().union(*names)):
+            having = [part for part, own in enumerate(names) if name in own]
+            if missing := sorted(set(range(len(data))) - set(having)):
+                raise BatchError(f"concat: column {name!r} is missing in part {missing[0]}, and is in parts {having}")
+        batches: Any = [part.batch for part in data]
+        batch = None if first.batch is None else torch.cat(batches)
         arrays = {
             name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in first.non_tensor_batch
         }
-        return type(first)(batch, arrays, concat_meta([part.meta_info for part in data]))
+        return type(first)(batch, arrays, concat_meta([part.meta_info for part in data]))  # type: ignore[arg-type]
 
     def make_iterator(
         self,
@@ -337,14 +333,11 @@ class DataProtoFuture:
     """
 
     def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish = finish
-        self._answer: list[Any] = []
+        self._finish = functools.cache(finish)
 
     def get(self) -> Any:
         """Waits; the same object each time."""
-        if not self._answer:
-            self._answer.append(self._finish())
-        return self._answer[0]
+        return self._finish()
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -460,20 +453,13 @@ def copy_meta(value: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Deep equality in which NaN equals NaN and arrays compare by elements."""
-    if a is b:
-        return True
     if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
         return False
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
     if hasattr(a, "keys"):  # dict, TensorDict
         return set(a.keys()) == set(b.keys()) and all(same(a[name], b[name]) for name in a.keys())
-    if isinstance(a, np.ndarray):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if a.dtype != object:
-            return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
-        return all(same(x, y) for x, y in zip(a.flat, b.flat, strict=True))
-    if isinstance(a, list | tuple):
+    if isinstance(a, torch.Tensor | np.ndarray) and (a.shape != b.shape or a.dtype != b.dtype):
+        return False
+    if isinstance(a, list | tuple) or getattr(a, "dtype", None) == object:
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b) or bool(a != a and b != b)
+    equal = (a == b) | ((a != a) & (b != b))
+    return bool(equal.all() if isinstance(a, torch.Tensor | np.ndarray) else equal)

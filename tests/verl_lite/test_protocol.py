@@ -211,7 +211,7 @@ MORE = DataProto.from_dict({"y": torch.zeros(4), "late": torch.zeros(4, 7)})
         (lambda data: data.sample_level_repeat([1, 1, 1]), "3 entries"),
         (lambda data: data.chunk(0), "at least 1"),
         (lambda data: DataProto.concat([]), "at least one"),
-        (lambda data: DataProto.concat([data, MORE]), r"column 'late' is missing in part 0.*\[1\]"),
+        (lambda data: DataProto.concat([data, MORE]), r"column 'chat' is missing in part 1.*\[0\]"),
         (lambda data: DataProto.concat([data | MORE.select(["late"]), data]), "column 'late' is missing in part 1"),
         (lambda data: data.make_iterator(3, 1), "mini_batch_size=3"),
         (lambda data: data.make_iterator(2, 1, dataloader_kwargs={"bogus": 1}), "bogus"),
