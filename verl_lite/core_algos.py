@@ -89,7 +89,7 @@ from verl_lite.algos.reinforce_losses import (
     compute_policy_loss_tis,
     compute_policy_loss_topr,
 )
-from verl_lite.registry import Registry, add_entry, find_entry
+from verl_lite.registry import Registry
 
 __all__ = [
     "masked_sum",
@@ -135,13 +135,12 @@ def register_adv_est(
         rows: of agents, what a row has to be: "step", which only episodes have, or "trajectory"; None = either.
         raw_scores: it does not read the scores that `algorithm.norm_*`, `reward_clip` and `whiten_rewards` change.
     """
-    facts = {"groups": groups, "rows": rows, "raw_scores": raw_scores}
-    return add_entry(ADV_ESTIMATOR_REGISTRY, "advantage estimator", name_or_enum, facts)
+    return ADV_ESTIMATOR_REGISTRY.register(name_or_enum, groups=groups, rows=rows, raw_scores=raw_scores)
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
     """The estimator of that name or path pkg.module:function. Raises ValueError if there is none."""
-    return find_entry(ADV_ESTIMATOR_REGISTRY, "advantage estimator simply", name_or_enum)  # verl's wording
+    return ADV_ESTIMATOR_REGISTRY.get_fn(name_or_enum, "advantage estimator simply")  # verl's wording
 
 
 def register_policy_loss(
@@ -153,12 +152,12 @@ def register_policy_loss(
         needs: options of `actor.policy_loss` that may not be null.
         loss_agg_mode: the only aggregation that it has; None = it takes any.
     """
-    return add_entry(POLICY_LOSS_REGISTRY, "policy loss", name, {"needs": needs, "loss_agg_mode": loss_agg_mode})
+    return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=loss_agg_mode)
 
 
 def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
     """The policy loss of that name or path pkg.module:function. Raises ValueError if there is none."""
-    return find_entry(POLICY_LOSS_REGISTRY, "policy loss", name)
+    return POLICY_LOSS_REGISTRY.get_fn(name)
 
 
 # What `algorithm.adv_estimator` knows. Formulas, papers and differences from verl and ROLL stand with each function.

@@ -194,8 +194,8 @@ class DataProto:
         for wanted, source in zip(asked, sources, strict=True):
             if missing := [name for name in wanted if name not in source.keys()]:
                 raise BatchError(f"cannot pop {missing}: this batch has {list(source.keys())}")
-        taken = ({name: source.pop(name) for name in names} for names, source in zip(asked, sources, strict=True))
-        return type(self).from_dict(*taken)
+        taken = [{name: source.pop(name) for name in names} for names, source in zip(asked, sources, strict=True)]
+        return type(self).from_dict(taken[0], taken[1], taken[2])
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Rename tensors, in place."""
@@ -459,7 +459,7 @@ def same(a: Any, b: Any) -> bool:
         return set(a.keys()) == set(b.keys()) and all(same(a[name], b[name]) for name in a.keys())
     if isinstance(a, torch.Tensor | np.ndarray) and (a.shape != b.shape or a.dtype != b.dtype):
         return False
-    if isinstance(a, list | tuple) or getattr(a, "dtype", None) == object:
+    if isinstance(a, list | tuple) or getattr(a, "dtype", None) == np.dtype(object):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     equal = (a == b) | ((a != a) & (b != b))
     return bool(equal.all() if isinstance(a, torch.Tensor | np.ndarray) else equal)

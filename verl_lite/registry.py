@@ -1,21 +1,30 @@
 """Names to objects: the one mechanism by which a config value finds a loss, an estimator, a reward or an engine.
 
 A registry is a plain dict with two more methods: `register(name)` decorates an object into it, `get_fn(name)` resolves
-a registered name or a path `pkg.module:object`, and answers a wrong name with the nearest right ones.
+a registered name or a path `pkg.module:object`, and answers a wrong name with the nearest right ones. Code of the
+user's own may also be a Python file, or a module given as pkg://package.module. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import operator
+import sys
+import zlib
 from collections.abc import Callable, Iterable
 from enum import Enum
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
+
+from verl_lite.errors import UserError
 
 T = TypeVar("T")
 OWN_PACKAGES = ("verl_lite", "workers", "trainer")
+MODULE_PREFIX = "pkg://"
 
 
 class Registry(dict[str, T]):
@@ -24,58 +33,44 @@ class Registry(dict[str, T]):
     facts: by name what an entry says of itself where it is registered, such as what it needs.
     """
 
-    def __init__(self, kind: str, entries: dict[str, T] | None = None) -> None:
-        super().__init__(entries or {})
+    def __init__(self, kind: str) -> None:
+        super().__init__()
         self.kind = kind
         self.facts: dict[str, dict[str, Any]] = {}
 
-    def register(self, name: str | Enum) -> Callable[[T], T]:
-        """Decorator that files an object under `name`. See `add_entry`."""
-        return add_entry(self, self.kind, name)
+    def register(self, name: str | Enum, **facts: Any) -> Callable[[T], T]:
+        """Decorator that files an object, also twice. Raises ValueError if another object has the name."""
+        key = _key(name)
 
-    def get_fn(self, name: str | Enum) -> T:
-        """The object registered as `name`, or imported from "pkg.module:object". See `find_entry`."""
-        return find_entry(self, self.kind, name)
+        def decorate(item: T) -> T:
+            if self.setdefault(key, item) is not item:
+                raise ValueError(
+                    f"{self.kind} {key!r} is already registered as {self[key]}; {item} needs another name."
+                )
+            if facts:
+                self.facts[key] = facts
+            return item
 
-    def copy(self) -> Registry[T]:
-        """A registry of the same kind with the same entries (dict.copy would lose the methods)."""
-        other = Registry(self.kind, dict(self))
-        other.facts = dict(self.facts)
-        return other
+        return decorate
 
+    def get_fn(self, name: str | Enum, kind: str = "") -> T:
+        """The entry of that name, or the object at "pkg.module:object".
 
-def add_entry(
-    entries: dict[str, T], kind: str, name: str | Enum, facts: dict[str, Any] | None = None
-) -> Callable[[T], T]:
-    """Decorator that files an object in `entries`, also twice. Raises ValueError if another object has the name."""
-    key = _key(name)
-
-    def decorate(item: T) -> T:
-        if entries.setdefault(key, item) is not item:
-            raise ValueError(f"{kind} {key!r} is already registered as {entries[key]}; {item} needs another name.")
-        if facts and isinstance(entries, Registry):  # and not a plain dict in its place
-            entries.facts[key] = facts
-        return item
-
-    return decorate
-
-
-def find_entry(entries: dict[str, T], kind: str, name: str | Enum) -> T:
-    """The entry of that name, or the object at "pkg.module:object".
-
-    Raises ValueError for an unknown name (with the nearest and all known ones) or a path that does not resolve.
-    """
-    key = _key(name)
-    if key in entries:
-        return entries[key]
-    module_name, is_path, attributes = key.partition(":")
-    if is_path:
-        try:
-            return operator.attrgetter(attributes)(importlib.import_module(module_name))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"{kind} {key!r} cannot be imported: {error}. Expected pkg.module:object.") from error
-    known = ", ".join(sorted(entries)) or "none"
-    raise ValueError(f"Unknown {kind}: {key}{did_you_mean(key, entries)}. Known: {known}; or a path pkg.module:object.")
+        kind: for the message, in place of the registry's. Raises ValueError for an unknown name (with the nearest and
+        all known ones) or a path that does not resolve.
+        """
+        key, kind = _key(name), kind or self.kind
+        if key in self:
+            return self[key]
+        module_name, is_path, attributes = key.partition(":")
+        if is_path:
+            try:
+                return operator.attrgetter(attributes)(importlib.import_module(module_name))
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"{kind} {key!r} cannot be imported: {error}. Expected pkg.module:object.") from error
+        known = ", ".join(sorted(self)) or "none"
+        near = did_you_mean(key, self)
+        raise ValueError(f"Unknown {kind}: {key}{near}. Known: {known}; or a path pkg.module:object.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -98,14 +93,60 @@ def import_modules(modules: Iterable[str]) -> None:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function names this parameter; `**kwargs` names none."""
+    """True if a function names this parameter; `**kwargs` names none."""
     return name in inspect.signature(function).parameters
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function may be called with this keyword: it names it, or takes any."""
+    """True if a function may be called with this keyword: it names it, or takes any."""
     kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
     return takes(function, name) or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
+    """The callable `name` of `path`. path_key, name_key: the configuration keys, for messages.
+
+    The code runs once, here; what it raises is raised. Raises UserError if there is no such file, module or callable.
+    """
+    return object_of(load_module(path, path_key), path, name, name_key)
+
+
+def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
+    """The callable `name` of a module that came from `path`. Raises UserError if there is none, with those found."""
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = (k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
+        raise UserError(
+            f"{name_key}={name!r}: {path} defines nothing of that name; found: {', '.join(sorted(own)) or 'nothing'}. "
+            f"Set {name_key} to one of them"
+        )
+    return found
+
+
+def load_module(path: str, key: str) -> ModuleType:
+    """Runs a Python file, or imports pkg://package.module. key: the configuration key, for messages.
+
+    Raises UserError if there is no such file or module; what the code raises is raised.
+    """
+    file, name = Path(path).expanduser(), path.removeprefix(MODULE_PREFIX)
+    problem = "no such file" if not file.is_file() else "not a Python file"
+    if name != path:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not name.startswith(error.name or " "):  # it was found, and something that it imports was not
+                raise
+            problem = str(error)
+    module_name = f"user_code_{file.stem}_{zlib.crc32(str(file.absolute()).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(module_name, file) if file.is_file() else None
+    if spec is None or spec.loader is None:
+        raise UserError(
+            f"{key}={path!r}: {problem} (looked in {Path.cwd()}). Expected a Python file NAME.py or pkg://package.module"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look their module up here
+    spec.loader.exec_module(module)
+    return module
 
 
 def _key(name: str | Enum) -> str:

@@ -24,7 +24,7 @@ from verl_lite.config.fields import Problems
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.errors import UserError
-from verl_lite.registry import find_entry, takes
+from verl_lite.registry import Registry, takes
 from verl_lite.single_controller import ClassWithInitArgs
 from workers.diffusion.sde_policy import FlowActorWorker
 
@@ -91,7 +91,7 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
         self.prompts = read_prompts(data.train_files)
         self.val_prompts = read_prompts(data.val_files) if data.val_files else self.prompts
         try:
-            self.reward: Any = find_entry({}, "reward", str(self.config.reward.name))
+            self.reward: Any = Registry[Any]("reward").get_fn(str(self.config.reward.name))
         except ValueError as error:
             raise UserError(f"reward.name={self.config.reward.name!r}: {error}") from None
         self.steps = EpochSteps(

@@ -20,8 +20,8 @@ from verl_lite.config.checks import validate
 from verl_lite.contracts import check_adv_estimator
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.errors import UserError
+from verl_lite.registry import load_object
 from verl_lite.rewards import load_scorer
-from verl_lite.user_code import load_object
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,8 +26,7 @@ from trainer.data.prompts import PromptDataset
 from verl_lite.config import DataConfig, PPOConfig, source_options
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from verl_lite.registry import accepts
-from verl_lite.user_code import load_object
+from verl_lite.registry import accepts, load_object
 
 
 class Sampler(Protocol):

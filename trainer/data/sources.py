@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import HUB_NAME, DataConfig
 from verl_lite.errors import UserError
-from verl_lite.registry import accepts
-from verl_lite.user_code import load_object
+from verl_lite.registry import accepts, load_object
 
 if TYPE_CHECKING:
     import datasets

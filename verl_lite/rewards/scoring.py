@@ -21,10 +21,9 @@ from typing import Any, Literal
 
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.registry import accepts, did_you_mean, takes
+from verl_lite.registry import accepts, did_you_mean, load_module, object_of, takes
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, awaits, default_compute_score, find_named_reward
-from verl_lite.user_code import load_module, object_of
 
 OPTION = "reward.functions"
 _EXTRA_CHARACTERS = 10_000

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_lite.registry import import_modules
-from verl_lite.single_controller.pool import ClassWithInitArgs, ResourcePool
-from verl_lite.single_controller.service import LocalService, ServiceHandle
+from verl_lite.single_controller.resources import ClassWithInitArgs, LocalService, ResourcePool, ServiceHandle
 
 if TYPE_CHECKING:
     from verl_lite.single_controller.worker_group import WorkerGroup

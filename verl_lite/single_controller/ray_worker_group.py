@@ -28,7 +28,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl_lite.errors import ClusterLostError, NoRoomError, WorkerDiedError
 from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
-from verl_lite.single_controller.pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.ray_cluster import (
     Machine,
     cluster_answers,
@@ -48,6 +47,7 @@ from verl_lite.single_controller.ray_errors import (
     stacks_if_it_stalls,
     stalled,
 )
+from verl_lite.single_controller.resources import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
 _PRIVATE_PATIENCE_S = 60.0

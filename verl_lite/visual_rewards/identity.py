@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl_lite.errors import UserError
-from verl_lite.registry import find_entry
+from verl_lite.registry import Registry
 from verl_lite.visual_rewards.arcface import ArcFaceEmbedder, ScrfdDetector
 from verl_lite.visual_rewards.base import Faces, VisualScore, as_pixels, register_visual_reward
 
@@ -107,7 +107,7 @@ def make_part(role: str, given: Any) -> Any:
             f"reward.kwargs.{role}={given!r}; expected FILE.onnx, pkg.module:object, or {{name: one of both}}"
         )
     try:
-        found: Any = find_entry({}, role, name)
+        found: Any = Registry[Any](role).get_fn(name)
     except ValueError as error:
         raise UserError(f"reward.kwargs.{role}: {error}") from None
     return found(**arguments)

@@ -26,7 +26,7 @@ from verl_lite.flow_match import flow_sigmas
 from verl_lite.flow_sde import step_kl, step_log_prob, step_mean, step_std
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from verl_lite.registry import find_entry
+from verl_lite.registry import Registry
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.reward_policy import noise_of
@@ -198,7 +198,7 @@ def load_network(options: FlowModelConfig) -> nn.Module:
     """
     name = f"model.network={options.network!r}"
     try:
-        found: Any = find_entry({}, "network", str(options.network))
+        found: Any = Registry[Any]("network").get_fn(str(options.network))
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     missing = [part for part in ("from_pretrained", "latent_shape", "encode", "decode") if not hasattr(found, part)]

@@ -35,8 +35,7 @@ def _build(name: str) -> Any:
 
 
 def test_registered_engine_gets_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "ROLLOUT_ENGINES", base.ROLLOUT_ENGINES.copy())
-    base.ROLLOUT_ENGINES["recorder"] = lambda *args, **kwargs: (args, kwargs)
+    monkeypatch.setitem(base.ROLLOUT_ENGINES, "recorder", lambda *args, **kwargs: (args, kwargs))
     (path, config), kwargs = _build("recorder")
     assert path == "somewhere" and isinstance(config, RolloutConfig)
     assert set(kwargs) == {"max_model_len", "device", "dtype", "seed", "override_config", "trust_remote_code"}
