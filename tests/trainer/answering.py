@@ -27,7 +27,7 @@ from verl_lite.config import PPOConfig
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.decorator import Dispatch, register
-from verl_lite.single_controller.resources import LocalService
+from verl_lite.single_controller.resource_pool import LocalService
 from workers.actor_rollout import ActorRolloutWorker
 from workers.phase import PhaseManager
 from workers.policy.tokenizer import load_tokenizer

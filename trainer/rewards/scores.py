@@ -24,7 +24,7 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardResult
-from verl_lite.single_controller.resources import ServiceHandle
+from verl_lite.single_controller.resource_pool import ServiceHandle
 
 OVERLONG = ("overlong_reward", "overlong")
 """Columns `reward/<name>` of the penalty of a long answer and of whether there is one, under verl's names."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_lite.registry import import_modules
-from verl_lite.single_controller.resources import ClassWithInitArgs, LocalService, ResourcePool, ServiceHandle
+from verl_lite.single_controller.resource_pool import ClassWithInitArgs, LocalService, ResourcePool, ServiceHandle
 
 if TYPE_CHECKING:
     from verl_lite.single_controller.worker_group import WorkerGroup

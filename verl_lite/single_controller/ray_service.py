@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_lite.errors import add_circumstances
 from verl_lite.single_controller.ray_cluster import cluster_answers, redirect_output, require_head, worker_env
 from verl_lite.single_controller.ray_errors import cause_of_death, death, original_error, portable_errors, stalled
-from verl_lite.single_controller.resources import ClassWithInitArgs, LocalService
+from verl_lite.single_controller.resource_pool import ClassWithInitArgs, LocalService
 
 _LOOK_S = 0.5
 

@@ -47,7 +47,7 @@ from verl_lite.single_controller.ray_errors import (
     stacks_if_it_stalls,
     stalled,
 )
-from verl_lite.single_controller.resources import ClassWithInitArgs, ResourcePool
+from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
 _PRIVATE_PATIENCE_S = 60.0

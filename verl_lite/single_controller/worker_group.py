@@ -24,7 +24,7 @@ from verl_lite.single_controller.decorator import (
     Mesh,
     Registration,
 )
-from verl_lite.single_controller.resources import ClassWithInitArgs, ResourcePool
+from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, close_process_group, construct, invoke
 
 
