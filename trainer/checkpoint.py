@@ -5,9 +5,10 @@ run folder / latest_checkpointed_iteration.txt    the newest complete step
                            / data.pt              all else that training continues from
                            / manifest.json        size and SHA-256 of each of these files
 
-A checkpoint is written under a hidden name, its files are hashed and brought to the disk, and one rename makes it
-visible; the marker follows. What is to be deleted first gets a hidden name too. So whatever is called global_step_N is
-whole, `tidy` clears away what a killed process left, and `whole_checkpoint` finds what a disk or a copy has changed.
+A checkpoint is written under a hidden name, .global_step_N.draft, its files are hashed and brought to the disk, and one
+rename makes it visible; the marker follows. What is replaced (.old) or deleted (.gone) gets a hidden name first. So
+whatever is called global_step_N is whole, `tidy` clears away what a killed process left, and `whole_checkpoint` finds
+what a disk or a copy has changed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,8 @@ from verl_lite.errors import UserError
 MARKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "data.pt"
-DRAFT, OLD, GONE = (".global_step_{}." + kind for kind in ("draft", "old", "gone"))  # written, replaced, deleted
 SPARE_SHARE = 0.05  # of a checkpoint's size that must be free beyond it: sizes vary, and other files grow meanwhile
 LEAST_FREE_BYTES = 1 << 20  # a failed save that leaves less than this failed because the disk is full
-
-
-class CheckpointNotFound(UserError):
-    """There is no checkpoint where the configuration says that one is."""
 
 
 class DiskFull(UserError):
@@ -44,29 +40,29 @@ class DiskFull(UserError):
 def open_draft(run_dir: Path, step: int, expected_bytes: int = 0) -> Path:
     """The folder in which the checkpoint of `step` is put together. Raises DiskFull if there is no room for it."""
     require_space(run_dir, expected_size(run_dir, expected_bytes))
-    draft = run_dir / DRAFT.format(step)
+    draft = run_dir / f".global_step_{step}.draft"
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
     draft.mkdir(parents=True)
     return draft
 
 
 @contextmanager
-def removed_on_failure(draft: Path, expected_bytes: int = 0) -> Iterator[None]:
+def removed_on_failure(draft: Path) -> Iterator[None]:
     """Whatever goes wrong inside, the draft goes; DiskFull if it went wrong for want of room."""
     try:
         yield
     except BaseException as error:
-        needed = max(folder_bytes(draft), expected_size(draft.parent, expected_bytes))
-        free = shutil.disk_usage(draft.parent).free
+        needed, free = expected_size(draft.parent, folder_bytes(draft)), shutil.disk_usage(draft.parent).free
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, Exception) and free < LEAST_FREE_BYTES:  # also where a worker's error hides its errno
             raise DiskFull(_no_room(draft.parent, needed, free)) from error
         raise
 
 
-def publish(run_dir: Path, step: int) -> Path:
+def publish(draft: Path) -> Path:
     """Makes a draft, all of whose files are written, the checkpoint of its step; the marker follows."""
-    final, draft, old = (run_dir / name.format(step) for name in ("global_step_{}", DRAFT, OLD))
+    run_dir, name = draft.parent, draft.stem[1:]
+    final, old = run_dir / name, run_dir / f".{name}.old"
     names = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
     entries = {name: [(draft / name).stat().st_size, digest] for name, digest in hashes(draft, names).items()}
     (draft / MANIFEST).write_text(json.dumps({"sha256": entries}, indent=1), encoding="utf-8")
@@ -76,7 +72,7 @@ def publish(run_dir: Path, step: int) -> Path:
         final.rename(old)
     draft.rename(final)
     _sync(run_dir)
-    write_atomically(run_dir / MARKER, str(step))
+    write_atomically(run_dir / MARKER, name.removeprefix("global_step_"))
     shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -84,8 +80,8 @@ def publish(run_dir: Path, step: int) -> Path:
 def tidy(run_dir: Path) -> None:
     """Removes what a process that was killed left half written or half deleted; what it had only begun to replace comes
     back."""
-    for old in run_dir.glob(OLD.format("*")):
-        if not (final := run_dir / old.name[1:].removesuffix(".old")).exists():
+    for old in run_dir.glob(".global_step_*.old"):
+        if not (final := run_dir / old.stem[1:]).exists():
             old.rename(final)
     for left in run_dir.glob(".global_step_*"):
         shutil.rmtree(left)
@@ -95,7 +91,7 @@ def prune(run_dir: Path, keep_newest: int | None) -> None:
     """Deletes all checkpoints but the `keep_newest` newest (null = all, at least one)."""
     folders = saved_steps(run_dir)
     for step in sorted(folders)[: -max(1, keep_newest or len(folders))]:
-        shutil.rmtree(folders[step].rename(run_dir / GONE.format(step)))
+        shutil.rmtree(folders[step].rename(run_dir / f".global_step_{step}.gone"))
 
 
 def saved_steps(run_dir: Path) -> dict[int, Path]:
@@ -115,7 +111,7 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
         return steps.get(marked) or (steps[max(steps)] if steps else None)
     folder = Path(path or "").expanduser().resolve()
     if not (folder / STATE).exists():
-        raise CheckpointNotFound(
+        raise UserError(
             f"trainer.resume_from_path={path!r}: no checkpoint there ({folder} has no {STATE}); expected a folder "
             "named global_step_N inside a run folder"
         )
@@ -125,10 +121,7 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
 def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[str], None]) -> Path | None:
     """What `find_checkpoint` finds, every byte checked. With `auto` a damaged one is set aside, under another name, and
     the newest before it is taken. Raises UserError if the one that was named is damaged."""
-    while (folder := find_checkpoint(run_dir, mode, path)) is not None:
-        damage = damage_of(folder)
-        if damage is None:
-            return folder
+    while (folder := find_checkpoint(run_dir, mode, path)) and (damage := damage_of(folder)):
         if mode != "auto":
             others = [str(other) for _, other in sorted(saved_steps(folder.parent).items()) if other != folder]
             raise UserError(f"{folder} is damaged: {damage}. Others of its run: {', '.join(others) or 'none'}")
@@ -136,21 +129,26 @@ def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
         log(f"{folder} is damaged: {damage}. It is {aside.name} now; the run goes back to the newest whole one")
-    return None
+    return folder
 
 
 def damage_of(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None if they are as they were written."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        return (
+            f"it has no {MANIFEST}, which lists its files and their SHA-256 (a copy that left it out, or a folder that "
+            "this program did not write), so nothing says whether it is whole"
+        )
     try:
-        written = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        expected = {str(name): (int(size), str(digest)) for name, (size, digest) in written.items()}
+        written = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+        expected = {str(name): str(digest) for name, (_, digest) in written.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is missing or cannot be read"
-    inside = {name for name in expected if ".." not in Path(name).parts and not Path(name).is_absolute()}
-    complete = [name for name in inside if (folder / name).is_file()]
-    complete = [name for name in complete if (folder / name).stat().st_size == expected[name][0]]
-    digests = hashes(folder, complete)
-    changed = [name for name, (_, digest) in expected.items() if digests.get(name) != digest]
+        return f"{MANIFEST} cannot be read"
+    top = folder.resolve()
+    there = [name for name in expected if (folder / name).is_file() and (top / name).resolve().is_relative_to(top)]
+    digests = hashes(folder, there)
+    changed = [name for name, digest in expected.items() if digests.get(name) != digest]
     return f"missing, or not the bytes that were written: {', '.join(changed)}" if changed else None
 
 

@@ -27,12 +27,9 @@ from verl_lite.protocol import DataProto
 from verl_lite.schema import column
 
 PACKAGES = ("torch", "vllm", "ray", "transformers", "peft", "tensordict", "omegaconf", "numpy")
-BEFORE_THE_BATCH = ("gen", "reward")
-"""Phases that make the batch: they run again in a replay."""
+BEFORE_THE_BATCH = ("gen", "reward")  # phases that make the batch: they run again in a replay, as do these writers
 COMPUTED_BY = ("workers/actor_rollout.py", "workers/reference.py", "workers/critic.py", "trainer/advantage.py")
-"""Writers of columns that a replay computes again."""
-END_OF_LOG = 64 << 10
-"""Bytes kept of each log."""
+END_OF_LOG = 64 << 10  # bytes kept of each
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,7 @@ def write_dump(trainer: Any, run_dir: Path, folder: Path, error: BaseException) 
 def read_dump(folder: Path) -> FailedStep:
     """The step that `write_dump` kept. It is a pickle: open only dumps that you trust. UserError if there is none."""
     if not (folder / "step.pkl").exists() or not (folder / "config.yaml").exists():
-        raise UserError(
-            f"{folder}: no crash dump there; expected a folder RUN/crash/step_N with step.pkl and config.yaml"
-        )
+        raise UserError(f"{folder}: expected a folder RUN/crash/step_N with step.pkl and config.yaml")
     return DataProto.load_from_disk(folder / "step.pkl").meta_info["failed"]
 
 

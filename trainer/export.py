@@ -4,9 +4,8 @@ RUN is a run folder (its newest checkpoint) or a global_step_N folder. FOLDER ge
 generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it. What was trained as an adapter (LoRA) is
 merged into its base model; with `--adapter` FOLDER gets it alone, as `peft.PeftModel.from_pretrained` loads it.
 
-With `--critic` FOLDER gets the value function, as `AutoModelForTokenClassification.from_pretrained(FOLDER)` loads it:
-one label, whose logit at a token is the return expected from there on, before the next token is chosen. It can be given
-as critic.model.path.
+With `--critic` FOLDER gets the value function, as `AutoModelForTokenClassification` and critic.model.path load it: one
+label, whose logit at a token is the return expected from there on, before the next token is chosen.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def main(argv: list[str]) -> int:
 
     run = options.run.expanduser().absolute()
     steps = saved_steps(run)
-    checkpoint = run if not steps else steps[max(steps)]
+    checkpoint = steps[max(steps)] if steps else run
     source = str(checkpoint / ("critic" if options.critic else "actor"))
     target = options.to or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
     if options.adapter:

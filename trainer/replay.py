@@ -35,8 +35,8 @@ def replay(folder: Path, overrides: list[str]) -> int:
     failed = read_dump(folder)
     made_with = ["--config", str(folder / "config.yaml")]
     config = load_config(made_with, recipe_loader=recipe_overrides).config
-    arguments = [*made_with, *IN_THIS_PROCESS, *(EPISODES if config.is_agentic else ["reward.num_workers=0"])]
-    arguments.append(f"trainer.default_local_dir={folder / 'replay'}")
+    alone = EPISODES if config.is_agentic else ["reward.num_workers=0"]
+    arguments = [*made_with, *IN_THIS_PROCESS, *alone, f"trainer.default_local_dir={folder / 'replay'}"]
     if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
         arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
     trainer = trainer_of(config)
@@ -63,9 +63,8 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError("usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]")
-    folder = Path(argv[0]).expanduser().absolute()
     try:
-        return replay(folder, [argument for argument in argv[1:] if argument != "--pdb"])
+        return replay(Path(argv[0]).expanduser().absolute(), [word for word in argv[1:] if word != "--pdb"])
     except UserError:  # a wrong folder or option: nothing to look at
         raise
     except Exception as error:

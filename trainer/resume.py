@@ -7,7 +7,8 @@ unless the user names the key in `trainer.resume_allow`; what decides only speed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,32 +53,29 @@ def flat_config(config: Any) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         with uncounted():
             value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            flat |= {f"{field.name}.{name}": inner for name, inner in flat_config(value).items()}
-        else:
-            flat[field.name] = value
+        inner = {f".{name}": each for name, each in flat_config(value).items()} if is_dataclass(value) else {"": value}
+        flat |= {f"{field.name}{name}": each for name, each in inner.items()}
     return flat
 
 
 def is_bound(name: str, config: RunOptions) -> bool:
     """Whether a key decides the result. The length of the run does where the learning rate's schedule depends on it."""
-    if name in ("trainer.total_training_steps", "trainer.total_epochs"):
-        flat = flat_config(config)
-        schedules = [key.removesuffix("lr_scheduler_type") for key in flat if key.endswith("lr_scheduler_type")]
-        return any(
-            flat[f"{optim}lr_scheduler_type"] != "constant"
-            or (flat[f"{optim}lr_warmup_steps"] < 0 and flat[f"{optim}lr_warmup_steps_ratio"] > 0)
-            for optim in schedules
-        )
-    return name in BOUND or not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
+    if name not in ("trainer.total_training_steps", "trainer.total_epochs"):
+        return name in BOUND or not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
+    flat = flat_config(config)
+    return any(
+        flat[key] != "constant" or (flat[f"{optim}lr_warmup_steps"] < 0 and flat[f"{optim}lr_warmup_steps_ratio"] > 0)
+        for key in flat
+        if (optim := key.removesuffix("lr_scheduler_type")) != key
+    )
 
 
-def differing_keys(saved: Mapping[str, Any], config: RunOptions, allowed: Collection[str] = ()) -> list[str]:
-    """One sentence for each key that decides the result and is not what it was.
+def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
+    """One sentence for each key that decides the result, is not what it was, and is not in trainer.resume_allow.
 
     A key that the checkpoint's version did not have counts with its default; one that is gone counts as differing.
     """
-    now = flat_config(config)
+    now, allowed = flat_config(config), config.trainer.resume_allow
     before = flat_config(type(config)()) | dict(saved)
     names = sorted(name for name in {*before, *now} if is_bound(name, config) and name not in allowed)
     values = ((name, before[name], now.get(name, "(no such key)")) for name in names)
@@ -87,13 +85,11 @@ def differing_keys(saved: Mapping[str, Any], config: RunOptions, allowed: Collec
 def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_look: str) -> None:
     """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration, or one
     after which no step is left to do. to_look: how a user looks at a run that has no step left."""
-    trainer = config.trainer
-    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    folder = find_checkpoint(run_dir, config.trainer.resume_mode, config.trainer.resume_from_path)
     if folder is None:
         return
     state = read_state(folder)
-    differing = differing_keys(state["config"], config, trainer.resume_allow)
-    if differing:
+    if differing := differing_keys(state["config"], config):
         raise UserError(
             f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nGive the old values; or "
             "start anew with trainer.resume_mode=disable; or, if the change is meant, name the keys: "

@@ -75,7 +75,7 @@ class Saver:
         self.expected_bytes, self.log = expected_bytes, log
         self.newest: Path | None = None
         self.is_overdue = False
-        self._written: tuple[int, Path] | None = None  # a draft whose files the workers write
+        self._written: Path | None = None  # a draft whose files the workers write
         self._publishing: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         tidy(run_dir)
@@ -83,7 +83,7 @@ class Saver:
     def is_due(self, steps: StepCounter) -> bool:
         """Whether the step that runs now ends with a checkpoint: it is due, one failed for want of room, or the run is
         stopped."""
-        frequency, is_stopped = self.trainer.save_freq, steps.must_stop()
+        is_stopped, frequency = steps.must_stop(), self.trainer.save_freq
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
     def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
@@ -97,22 +97,21 @@ class Saver:
         try:
             self._collect()
             draft = open_draft(self.run_dir, step, self.expected_bytes)
-            with removed_on_failure(draft, self.expected_bytes):
+            with removed_on_failure(draft):
                 for name, learner in self.learners.items():
                     learner.save(str(draft / name), background=self.trainer.async_save)
                 write_state(draft / STATE, whole | dict(state or {}))
-            self._written = step, draft
+            self._written = draft
             if is_last:
                 self.finish()
             elif not self.trainer.async_save:
                 self._collect()
+            self.is_overdue = False
         except DiskFull as error:
             if is_last:
                 raise
             self.log(f"no checkpoint at step {step}, the next steps try again. {error}")
             self.is_overdue = True
-        else:
-            self.is_overdue = False
 
     def finish(self) -> None:
         """Completes a checkpoint that is still being written, if there is one."""
@@ -129,20 +128,20 @@ class Saver:
         self._join()  # the one before
         if self._written is None:
             return
-        (step, draft), self._written = self._written, None
-        with removed_on_failure(draft, self.expected_bytes):
+        draft, self._written = self._written, None
+        with removed_on_failure(draft):
             for learner in self.learners.values():
                 learner.finish_save()
-        self._publishing = self._thread.submit(self._publish, step, draft)
+        self._publishing = self._thread.submit(self._publish, draft)
 
     def _join(self) -> None:
         if self._publishing is not None:
             publishing, self._publishing = self._publishing, None
             self.newest = publishing.result()
 
-    def _publish(self, step: int, draft: Path) -> Path:
-        with removed_on_failure(draft, self.expected_bytes):
-            folder = publish(self.run_dir, step)
+    def _publish(self, draft: Path) -> Path:
+        with removed_on_failure(draft):
+            folder = publish(draft)
         prune(self.run_dir, self.trainer.max_actor_ckpt_to_keep)
         return folder
 

@@ -80,7 +80,9 @@ def test_a_damaged_one_that_was_named_is_refused_with_the_others(tmp_path: Path)
     with pytest.raises(UserError, match=f"global_step_2 is damaged: .* written: data.pt. Others of its run: {first}"):
         whole_checkpoint(tmp_path, "resume_path", str(second), pytest.fail)
     (second / "manifest.json").write_text("{")
-    assert damage_of(second) == "manifest.json is missing or cannot be read"
+    assert damage_of(second) == "manifest.json cannot be read"
+    (second / "manifest.json").unlink()
+    assert "it has no manifest.json, which lists its files" in str(damage_of(second))
 
 
 def test_shards_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def write_checkpoint(
     Raises DiskFull before anything is written if there is no room, or after the draft is removed if the room ran out.
     """
     draft = open_draft(run_dir, step, expected_bytes)
-    with removed_on_failure(draft, expected_bytes):
+    with removed_on_failure(draft):
         save_models(draft)
         write_state(draft / "data.pt", dict(state))
-        return publish(run_dir, step)
+        return publish(draft)

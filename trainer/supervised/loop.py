@@ -192,7 +192,16 @@ class SupervisedJob(Job[Options]):
         raise NotImplementedError
 
     def check(self, available: int | None) -> None:
-        check(self.config)
+        data, trainer = self.config.data, self.config.trainer
+        if not data.train_files or self.config.model.path is None:
+            raise UserError("data.train_files and model.path: give parquet, json or jsonl files, and a model's folder")
+        if problems := list(section_problems(self.config)):
+            raise ConfigError(problems)
+        if trainer.backend == "inline" and (trainer.n_gpus_per_node or 1) > 1:
+            raise UserError(
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} with trainer.backend=inline: one process is one "
+                "rank; set trainer.backend=ray"
+            )
 
     def read_data(self) -> int:
         self.task = self.read_task()
@@ -254,34 +263,16 @@ def train_within(
 
     report: takes each line of progress.
     """
-    job = job_class(config, resolve_slots(config), _Lines(report))
+
+    class Lines(Console):
+        def progress(self, text: str) -> None:
+            report(text)
+
+    console = Lines()
+    job = job_class(config, resolve_slots(config), console)
     job.check(None)
-    job.console.start(job.read_data())
+    console.start(job.read_data())
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    with guarded(), Tracking(job.run_dir, config, job.console) as tracking, job.build(tracking) as trainer:
+    with guarded(), Tracking(job.run_dir, config, console) as tracking, job.build(tracking) as trainer:
         result = trainer.fit()
     return job.export(result), result
-
-
-class _Lines(Console):
-    """Gives each line of progress to a function."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        super().__init__()
-        self._report = report
-
-    def progress(self, text: str) -> None:
-        self._report(text)
-
-
-def check(config: SupervisedConfig) -> None:
-    """Raises UserError for settings that cannot work."""
-    if not config.data.train_files or config.model.path is None:
-        raise UserError("data.train_files and model.path: give parquet, json or jsonl files, and a Hugging Face folder")
-    if problems := list(section_problems(config)):
-        raise ConfigError(problems)
-    if config.trainer.backend == "inline" and (config.trainer.n_gpus_per_node or 1) > 1:
-        raise UserError(
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} with trainer.backend=inline: one process is one "
-            "rank; set trainer.backend=ray"
-        )

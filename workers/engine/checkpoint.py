@@ -1,9 +1,8 @@
 """Checkpoints of what learns of a sharded model, with its optimizer, and the export to a plain Hugging Face folder.
 
 A checkpoint is a folder in the format of torch.distributed.checkpoint (each rank writes its shards; any number of
-ranks can read it) with a `huggingface/` folder beside the shards: config, tokenizer and generation config, so that
-`export` needs nothing else; an adapter has its peft config there too, and its base model stays where it is. Nothing
-that is read here runs code (`verl_lite.safe_state`), whoever wrote it.
+ranks can read it), with config, tokenizer and generation config in `huggingface/` beside them; an adapter has its peft
+config there too, and its base model stays where it is. Nothing that is read here runs code (`verl_lite.safe_state`).
 """
 
 from __future__ import annotations
@@ -53,21 +52,22 @@ CLASSIFIERS = {
 }
 
 
-def save(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> None:
-    """Writes the shards of all ranks under `path`. Collective."""
-    dcp.save(_state(parameters, optimizer, scheduler_step), checkpoint_id=path)
-
-
-def save_in_background(
+def save(
     path: str,
     parameters: Mapping[str, DTensor],
     optimizer: ShardedAdamW | None,
     scheduler_step: int,
-    group: dist.ProcessGroup,
-) -> Future[Any]:
-    """Copies the state to the host and writes it in a thread, whose collectives go over `group`. Collective."""
+    background: dist.ProcessGroup | None = None,
+) -> Future[Any] | None:
+    """Writes the shards of all ranks under `path`. Collective.
+
+    background: copies the state to the host and writes it in a thread, whose collectives go over this group.
+    """
     state = _state(parameters, optimizer, scheduler_step)
-    return cast("Future[Any]", dcp.async_save(state, checkpoint_id=path, process_group=group))
+    if background is None:
+        dcp.save(state, checkpoint_id=path)
+        return None
+    return cast("Future[Any]", dcp.async_save(state, checkpoint_id=path, process_group=background))
 
 
 def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None) -> int:
@@ -76,10 +76,32 @@ def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW |
     Raises UserError if `path` holds no whole checkpoint of them. Collective.
     """
     state = _state(parameters, optimizer, 0)
+    _require_same_parameters(path, parameters)
     _read(state, path)
     if optimizer is not None:
         optimizer.steps_taken = int(state["steps_taken"])
     return int(state["scheduler_step"])
+
+
+def _require_same_parameters(path: str, parameters: Mapping[str, DTensor]) -> None:
+    """Raises UserError for a checkpoint of other parameters, such as those of an adapter of another rank."""
+    saved = _sizes(read_metadata(Path(path) / ".metadata"))
+    other = [name for name, value in parameters.items() if saved.get(f"model.{name}") != value.shape]
+    if not other:
+        return
+    adapter = load_adapter_config(Path(path))
+    rank = 0 if adapter is None else adapter.r
+    rank_now = next((len(value) for name, value in parameters.items() if ".lora_A." in name), 0)
+    what = f"{other[0]} has the shape {saved.get(f'model.{other[0]}')} there; give the settings of model. of then"
+    if rank != rank_now:
+        what = f"written with model.lora_rank={rank}, and model.lora_rank={rank_now} is given (0 = no adapter); "
+        what += f"set model.lora_rank={rank}"
+    raise UserError(f"checkpoint {path} is of other parameters: {what}, or start from another one")
+
+
+def _sizes(metadata: Metadata) -> dict[str, torch.Size]:
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> None:
@@ -89,10 +111,10 @@ def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> 
     except UserError:
         raise
     except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = str(error).strip().splitlines()[-1:] or [repr(error)]
         raise UserError(
-            f"checkpoint {path}: its files are damaged or incomplete ({lines[-1] if lines else error!r}); take an "
-            "older one with trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
+            f"checkpoint {path}: its files are damaged or incomplete ({why[0].strip()}); take an older one with "
+            "trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
         ) from error
 
 
@@ -137,8 +159,7 @@ def load_random_state(path: str, rank: int) -> None:
 def save_model_assets(
     path: str, model: NetworkConfig, config: PretrainedConfig, adapter: LoraConfig | None = None
 ) -> None:
-    """Config, tokenizer and generation config, as far as the model has them, into `path`/huggingface; an adapter's
-    config beside it. Call on one rank."""
+    """Config, tokenizer and generation config of the model into `path`/huggingface; an adapter's config beside it."""
     folder = Path(path) / ASSETS
     config.save_pretrained(folder)
     if adapter is not None:
@@ -208,12 +229,8 @@ def _checkpoint(path: str) -> Path:
 
 def _read_weights(source: Path) -> dict[str, torch.Tensor]:
     """What learnt, whole, by name."""
-    metadata = read_metadata(source / ".metadata").state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+    sizes = _sizes(read_metadata(source / ".metadata"))
+    state = {name: torch.empty(size) for name, size in sizes.items() if name.startswith("model.")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted here
         _read(state, source, no_dist=True)

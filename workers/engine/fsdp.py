@@ -230,11 +230,8 @@ class FSDPEngine:
         Path(path).mkdir(parents=True, exist_ok=True)
         if background:
             self._save_group = self._save_group or dist.new_group(backend="gloo")
-            self._saving = checkpoint.save_in_background(
-                path, self.trained, self.optimizer, self.scheduler_step, self._save_group
-            )
-        else:
-            checkpoint.save(path, self.trained, self.optimizer, self.scheduler_step)
+        group = self._save_group if background else None
+        self._saving = checkpoint.save(path, self.trained, self.optimizer, self.scheduler_step, group)
         checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
             self.policy.save_assets(path)
