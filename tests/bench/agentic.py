@@ -10,9 +10,9 @@ have geometric lengths (32 tokens in the mean, 96 at most):
 An engine that keeps the beginning of a conversation (`workers/rollout/kept_slots.py`) gains from the episodes' order;
 plain generation, where hundreds of prompts wait for each slot, hardly does. So a share above 1 is possible.
 
-Printed for each: tokens a second against plain's (the goal: at least 0.9 for continuous at 50 ms), the share of the
-time that the engine works, and how many sequences it works on. Up to the beginning of the last episode (for plain: of
-the last turn), and in brackets over all, with the end when ever fewer episodes are left. Options: --rounds N.
+Printed for each: tokens a second against plain's (the goal: at least 0.9 for continuous at 50 ms), and the share of the
+time that the engine works. Up to the beginning of the last episode (for plain: of the last turn), and in brackets over
+all, with the end when ever fewer episodes are left. Options: --rounds N.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 SLOTS = ENVIRONMENTS = 64
@@ -31,62 +30,50 @@ MODEL_LENGTH = 640
 LATENCIES_MS = (0, 50, 200)
 
 
-@dataclass
-class Trace:
-    """What an engine did. marks: (seconds, tokens, seconds of work, sum of sequences, steps) after each step."""
-
-    marks: list[tuple[float, int, float, int, int]] = field(default_factory=list)
-    requests: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
-    steady: int = -1
-
-    def rate(self, steady: bool) -> float:
-        seconds, tokens, *_ = self.marks[self.steady if steady else -1]
-        return tokens / seconds
-
-    def busy(self) -> float:
-        seconds, _, busy_s, *_ = self.marks[self.steady]
-        return busy_s / seconds
-
-    def sequences(self) -> float:
-        *_, sequences, steps = self.marks[self.steady]
-        return sequences / steps
-
-
 class Recorder:
-    """An engine that notes what it does."""
+    """An engine that notes what it does. requests: (prompt, tokens of the answer); marks: (seconds, tokens, seconds of
+    work) after each step; steady: the mark at which the last request or episode began."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.trace = engine, Trace()
+        self.engine, self.abort = engine, engine.abort
         self.prompts: dict[str, tuple[int, ...]] = {}
-        self.started, self.busy_s, self.tokens, self.sequences, self.steps = time.perf_counter(), 0.0, 0, 0, 0
+        self.requests: list[tuple[tuple[int, ...], int]] = []
+        self.marks: list[tuple[float, int, float]] = []
+        self.steady = -1
+        self.started, self.busy_s, self.tokens = time.perf_counter(), 0.0, 0
 
     def submit(self, request: Any) -> None:
         self.prompts[request.request_id] = request.prompt_ids
         self.engine.submit(request)
-
-    def abort(self, ids: Any) -> Any:
-        return self.engine.abort(ids)
 
     @property
     def unfinished(self) -> int:
         return self.engine.unfinished
 
     def step(self) -> list[Any]:
-        before, started = len(self.engine._running), time.perf_counter()
+        started = time.perf_counter()
         completions = self.engine.step()
-        now, running = time.perf_counter(), len(self.engine._running) + len(completions)
+        now = time.perf_counter()
         self.busy_s += now - started
-        self.tokens += running
-        self.sequences += running
-        self.steps += bool(running or before)
+        self.tokens += len(self.engine._running) + len(completions)
         for completion in completions:
-            self.trace.requests.append((self.prompts.pop(completion.request_id), len(completion.token_ids)))
-        self.trace.marks.append((now - self.started, self.tokens, self.busy_s, self.sequences, self.steps))
+            self.requests.append((self.prompts.pop(completion.request_id), len(completion.token_ids)))
+        self.marks.append((now - self.started, self.tokens, self.busy_s))
         return completions
+
+    def rate(self, steady: bool) -> float:
+        seconds, tokens, _ = self.marks[self.steady if steady else -1]
+        return tokens / seconds
+
+    def busy(self) -> float:
+        seconds, _, busy_s = self.marks[self.steady]
+        return busy_s / seconds
 
 
 class LockStep:
     """A pool that holds calls back until the engine has nothing left to generate, and answers all of them at once."""
+
+    processes_replaced = 0
 
     def __init__(self, pool: Any, engine: Recorder) -> None:
         self.pool, self.engine = pool, engine
@@ -119,35 +106,26 @@ class Bench:
 
         from tests.tiny_model import tiny_qwen2
         from verl_lite.config import RolloutConfig
-        from workers.rollout.hf_engine import HFEngine
+        from workers.rollout.base import build_rollout_engine
 
         torch.set_num_threads(1)
         path = tiny_qwen2(folder, hidden=128, layers=4, heads=4, max_positions=MODEL_LENGTH, initializer_range=0.02)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.engine = HFEngine(
-            path,
-            RolloutConfig(name="hf", max_num_seqs=SLOTS, kv_cache_memory_mb=1024),
-            max_model_len=MODEL_LENGTH,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            seed=0,
-            override_config={},
-            trust_remote_code=False,
-        )
-        weights = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-        self.engine.load_weights(weights.items(), 0)
+        config = RolloutConfig(max_num_seqs=SLOTS, kv_cache_memory_mb=1024)
+        device, dtype = torch.device("cpu"), torch.float32
+        built = build_rollout_engine("hf", path, config, max_model_len=MODEL_LENGTH, device=device, dtype=dtype, seed=0)
+        self.engine: Any = built
+        self.engine.load_weights(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict().items(), 0)
 
-    def episodes(self, latency_ms: int, *, lock_step: bool) -> Trace:
+    def episodes(self, latency_ms: int, *, lock_step: bool) -> Recorder:
         from verl_lite.config import EnvPoolConfig
         from verl_lite.envs import EnvTemplate
         from workers.envs.pool import EnvPool
         from workers.rollout.base import SamplingParams
         from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
 
-        config = {"seconds": latency_ms / 1000}
-        template = EnvTemplate(
-            "slow", "tests.bench.agentic_env:Slow", env_config=config, max_tokens_per_step=TURN_TOKENS
-        )
+        options = {"env_config": {"seconds": latency_ms / 1000}, "max_tokens_per_step": TURN_TOKENS}
+        template = EnvTemplate("slow", "tests.bench.agentic_env:Slow", **options)
         pool: Any = EnvPool(EnvPoolConfig(num_workers=1, threads=ENVIRONMENTS), {"slow": template})
         pool.dry_run(["slow"])
         recorder = Recorder(self.engine)
@@ -165,28 +143,27 @@ class Bench:
             EpisodeSpec(str(n), str(n), "slow", n % ENVIRONMENTS, n, n // ENVIRONMENTS, n, 1, 0)
             for n in range(ENVIRONMENTS * EPISODES_EACH)
         ]
-        runner.begin(specs, SamplingParams(1.0, 1.0, -1, TURN_TOKENS))
+        runner.begin(specs, SamplingParams(max_tokens=TURN_TOKENS))
         recorder.started = time.perf_counter()
         while runner.unfinished(0):
             runner.advance(1.0)
-            if recorder.trace.steady < 0 and not runner._queue:
-                recorder.trace.steady = max(0, len(recorder.trace.marks) - 1)
+            if recorder.steady < 0 and not runner._queue:
+                recorder.steady = max(0, len(recorder.marks) - 1)
         pool.close()
-        return recorder.trace
+        return recorder
 
-    def plain(self, requests: list[tuple[tuple[int, ...], int]]) -> Trace:
+    def plain(self, requests: list[tuple[tuple[int, ...], int]]) -> Recorder:
         from workers.rollout.base import Request, SamplingParams
 
         recorder = Recorder(self.engine)
-        recorder.started = time.perf_counter()
         for number, (prompt, tokens) in enumerate(requests):
-            sampling = SamplingParams(1.0, 1.0, -1, tokens, seed=number, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=tokens, seed=number, ignore_eos=True)
             recorder.submit(Request(str(number), prompt, sampling))
         while recorder.unfinished:
             recorder.step()
-            if recorder.trace.steady < 0 and not self.engine._waiting:
-                recorder.trace.steady = len(recorder.trace.marks) - 1
-        return recorder.trace
+            if recorder.steady < 0 and not self.engine._waiting:
+                recorder.steady = len(recorder.marks) - 1
+        return recorder
 
 
 def main(arguments: list[str]) -> None:
@@ -194,36 +171,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latencies-ms", type=int, nargs="+", default=list(LATENCIES_MS))
     options = parser.parse_args(arguments)
+    found: dict[str, list[tuple[Recorder, Recorder]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder)
         requests = bench.episodes(0, lock_step=False).requests  # warms up, too
-        print(
-            f"{ENVIRONMENTS} environments, {SLOTS} slots, {len(requests)} turns, "
-            f"{sum(tokens for _, tokens in requests)} tokens; (the end included)"
-        )
-        print(f"{'':22}{'tokens/s':>16}{'of plain':>16}{'busy':>8}{'sequences':>11}", flush=True)
-        found: dict[str, list[tuple[Trace, Trace]]] = {}
-        for number in range(options.rounds):
+        tokens = sum(tokens for _, tokens in requests)
+        print(f"{ENVIRONMENTS} environments, {SLOTS} slots, {len(requests)} turns, {tokens} tokens; medians")
+        for _ in range(options.rounds):
             plain = bench.plain(requests)
             found.setdefault(f"{'':7}  plain", []).append((plain, plain))
             for latency_ms in options.latencies_ms:
                 for name, lock_step in (("continuous", False), ("lock step", True)):
                     trace = bench.episodes(latency_ms, lock_step=lock_step)
                     found.setdefault(f"{latency_ms:>4} ms  {name}", []).append((trace, plain))
-            print(f"round {number + 1} of {options.rounds}" if number + 1 < options.rounds else "medians")
-            for name, pairs in found.items():
-                _print(name, pairs if number + 1 == options.rounds else pairs[-1:])
-
-
-def _print(name: str, pairs: list[tuple[Trace, Trace]]) -> None:
-    """pairs: traces with that of plain in their round."""
-    rates = [statistics.median(one.rate(steady) for one, _ in pairs) for steady in (True, False)]
-    shares = [
-        statistics.median(one.rate(steady) / plain.rate(steady) for one, plain in pairs) for steady in (True, False)
-    ]
-    busy = statistics.median(one.busy() for one, _ in pairs)
-    sequences = statistics.median(one.sequences() for one, _ in pairs)
-    row = (
-        f"{name:22}{rates[0]:>8.0f} ({rates[1]:>5.0f}){shares[0]:>9.2f} ({shares[1]:.2f}){busy:>8.2f}{sequences:>11.1f}"
-    )
-    print(row, flush=True)
+    print(f"{'':22}{'tokens/s':>16}{'of plain':>16}{'busy':>8}")
+    for name, pairs in found.items():
+        rates = [statistics.median(one.rate(steady) for one, _ in pairs) for steady in (True, False)]
+        shares = [statistics.median(x.rate(steady) / y.rate(steady) for x, y in pairs) for steady in (True, False)]
+        busy = statistics.median(one.busy() for one, _ in pairs)
+        print(f"{name:22}{rates[0]:>8.0f} ({rates[1]:>5.0f}){shares[0]:>9.2f} ({shares[1]:.2f}){busy:>8.2f}")

@@ -10,7 +10,6 @@ which no schedule can beat, and against their sum. Options: --rounds N (pairs of
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import tempfile
 from collections.abc import Hashable, Iterable
@@ -153,12 +152,10 @@ def main(argv: list[str]) -> int:
     prepare_driver()
     from tests.bench.step_task import make_task
 
-    folder = Path(tempfile.mkdtemp(prefix="bench-overlap-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="bench-overlap-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         make_task(folder)
         (folder / "reward.py").write_text(REWARD)
         show(f"a function in {PROCESSES} processes", run(folder, "sleeps", PROCESSES, rounds))
         show("an async function, 16 calls at once in one process", run(folder, "awaits", 16, rounds))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return 0

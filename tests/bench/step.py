@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.bench.step_task import SKEWED, UNIFORM, Lengths
+from tests.bench.step_task import SKEWED, UNIFORM, Lengths, make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3
@@ -29,25 +28,13 @@ class Side:
 
     def __init__(self, module: str, folder: Path, lengths: Lengths, threads: int, extra: list[str]) -> None:
         reader, writer = os.pipe()
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.log = (folder / f"{module}-{lengths.name}.log").open("w")
+        command = [sys.executable, "-m", f"tests.bench.{module}", str(folder), json.dumps(asdict(lengths))]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                f"tests.bench.{module}",
-                str(folder),
-                json.dumps(asdict(lengths)),
-                str(writer),
-                *extra,
-            ],
+            [*command, str(writer), *extra],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, **own},
             stdin=subprocess.PIPE,
             stdout=self.log,
             stderr=subprocess.STDOUT,
@@ -76,8 +63,8 @@ class Side:
         self.log.close()
 
 
-def compare(folder: Path, lengths: Lengths, steps: int, extra: list[str]) -> dict[str, float]:
-    """Median samples/s of both sides and their ratio."""
+def compare(folder: Path, lengths: Lengths, steps: int, extra: list[str]) -> None:
+    """Prints median samples/s of both sides and their ratio."""
     sides = {
         "verl_lite": Side("step_ours", folder, lengths, threads=1, extra=extra),
         "trl": Side("step_trl", folder, lengths, threads=2, extra=[]),
@@ -92,24 +79,17 @@ def compare(folder: Path, lengths: Lengths, steps: int, extra: list[str]) -> dic
     finally:
         for side in sides.values():
             side.end()
-    speed = {}
     print(f"\n{lengths.name} lengths, at most {lengths.maximum} tokens, {steps} steps each, in turn")
     for name, reports in rows.items():
         seconds = statistics.median(row["seconds"] for row in reports)
         samples = statistics.median(row["completions"] / row["seconds"] for row in reports)
         tokens = statistics.mean(row["tokens"] / max(1, row["completions"]) for row in reports)
-        stages = {
-            stage: statistics.median(r["stages"].get(stage, 0.0) for r in reports) for stage in reports[-1]["stages"]
-        }
-        split = ", ".join(
-            f"{stage} {value:.3f}" for stage, value in stages.items() if stage != "step" and value >= 5e-4
-        )
+        stages = {s: statistics.median(row["stages"].get(s, 0.0) for row in reports) for s in reports[-1]["stages"]}
+        split = ", ".join(f"{stage} {value:.3f}" for stage, value in stages.items() if stage != "step" and value > 5e-4)
         print(f"  {name:10s} {samples:8.1f} samples/s   {seconds:.3f} s/step   {tokens:.1f} tokens/sample   [{split}]")
-        speed[name] = samples
     ratios = sorted(b["seconds"] / a["seconds"] for a, b in zip(rows["verl_lite"], rows["trl"], strict=True))
-    ratio = statistics.median(ratios)
-    print(f"  ratio verl_lite / trl: {ratio:.2f}x (pair by pair: {ratios[0]:.2f} to {ratios[-1]:.2f})")
-    return {**speed, "ratio": ratio}
+    median = statistics.median(ratios)
+    print(f"  ratio verl_lite / trl: {median:.2f}x (pair by pair: {ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 def main(argv: list[str]) -> int:
@@ -118,24 +98,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", choices=["uniform", "skewed"])
     options, extra = parser.parse_known_args(argv)
-    folder = Path(tempfile.mkdtemp(prefix="bench-step-"))
-    try:
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"from pathlib import Path; from tests.bench.step_task import *; make_task(Path({str(folder)!r}))",
-            ],
-            check=True,
-            cwd=ROOT,
-        )
+    with tempfile.TemporaryDirectory(prefix="bench-step-", ignore_cleanup_errors=True) as folder:
+        make_task(Path(folder))
         for lengths in (UNIFORM, SKEWED):
             if options.only in (None, lengths.name):
-                compare(folder, lengths, options.steps, extra)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+                compare(Path(folder), lengths, options.steps, extra)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

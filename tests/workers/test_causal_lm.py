@@ -105,23 +105,6 @@ def test_the_policy_gives_sum_pi_squared_where_a_response_token_is_predicted(tmp
     torch.testing.assert_close(outputs["sum_pi_squared"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", 0)
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([0, 6, 3, 3, 1])
-
-    def function(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, entropys, _ = token_log_probs(
-            hidden, weight, None, targets, temperature=1.3, chunk_tokens=2, calculate_entropy=True
-        )
-        assert entropys is not None
-        return log_probs, entropys
-
-    assert torch.autograd.gradcheck(function, (hidden, weight))
-
-
 def test_half_precision_reduces_in_fp32() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32).bfloat16(), torch.randn(1000, 32).bfloat16()

@@ -72,17 +72,6 @@ def test_on_policy_weights_multiply_the_gradient_of_each_token() -> None:
     torch.testing.assert_close(found, loop(data, lambda r, t: -weights[r, t] * advantages[r, t]))
 
 
-def test_off_policy_weights_multiply_ratio_and_advantage() -> None:
-    now, data = batch()
-    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=0.5))
-    weights, advantages, old = (data.batch[n] for n in ("rollout_is_weights", "advantages", "old_log_probs"))
-
-    def entry(r: int, t: int) -> float:
-        return -weights[r, t] * (advantages[r, t] - 0.5 * (now[r, t] - old[r, t]))
-
-    torch.testing.assert_close(gradient(now, data, config)[0], loop(data, entry))
-
-
 def test_bypass_reinforce_weighs_by_the_policy_of_now() -> None:
     """-A sg(min(pi / pi_rollout, 1.2)) grad log pi where x^2 / 2 <= 0.05; denominators of before rejection."""
     now, data = batch()
@@ -129,17 +118,6 @@ def test_bypass_ppo_clip_rejects_by_the_policy_of_now() -> None:
         rejected += is_rejected
         assert torch.equal(found[r], torch.zeros(WIDTH) if is_rejected else plain[r])
     assert 0 < rejected < ROWS - 1
-
-
-def test_entropy_and_kl_keep_all_tokens_in_bypass() -> None:
-    now, data = batch()
-    data = without(data, "rollout_is_weights")
-    data.batch["ref_log_prob"] = now - 0.1
-    nothing = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k2", rollout_rs_threshold="1e-9")
-    config = ActorConfig(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="k1")
-    found, metrics = gradient(now, data, config, nothing)
-    torch.testing.assert_close(found, loop(data, lambda r, t: 1.0))
-    assert values(metrics)["pg_loss"] == 0
 
 
 CORRECTIONS = [

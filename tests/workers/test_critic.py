@@ -14,18 +14,15 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny_model import tiny_qwen2
 from tests.workers.critic_cases import (
-    CLIP,
     build_critic,
     critic_batch,
     trained_critic,
-    value_loss,
     values_of,
     write_critic,
 )
 from tests.workers.engine_cases import PROMPT, Batch, Case, planned
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.metrics import combine
 from workers.critic import critic_network
 from workers.engine.checkpoint import export
 from workers.policy.loading import NetworkSpec, load_model_config
@@ -107,47 +104,6 @@ def test_without_a_path_of_its_own_the_critic_starts_from_the_policy() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- the update
-
-
-def test_metrics_do_not_depend_on_the_cut_and_are_those_of_a_naive_loop(path: str) -> None:
-    data = critic_batch(BATCH).batch
-    values = torch.from_numpy(values_of(path, BATCH, Case(packed=False)))  # lr 0 below: these are the new values too
-    keep = data["response_mask"].bool()
-    # two mini-batches of 4 rows and one of 1
-    losses, clipped_tokens = [], 0
-    for start in (0, 4, 8):
-        rows, total, tokens = slice(start, start + 4), 0.0, 0
-        for new, old, target in zip(
-            *(column[rows][keep[rows]].tolist() for column in (values, data["values"], data["returns"])), strict=True
-        ):
-            plain, clipped = (new - target) ** 2, (min(max(new, old - CLIP), old + CLIP) - target) ** 2
-            total, tokens, clipped_tokens = (
-                total + max(plain, clipped) / 2,
-                tokens + 1,
-                clipped_tokens + (clipped > plain),
-            )
-        losses.append(total / tokens)
-    for case in (Case(), Case(max_token_len=20), Case(packed=False, micro_batch_size=1)):
-        engine = build_critic(path, case, lr=0.0)
-        batch, _ = planned(critic_batch(BATCH), case, mini_batch_size=4)
-        metrics = combine([engine.train(batch, value_loss, epochs=1)])
-        assert metrics["vf_loss"].value == metrics["loss"].value == pytest.approx(np.mean(losses), rel=1e-5)
-        assert metrics["vf_clipfrac"].value == pytest.approx(clipped_tokens / int(keep.sum()))
-        assert metrics["vpred_mean"].value == pytest.approx(values[keep].mean().item(), rel=1e-4)
-        assert {"grad_norm", "lr"} <= metrics.keys()
-
-
-def test_values_approach_the_returns(language_model: str) -> None:
-    """From the zero head of a language model, on a fixed batch: the loss falls to a small part of that of its mean."""
-    engine = build_critic(language_model, Case(), lr=1e-2, schedule="constant")
-    losses = []
-    batch, _ = planned(critic_batch(BATCH), Case())
-    for _ in range(40):
-        batch.batch["values"] = engine.infer(batch)["values"]
-        losses.append(engine.train(batch, value_loss, epochs=1)["vf_loss"].value)
-    returns = batch.batch["returns"][batch.batch["response_mask"].bool()]
-    assert losses[0] == pytest.approx(float(returns.square().mean()) / 2, rel=1e-5), "values start at 0"
-    assert losses[-1] < 0.1 * losses[0], losses
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints

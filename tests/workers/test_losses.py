@@ -110,29 +110,6 @@ def test_segment_ratios_are_reported_by_segment() -> None:
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_no_metric_depends_on_the_cut(mode: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    rows, width = 9, 6
-    mask = (torch.rand(rows, width, generator=generator) > 0.3).long()
-    mask[4] = 0
-    names = ("log_probs", "old_log_probs", "ref_log_prob", "advantages", "entropys")
-    columns = {name: torch.randn(rows, width, generator=generator, dtype=torch.float64) for name in names}
-    counts = {"num_tokens": int(mask.sum()), "num_sequences": 8}
-    data = DataProto.from_dict(tensors={**columns, "response_mask": mask}, meta_info=counts)
-    config = ActorConfig(use_kl_loss=True, entropy_coeff=0.1, loss_agg_mode=mode)
-    whole = values(loss_of(data, config)[1])
-    assert whole.keys() == {*SEED_METRICS, *VERL_METRICS}
-    for cut in ([1] * 9, [4, 1, 4], [2, 7]):
-        starts = [sum(cut[:i]) for i in range(len(cut))]
-        parts = [data[start : start + size] for start, size in zip(starts, cut, strict=True)]
-        found = values(combine(loss_of(part, config)[1] for part in parts))
-        assert found == pytest.approx(whole, rel=1e-6, abs=1e-7), cut
-        # a second mini-batch of the same step: the mean of both, each as a whole
-        twice = values(combine([loss_of(part, config)[1] for part in parts] + [loss_of(data, config)[1]]))
-        assert twice == pytest.approx(whole, rel=1e-6, abs=1e-7), cut
-
-
 # ---------------------------------------------------------------------------------------------------- the loss entry
 
 

@@ -7,8 +7,9 @@ ids are never decoded and re-encoded on their way to training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,23 +40,18 @@ def generate(
     Returns the token columns of `lay_out`, and policy_version and finish_reason of each row.
     """
     ids, mask = prompts.batch["prompts"], prompts.batch["prompt_mask"].bool()
-    skip = (
-        prompts.batch["is_padding"] if "is_padding" in prompts.batch.keys() else torch.zeros(len(ids), dtype=torch.bool)
-    )
+    is_run = torch.ones(len(ids), dtype=torch.bool)
+    if "is_padding" in prompts.batch.keys():
+        is_run = ~prompts.batch["is_padding"]
     uid, sample = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample"]
     greedy = prompts.non_tensor_batch.get("is_greedy", np.zeros(len(ids), dtype=bool))
     greedy_sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
     completions: list[Completion | None] = [None] * len(ids)
-    for row in range(len(ids)):
-        if not skip[row]:
-            one = greedy_sampling if greedy[row] else sampling
-            engine.submit(
-                Request(
-                    request_id=str(row),
-                    prompt_ids=tuple(ids[row][mask[row]].tolist()),
-                    sampling=replace(one, seed=derive_seed(seed, step, uid[row], int(sample[row]))),
-                )
-            )
+    for row in is_run.nonzero().flatten().tolist():
+        one = replace(
+            greedy_sampling if greedy[row] else sampling, seed=derive_seed(seed, step, uid[row], int(sample[row]))
+        )
+        engine.submit(Request(str(row), tuple(ids[row][mask[row]].tolist()), one))
     while engine.unfinished:
         finished = [(int(done.request_id), done) for done in engine.step()]
         for row, completion in finished:
@@ -79,32 +75,49 @@ def lay_out(
     response_mask is 1 on every token that the policy sampled, the end-of-text token included. A row without a
     completion has an empty response.
     """
-    rows = len(completions)
-    responses = torch.full((rows, response_length), pad_token_id, dtype=torch.long)
-    log_probs = torch.zeros(rows, response_length)
-    lengths = torch.zeros(rows, dtype=torch.long)
-    for row, done in enumerate(completions):
-        if done is not None:
-            count = len(done.token_ids)
-            lengths[row] = count
-            responses[row, :count] = torch.tensor(done.token_ids, dtype=torch.long)
-            log_probs[row, :count] = torch.tensor(done.log_probs)
-    response_mask = (torch.arange(response_length) < lengths[:, None]).long()
-    attention_mask = torch.cat([prompt_mask.long(), response_mask], dim=1)
-    return DataProto.from_dict(
-        tensors={
-            "prompts": prompts,
-            "responses": responses,
-            "response_mask": response_mask,
-            "input_ids": torch.cat([prompts, responses], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-            "rollout_log_probs": log_probs,
-            "policy_version": torch.tensor([-1 if done is None else done.policy_version for done in completions]),
-        },
-        non_tensors={
-            "finish_reason": np.array(
-                ["" if done is None else done.finish_reason for done in completions], dtype=object
-            )
-        },
-    )
+    given = [done or Completion("", [], [], "", -1) for done in completions]  # type: ignore[arg-type]
+    answers = [Response(done.token_ids, [1] * len(done.token_ids), done.log_probs) for done in given]
+    tensors = token_columns(prompts, prompt_mask, answers, response_length, pad_token_id)
+    tensors["policy_version"] = torch.tensor([done.policy_version for done in given])
+    reasons = np.array([done.finish_reason for done in given], dtype=object)
+    return DataProto.from_dict(tensors, {"finish_reason": reasons})
+
+
+class Response(NamedTuple):
+    """What follows a prompt, all equally long. mask: 1 on what the policy sampled."""
+
+    token_ids: Sequence[int]
+    mask: Sequence[int]
+    log_probs: Sequence[float]
+
+
+def token_columns(
+    prompts: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    responses: Sequence[Response],
+    response_length: int,
+    pad_token_id: int,
+) -> dict[str, torch.Tensor]:
+    """The token columns of a batch, from prompts (B, P), padded on the left, and their responses."""
+    attended = [[1] * len(response.token_ids) for response in responses]
+    padded = right_padded([response.token_ids for response in responses], response_length, pad_token_id)
+    attention_mask = torch.cat([prompt_mask.long(), right_padded(attended, response_length)], dim=1)
+    return {
+        "prompts": prompts,
+        "responses": padded,
+        "response_mask": right_padded([response.mask for response in responses], response_length),
+        "input_ids": torch.cat([prompts, padded], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "rollout_log_probs": right_padded([r.log_probs for r in responses], response_length, dtype=torch.float32),
+    }
+
+
+def right_padded(
+    rows: Sequence[Sequence[float]], width: int, fill: int = 0, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """(B, width) from rows of any length up to that."""
+    result = torch.full((len(rows), width), fill, dtype=dtype)
+    for row, values in enumerate(rows):
+        result[row, : len(values)] = torch.tensor(values, dtype=dtype)
+    return result

@@ -17,6 +17,7 @@ import torch
 from verl_lite.protocol import DataProto, as_column
 from workers.rollout.conversation import Message
 from workers.rollout.episodes import Trajectory, messages_of
+from workers.rollout.single_turn import Response, right_padded, token_columns
 from workers.rollout.turn_messages import Turn
 
 
@@ -94,42 +95,28 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
 
 def _tensors(rows: list[_Row], pad_token_id: int, prompt_length: int, response_length: int) -> dict[str, torch.Tensor]:
     """Prompts left-padded to P, responses right-padded to R."""
-    count = len(rows)
-    prompts = np.full((count, prompt_length), pad_token_id, dtype=np.int64)
-    prompt_mask = np.zeros_like(prompts)
-    responses = np.full((count, response_length), pad_token_id, dtype=np.int64)
-    attended, response_mask = np.zeros_like(responses), np.zeros_like(responses)
-    log_probs = np.zeros((count, response_length), dtype=np.float32)
-    scores = np.zeros_like(log_probs)
+    prompts = torch.full((len(rows), prompt_length), pad_token_id)
+    prompt_mask = torch.zeros_like(prompts)
     for number, row in enumerate(rows):
         # an environment that failed before its first word leaves no prompt; a sequence has a token at least
         prompt = list(row.prompt_ids[-prompt_length:]) or [pad_token_id]
-        length = len(row.response_ids)
-        prompts[number, prompt_length - len(prompt) :] = prompt
+        prompts[number, prompt_length - len(prompt) :] = torch.tensor(prompt)
         prompt_mask[number, prompt_length - len(prompt) :] = 1
-        responses[number, :length] = row.response_ids
-        attended[number, :length] = 1
-        response_mask[number, :length] = row.response_mask
-        log_probs[number, :length] = row.log_probs
-        scores[number, :length] = row.scores
-    attention_mask = np.concatenate([prompt_mask, attended], axis=1)
-    arrays = {
-        "prompts": prompts,
-        "prompt_mask": prompt_mask,
-        "responses": responses,
-        "response_mask": response_mask,
-        "input_ids": np.concatenate([prompts, responses], axis=1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(axis=1) - 1).clip(min=0),
-        "rollout_log_probs": log_probs,
-        "token_level_scores": scores,
-        "policy_version": np.array([row.policy_version for row in rows], dtype=np.int64),
-        "step": np.array([row.step for row in rows], dtype=np.int64),
-        "start_step": np.array([row.trajectory.spec.start_step for row in rows], dtype=np.int64),
-        "num_turns": np.array([len(row.trajectory.turns) for row in rows], dtype=np.int64),
-        "episode_scores": np.array([row.trajectory.score for row in rows], dtype=np.float32),
+    responses = [Response(row.response_ids, row.response_mask, row.log_probs) for row in rows]
+    scores = right_padded([row.scores for row in rows], response_length, dtype=torch.float32)
+    numbers = {
+        "policy_version": [row.policy_version for row in rows],
+        "step": [row.step for row in rows],
+        "start_step": [row.trajectory.spec.start_step for row in rows],
+        "num_turns": [len(row.trajectory.turns) for row in rows],
     }
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {
+        **token_columns(prompts, prompt_mask, responses, response_length, pad_token_id),
+        "prompt_mask": prompt_mask,
+        "token_level_scores": scores,
+        **{name: torch.tensor(values) for name, values in numbers.items()},
+        "episode_scores": torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32),
+    }
 
 
 def _names(rows: list[_Row]) -> dict[str, np.ndarray]:

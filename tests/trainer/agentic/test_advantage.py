@@ -1,18 +1,15 @@
-"""Rewards of episodes, normalised, against loops that a reader can follow; and from rows to advantages."""
+"""Rewards of episodes, normalised, against plain loops; the stages of a run against the registered estimator."""
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.workers.rollout.scripted import play, rows, spec
-from tests.workers.rollout.test_trajectories import worded, world
+from tests.verl_lite.naive_estimators import Given, normalised, step_returns
 from trainer.advantage import compute_advantage, compute_token_reward
 from trainer.agentic.advantage import (
     compute_response_level_rewards,
@@ -21,9 +18,8 @@ from trainer.agentic.advantage import (
 )
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
 from verl_lite.config import AgenticConfig, AlgorithmConfig, EnvManagerConfig, PPOConfig, RewardNormalizationConfig
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.protocol import DataProto, as_column
-
-Scores = list[float]
 
 
 def steps_of_episodes(seed: int = 0) -> DataProto:
@@ -56,31 +52,11 @@ def steps_of_episodes(seed: int = 0) -> DataProto:
     )
 
 
-def naive(data: DataProto, scores: Scores, kinds: tuple[str | None, str | None], label: Callable[[int], Any]) -> Scores:
-    alive = [row for row in range(len(data)) if data.batch["response_mask"][row].any()]
-    result = [0.0] * len(data)
-    for row in alive:
-        sets = {"batch": alive, "group": [other for other in alive if label(other) == label(row)]}
-        mean_kind, std_kind = kinds
-        value = scores[row] - (statistics.fmean(scores[i] for i in sets[mean_kind]) if mean_kind else 0.0)
-        if std_kind:
-            own = [scores[i] for i in sets[std_kind]]
-            spread = statistics.stdev(own) if len(own) > 1 else 0.0
-            value = value / (spread + 1e-6) if spread > 1e-6 else 0.0
-        result[row] = value
-    return result
-
-
-def naive_returns(data: DataProto, gamma: float) -> Scores:
-    alive = [bool(mask.any()) for mask in data.batch["response_mask"]]
-    steps, episodes = data.batch["step"].tolist(), data.non_tensor_batch["traj_id"]
-    scores = data.batch["token_level_scores"].sum(-1).tolist()
-    result = [0.0] * len(data)
-    for row in range(len(data)):
-        later = [i for i in range(len(data)) if alive[i] and episodes[i] == episodes[row] and steps[i] >= steps[row]]
-        if alive[row]:
-            result[row] = sum(gamma**place * scores[i] for place, i in enumerate(sorted(later, key=lambda i: steps[i])))
-    return result
+def given(data: DataProto, **options: Any) -> Given:
+    """The batch as the plain loops take it."""
+    columns = {"traj_id": data.non_tensor_batch["traj_id"], "step": data.batch["step"], **options}
+    mask = data.batch["response_mask"].bool().tolist()
+    return Given(columns, data.batch["token_level_scores"].double().tolist(), mask)
 
 
 def config(estimator: str = "grpo", **options: Any) -> PPOConfig:
@@ -93,32 +69,32 @@ def config(estimator: str = "grpo", **options: Any) -> PPOConfig:
     return PPOConfig(algorithm=AlgorithmConfig(adv_estimator=estimator), agentic=agentic)
 
 
-LABELS: dict[str, Callable[[DataProto], Callable[[int], Any]]] = {
-    "batch": lambda data: lambda row: 0,
-    "traj_group_id": lambda data: lambda row: data.non_tensor_batch["uid"][row],
-    "tags": lambda data: lambda row: data.non_tensor_batch["tags"][row],
-    "state_group_id": lambda data: (
-        lambda row: (data.non_tensor_batch["uid"][row], data.non_tensor_batch["state_hash"][row])
-    ),
-}
+def labels(data: DataProto, grouping: str) -> list[Any]:
+    names = data.non_tensor_batch
+    columns = {"traj_group_id": names["uid"], "tags": names["tags"], "batch": [0] * len(data)}
+    if grouping == "state_group_id":
+        return list(zip(names["uid"], names["state_hash"], strict=True))
+    return list(columns[grouping])
+
+
+GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")
 KINDS = {"identity": (None, None), "mean": ("group", None), "mean_std": ("group", "group")}
 
 
-def rewards_of(data: DataProto, estimator: str, **options: Any) -> Scores:
+def rewards_of(data: DataProto, estimator: str, **options: Any) -> list[float]:
     whole = config(estimator, **options)
     return compute_response_level_rewards(data, whole.agentic, estimator)[0].batch["response_level_rewards"].tolist()
 
 
-@pytest.mark.parametrize("grouping", LABELS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
 @pytest.mark.parametrize("method", KINDS)
 def test_scores_are_normalised_within_the_chosen_groups(grouping: str, method: str) -> None:
-    data = steps_of_episodes()
-    scores = data.batch["token_level_scores"].sum(-1).tolist()
-    expected = naive(data, scores, KINDS[method], LABELS[grouping](data))
-    assert rewards_of(data, "grpo", grouping=grouping, method=method) == pytest.approx(expected, abs=1e-5)
-    returns = naive(data, naive_returns(data, 0.5), KINDS[method], LABELS[grouping](data))
-    found = rewards_of(data, "step_reinforce", grouping=grouping, method=method, step_reward_gamma=0.5)
-    assert found == pytest.approx(returns, abs=1e-5)
+    data, options = steps_of_episodes(), {"grouping": grouping, "method": method}
+    loops, groups = given(data, step_reward_gamma=0.5), labels(steps_of_episodes(), grouping)
+    expected = normalised(loops, loops.scores(), groups, KINDS[method])
+    assert rewards_of(data, "grpo", **options) == pytest.approx(expected, abs=1e-5)
+    returns = normalised(loops, step_returns(loops, loops.scores()), groups, KINDS[method])
+    assert rewards_of(data, "step_reinforce", **options, step_reward_gamma=0.5) == pytest.approx(returns, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -135,22 +111,19 @@ def test_gigpo_weighs_episodes_and_steps(
     options: dict[str, Any], kinds: tuple[str | None, str | None], label: str
 ) -> None:
     data = steps_of_episodes(2)
-    alive = [bool(mask.any()) for mask in data.batch["response_mask"]]
-    scores = data.batch["token_level_scores"].sum(-1).tolist()
-    names = data.non_tensor_batch["traj_id"]
-    episodes = [sum(s for s, n, a in zip(scores, names, alive, strict=True) if a and n == name) for name in names]
-    by_episode = naive(data, episodes, kinds, LABELS[label](data))
-    by_step = naive(data, naive_returns(data, 0.9), kinds, LABELS["state_group_id"](data))
+    loops = given(data, step_reward_gamma=0.9)
+    alive, scores, names = loops.alive(), loops.scores(), data.non_tensor_batch["traj_id"]
+    episodes = [sum(scores[i] for i in alive if names[i] == name) for name in names]
+    by_episode = normalised(loops, episodes, labels(data, label), kinds)
+    by_step = normalised(loops, step_returns(loops, scores), labels(data, "state_group_id"), kinds)
     expected = [0.3 * e + 2.0 * s for e, s in zip(by_episode, by_step, strict=True)]
     weights = {"episode_reward_weight": 0.3, "step_reward_weight": 2.0, "step_reward_gamma": 0.9}
     whole = config("gigpo", **options, **weights)
     found, metrics = compute_response_level_rewards(data, whole.agentic, "gigpo")
     assert found.batch["response_level_rewards"].tolist() == pytest.approx(expected, abs=1e-5)
-    lively = [e for e, counts in zip(by_episode, alive, strict=True) if counts]
-    assert metrics["critic/episode_rewards_norm/max"] == pytest.approx(max(lively), abs=1e-5)
-    assert metrics["critic/step_rewards_norm/mean"] == pytest.approx(
-        statistics.fmean(s for s, counts in zip(by_step, alive, strict=True) if counts), abs=1e-5
-    )
+    assert metrics["critic/episode_rewards_norm/max"] == pytest.approx(max(by_episode[i] for i in alive), abs=1e-5)
+    mean = statistics.fmean(by_step[i] for i in alive)
+    assert metrics["critic/step_rewards_norm/mean"] == pytest.approx(mean, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["gigpo", "step_reinforce"])
@@ -164,21 +137,17 @@ def test_the_stages_of_a_run_are_the_registered_estimator(estimator: str) -> Non
     by_stages = compute_advantage(staged, gamma, 1.0, token_estimator(whole)).batch["advantages"]
     plain = data.select()
     plain.batch["token_level_rewards"] = data.batch["token_level_scores"]
-    if estimator == "gigpo":
-        at_once = compute_advantage(plain, gamma, 1.0, estimator).batch["advantages"]
-    else:
-        from verl_lite.algos.agentic_advantages import compute_step_reinforce_advantage
-
-        at_once, _ = compute_step_reinforce_advantage(
-            plain.batch["token_level_rewards"],
-            plain.batch["response_mask"],
-            index=plain.non_tensor_batch["uid"],
-            traj_id=plain.non_tensor_batch["traj_id"],
-            step=plain.batch["step"],
-            norm_mean_type="group",
-            norm_std_type="group",
-            gamma=gamma,
-        )
+    names = {name: plain.non_tensor_batch[name] for name in ("traj_id", "state_hash")}
+    at_once, _ = ADV_ESTIMATOR_REGISTRY[estimator](
+        plain.batch["token_level_rewards"],
+        plain.batch["response_mask"],
+        index=plain.non_tensor_batch["uid"],
+        **names,
+        step=plain.batch["step"],
+        norm_mean_type="group",
+        norm_std_type="group",
+        gamma=gamma,
+    )
     torch.testing.assert_close(by_stages, at_once)
 
 
@@ -216,34 +185,3 @@ def test_single_turn_runs_are_not_touched() -> None:
     assert token_estimator(whole) == whole.algorithm.adv_estimator
     rewards = normalize_rewards(data, whole)[0].batch["response_level_rewards"]
     assert rewards.tolist() == data.batch["token_level_scores"].sum(-1).tolist()
-
-
-# ------------------------------------------------------------------------------------------------------- from real rows
-
-
-def advantages_of(data: DataProto, whole: PPOConfig, gamma: float = 1.0) -> torch.Tensor:
-    data, _ = normalize_rewards(data, whole)
-    data, _ = compute_token_reward(data, whole.algorithm)
-    algorithm = whole.algorithm
-    estimator = token_estimator(whole)
-    return compute_advantage(data, gamma, 1.0, estimator, pipeline_config=algorithm).batch["advantages"]
-
-
-@pytest.mark.parametrize("estimator", ["gigpo", "step_reinforce", "grpo"])
-def test_step_rows_of_real_episodes_give_advantages(estimator: str) -> None:
-    options = {"env_manager_cls": "step", "agent_template": "{observation}{step_count}"}
-    good, _, _ = play(world(("d", 1.0), ("x", 2.0)), worded("b!", "c!"), [spec("g_0")], **options)
-    bad, _, _ = play(world(("d", 0.0), ("x", 0.0)), worded("b!", "c!"), [spec("g_1")], **options)
-    data = rows([*good, *bad])
-    data.non_tensor_batch["uid"][:] = "g"
-    found = advantages_of(data, config(estimator, **({"step_reward_gamma": 0.5} if estimator != "grpo" else {})))
-    ends = [found[row][data.batch["response_mask"][row].bool()][-1].item() for row in range(4)]
-    half = math.sqrt(0.5)
-    if estimator == "gigpo":  # episodes 3 3 0 0: mean 1.5, std sqrt 3; steps 2 | 0 and 2 | 0, each pair +-sqrt(1/2)
-        each = 1.5 / math.sqrt(3) + half
-        assert ends == pytest.approx([each, each, -each, -each], abs=1e-5)
-    elif estimator == "step_reinforce":
-        assert ends == [2.0, 2.0, 0.0, 0.0]
-    else:  # rewards of steps 1 2 0 0, mean 0.75
-        spread = statistics.stdev([1.0, 2.0, 0.0, 0.0])
-        assert ends == pytest.approx([(r - 0.75) / spread for r in (1.0, 2.0, 0.0, 0.0)], abs=1e-5)

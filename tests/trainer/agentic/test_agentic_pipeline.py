@@ -24,7 +24,6 @@ from trainer.saving import Saver
 from trainer.steps import EpisodeSteps
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
-from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import Trajectory
 from workers.rollout.group_run import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
@@ -99,9 +98,6 @@ class Agent(Parts):
 
     def show(self, text: str) -> None:
         self.shown.append(text)
-
-    def load(self, folder: str) -> None:
-        super().load(folder)
 
 
 def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
@@ -195,31 +191,6 @@ def test_failed_episodes_have_no_weight_and_too_many_stop_the_run(tmp_path: Path
     broken = Agent(fails=lambda spec: True)
     with pytest.raises(EnvironmentFailure, match=r"(?s)4 of 4 episodes failed; .*max_error_rate=0.1 allows 2.*cliff"):
         make(tmp_path, broken).fit()
-
-
-def test_a_resumed_run_goes_on_with_the_episodes_that_follow(tmp_path: Path) -> None:
-    for ratio in (0, 1):
-        options = {"agentic__async_generation_ratio": ratio, "trainer__total_training_steps": 4}
-        whole = Agent()
-        make(tmp_path / f"whole{ratio}", whole, **options).fit()
-        first, run_dir = Agent(), tmp_path / f"stopped{ratio}"
-        run_dir.mkdir()
-        stopped = make(run_dir, first, trainer__save_freq=1, **options)
-        update = first.update
-
-        def update_and_stop(batch: DataProto, step: int, run: AgenticPipeline = stopped, update: Any = update) -> Any:
-            if step == 2:
-                run.steps.stop()
-            return update(batch, step)
-
-        first.update = update_and_stop  # type: ignore[method-assign]
-        assert stopped.fit().stopped
-        second = Agent()
-        resumed = make(run_dir, second, trainer__save_freq=-1, trainer__resume_mode="auto", **options)
-        resumed.fit()
-        assert [spec.traj_id for spec in first.begun + second.begun] == [spec.traj_id for spec in whole.begun]
-        assert [spec.start_step for spec in first.begun + second.begun] == [spec.start_step for spec in whole.begun]
-        assert second.calls.count("update") == 2 and second.versions[0] == 2
 
 
 def test_metrics_of_steps_as_rows(tmp_path: Path) -> None:

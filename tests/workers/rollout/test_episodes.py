@@ -147,26 +147,6 @@ def test_state_hash_is_the_environments_or_the_observations() -> None:
     assert second == "room 1" and len(first) == 64
 
 
-def test_a_generation_that_the_engine_aborts_fails_its_episode_alone() -> None:
-    engine, pool = ScriptedEngine(says_b), ScriptedPool(ending(1))
-    runner = make_runner(engine, pool)
-    runner.begin([spec("g_0"), spec("h_0")], SAMPLING)
-    while not engine.requests:
-        runner.advance()
-    plain_step = engine.step
-
-    def step() -> Any:
-        victims = [name for name in engine.running if "g_0" in name]
-        return [*engine.abort(victims), *plain_step()]
-
-    engine.step = step  # type: ignore[method-assign]
-    while runner.unfinished(0):
-        runner.advance()
-    first, second = runner.take(0)
-    assert (first.stop, second.stop) == ("failed", "terminated")
-    assert first.error == "the rollout engine aborted turn 0 of the episode" and not pool.seeds
-
-
 # ------------------------------------------------------------------------------------------------------------- groups
 
 

@@ -179,13 +179,6 @@ def test_failures_are_counted_with_the_first_as_text() -> None:
     assert counts.first_failure == "episode world_13_0_0 of the environment 'world':\nTraceback: seed 13"
 
 
-def test_a_key_is_finished_before_it_is_begun_again() -> None:
-    groups = group_run(Pool(world))
-    groups.begin("k", [GroupPlan(0, (members(1),))], SamplingParams(), None)
-    with pytest.raises(ValueError, match="'k' were begun already"):
-        groups.begin("k", [], SamplingParams(), None)
-
-
 class SlowEngine(ScriptedEngine):
     """A step takes 2 ms."""
 

@@ -18,12 +18,10 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.seeds: list[int] = []
-        self.temperatures: list[float] = []
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
         self.seeds.append(request.sampling.seed)
-        self.temperatures.append(request.sampling.temperature)
 
     @property
     def unfinished(self) -> int:
@@ -61,8 +59,9 @@ def run(rows: DataProto) -> tuple[DataProto, list[list[int]], ScriptedEngine]:
     return result, finished, engine
 
 
-def test_columns_are_exact() -> None:
-    result, _, _ = run(prompts())
+def test_columns_are_exact_and_samples_handed_out_while_others_decode() -> None:
+    result, finished, _ = run(prompts())
+    assert finished == [[2], [1], [0]]
     assert result.batch["responses"].tolist() == [[6, 5, 0, 0], [6, 5, 0, 0], [9, 8, 7, 0]]
     assert result.batch["response_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
     assert result.batch["input_ids"][2].tolist() == [7, 8, 9, 9, 8, 7, 0]
@@ -71,11 +70,6 @@ def test_columns_are_exact() -> None:
     torch.testing.assert_close(result.batch["rollout_log_probs"][2], torch.tensor([-0.9, -0.8, -0.7, 0.0]))
     assert result.batch["policy_version"].tolist() == [7, 7, 7]
     assert list(result.non_tensor_batch["finish_reason"]) == ["stop"] * 3
-
-
-def test_finished_samples_are_handed_out_while_others_decode() -> None:
-    _, finished, _ = run(prompts())
-    assert finished == [[2], [1], [0]]
 
 
 def test_seeds_belong_to_the_sample_not_to_its_place() -> None:

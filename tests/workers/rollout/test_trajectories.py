@@ -95,15 +95,6 @@ def test_several_turns() -> None:
     assert list(data.non_tensor_batch["step_scores"]) == [[0.5, -1.0, 2.0]]
 
 
-def test_a_turn_cut_off_by_its_limit_is_ended_by_us() -> None:
-    episodes, _, _ = play(world(("d", 1.0), ("x", 2.0)), worded("bcc", "b!"), max_tokens_per_step=2)
-    data = rows(episodes)
-    expect(data, 0, [1, A, 1], [B, C, 2, 1, D, 1, B, 2], [1, 1, 0, 0, 0, 0, 1, 1])
-    assert rewards(data, 0) == {1: 1.0, 7: 2.0}
-    assert segments(data.batch["response_mask"][0]) == [(0, 1), (6, 7)]
-    assert [turn.finish_reason for turn in episodes[0].turns] == ["length", "stop"]
-
-
 def test_tool_messages() -> None:
     episodes, _, _ = play(world(("d", 1.0), ("x", 2.0), use_tool=True), worded("b!", "c!"))
     sharp = ids_of("#")
@@ -111,27 +102,26 @@ def test_tool_messages() -> None:
     assert [message["role"] for message in episodes[0].messages] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_the_limit_of_all_tokens_ends_the_trajectory() -> None:
-    """14 tokens after the prompt: two turns of 4 and the join between them fill 11, the next join the rest."""
-    limits = TokenLimits(max_prompt_length=6, max_response_length=14, max_model_len=20)
-    steps = [("d", 1.0), ("d", 1.0), ("d", 4.0), ("x", 8.0)]
-    episodes, _, engine = play(world(*steps), worded("bbb!", "ccc!", "bbb!", "b!"), limits=limits)
-    assert [request.sampling.max_tokens for request in engine.requests] == [14, 7]
+@pytest.mark.parametrize(
+    ("most", "said", "room", "response", "where"),
+    [
+        # two turns of 4 and the join between them fill 11 of 14, the next join the rest
+        (14, "ccc!", [14, 7], [B, B, B, 2, 1, D, 1, C, C, C, 2, 0, 0, 0], {3: 1.0, 10: 5.0}),
+        # a turn is cut to what is left, and still acts
+        (9, "cccccc", [9, 2], [B, B, B, 2, 1, D, 1, C, C], {3: 1.0, 8: 5.0}),
+    ],
+)
+def test_the_limit_of_all_tokens_ends_the_trajectory(
+    most: int, said: str, room: list[int], response: list[int], where: dict[int, float]
+) -> None:
+    limits = TokenLimits(max_prompt_length=6, max_response_length=most, max_model_len=20)
+    steps = [("d", 1.0), ("d", 5.0), ("d", 4.0), ("x", 8.0)]
+    episodes, _, engine = play(world(*steps), worded("bbb!", said, "bbb!", "b!"), limits=limits)
+    assert [request.sampling.max_tokens for request in engine.requests] == room
     assert episodes[0].stop == "max_length" and len(episodes[0].turns) == 2
     data = rows(episodes, limits)
-    assert data.batch["responses"][0].tolist() == [B, B, B, 2, 1, D, 1, C, C, C, 2, 0, 0, 0]
-    assert rewards(data, 0) == {3: 1.0, 10: 1.0}
+    assert data.batch["responses"][0].tolist() == response and rewards(data, 0) == where
     assert data.non_tensor_batch["finish_reason"][0] == "length"
-
-
-def test_a_turn_is_cut_to_what_is_left_and_still_acts() -> None:
-    limits = TokenLimits(max_prompt_length=6, max_response_length=9, max_model_len=20)
-    episodes, pool, engine = play(world(("d", 1.0), ("d", 5.0), ("x", 8.0)), worded("bbb!", "cccccc"), limits=limits)
-    assert [request.sampling.max_tokens for request in engine.requests] == [9, 2]
-    data = rows(episodes, limits)
-    assert data.batch["responses"][0].tolist() == [B, B, B, 2, 1, D, 1, C, C]
-    assert rewards(data, 0) == {3: 1.0, 8: 5.0}
-    assert episodes[0].stop == "max_length" and episodes[0].turns[-1].action == "cc"
 
 
 def test_an_overlong_prompt_ends_the_trajectory_not_the_run() -> None:
