@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForTokenClassification
 
-from tests.workers.engine_cases import CPU, RESPONSE, Batch, Case, planned, ragged_batch
-from verl_lite.config import ActorConfig, CriticConfig, CriticOptimConfig, FSDPConfig, NetworkConfig, WrapPolicyConfig
+from tests.workers.engine_cases import RESPONSE, Batch, Case, build_engine, planned, ragged_batch
+from verl_lite.config import ActorConfig, CriticConfig, CriticOptimConfig
 from verl_lite.protocol import DataProto
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import critic_loss
-from workers.policy.loading import token_network
 from workers.policy.value_head import value_head
 
 CLIP = 0.5
@@ -47,22 +44,9 @@ value_loss = partial(
 )
 
 
-def build_critic(path: str, case: Case, lr: float = 1e-3, schedule: str = "cosine") -> FSDPEngine:
-    return FSDPEngine(
-        token_network(
-            NetworkConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=case.checkpointing),
-            value_head,
-        ),
-        FSDPConfig(
-            fsdp_size=case.fsdp_size,
-            reshard_after_forward=case.reshard_after_forward,
-            wrap_policy=WrapPolicyConfig(min_num_params=case.min_num_params),
-        ),
-        CriticOptimConfig(lr=lr, eps=1e-3, lr_warmup_steps=3, lr_scheduler_type=schedule),
-        device=CPU,
-        total_training_steps=10,
-        seed=0,
-    )
+def build_critic(path: str, case: Case) -> FSDPEngine:
+    optim = CriticOptimConfig(lr=1e-3, eps=1e-3, lr_warmup_steps=3, lr_scheduler_type="cosine")
+    return build_engine(path, case, optim, value_head)
 
 
 def values_of(path: str, batch: Batch, case: Case) -> np.ndarray:
@@ -71,15 +55,11 @@ def values_of(path: str, batch: Batch, case: Case) -> np.ndarray:
     return build_critic(path, case).infer(data)["values"].numpy()
 
 
-def trained_critic(path: str, batch: Batch, case: Case, steps: int, save: str = "", load: str = "") -> dict[str, Any]:
-    """Parameters and metrics after some training steps of two mini-batches each; loads first and saves last where
-    asked to."""
+def trained_critic(path: str, batch: Batch, case: Case, steps: int, save: str) -> dict[str, np.ndarray]:
+    """Saves after some training steps of two mini-batches each; the parameters."""
     engine = build_critic(path, case)
-    if load:
-        engine.load(load)
     data, _ = planned(critic_batch(batch), case, mini_batch_size=4)
-    metrics = [engine.train(data, value_loss, epochs=1) for _ in range(steps)]
-    if save:
-        engine.save(save)
-    parameters = {name: tensor.clone().numpy() for name, tensor in engine.full_params(bucket_bytes=40_000)}
-    return {"parameters": parameters, "metrics": [{k: asdict(v) for k, v in m.items()} for m in metrics]}
+    for _ in range(steps):
+        engine.train(data, value_loss, epochs=1)
+    engine.save(save)
+    return {name: tensor.clone().numpy() for name, tensor in engine.full_params(bucket_bytes=40_000)}

@@ -41,10 +41,10 @@ class Ranks:
             connection.send((self._group, function, args))
         results = []
         for rank, connection in enumerate(self.connections[:size]):
-            if not connection.poll(self.timeout_s):
-                raise RuntimeError(f"rank {rank} did not answer within {self.timeout_s} s")
-            result, error = connection.recv()
+            answered = connection.poll(self.timeout_s)
+            result, error = connection.recv() if answered else (None, f"no answer within {self.timeout_s} s")
             if error:
+                self._end()  # the others may wait for it: the next call starts new ones
                 raise RuntimeError(f"rank {rank}:\n{error}")
             results.append(result)
         return results
@@ -63,10 +63,14 @@ class Ranks:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._end()
+        self.folder.cleanup()
+
+    def _end(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
-        self.folder.cleanup()
+        self.processes, self.connections, self._group = [], [], None
 
 
 def _serve(rank: int, connection: Connection) -> None:

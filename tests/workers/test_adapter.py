@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny_model import tiny_qwen2
+from tests.workers.conftest import OnRanks
 from tests.workers.engine_cases import CPU, PROMPT, RESPONSE, Batch, Case, build_engine, loss_fn, planned, ragged_batch
-from tests.workers.ranks import Ranks
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -33,22 +32,6 @@ CASE = Case()
 ATTENTION = ("q_proj", "v_proj")
 vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 ARGUMENTS: dict[str, Any] = {"temperature": 1.0, "calculate_entropy": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
-
-
-@pytest.fixture(scope="module")
-def tied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen2(tmp_path_factory.mktemp("tied"), hidden=32, heads=4, tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2, timeout_s=400) as ranks:  # the first call imports peft and transformers
-        yield ranks
 
 
 def engine_of(path: str, case: Case = CASE, targets: tuple[str, ...] = ("all-linear",), rank: int = 3) -> FSDPEngine:
@@ -147,7 +130,7 @@ def test_gradients_and_steps_equal_those_of_plain_peft(path: str, targets: tuple
         )
 
 
-def test_two_ranks_equal_one_and_the_base_never_changes(path: str, tied_path: str, two_ranks: Ranks) -> None:
+def test_two_ranks_equal_one_and_the_base_never_changes(path: str, tied_path: str, two_ranks: OnRanks) -> None:
     cut = (Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9))
     for model, cases in ((path, cut), (tied_path, (Case(),))):
         alone = trained_adapter(model, Case(), steps=3)
@@ -159,7 +142,7 @@ def test_two_ranks_equal_one_and_the_base_never_changes(path: str, tied_path: st
             assert (np.abs(alone["merged"][name] - value).max() > 1e-3) == (name in adapted), name
             assert name in adapted or np.array_equal(alone["merged"][name], value), name
         for case in cases:
-            for result in two_ranks.run(trained_adapter, model, case, 3):
+            for result in two_ranks(trained_adapter, model, case, 3):
                 assert_close(result["start"], alone["start"], 0.0)
                 assert_close(result["adapter"], alone["adapter"], 2e-6)
                 assert_close(result["merged"], alone["merged"], 2e-6)
@@ -261,13 +244,13 @@ def test_a_checkpoint_of_another_adapter_is_refused(path: str, tmp_path: Path) -
 
 
 def test_exports_have_the_logits_of_the_model_in_memory(
-    path: str, tied_path: str, two_ranks: Ranks, tmp_path: Path
+    path: str, tied_path: str, two_ranks: OnRanks, tmp_path: Path
 ) -> None:
     """Merged, and as an adapter beside the base; against peft's own forward on the trained adapter."""
     tokens = torch.tensor([[3, 9, 30, 11]])
     for name, model in (("plain", path), ("tied", tied_path)):
         folder = str(tmp_path / name)
-        result = two_ranks.run(trained_adapter, model, Case(), 2, folder)[0]
+        result = two_ranks(trained_adapter, model, Case(), 2, folder)[0]
         in_memory = peft.get_peft_model(
             base_of(model), peft.LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
         )

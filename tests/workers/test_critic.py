@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests.tiny_model import tiny_qwen2
 from tests.workers.critic_cases import (
     build_critic,
     critic_batch,
@@ -32,61 +31,54 @@ BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 
 
 @pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
-
-
-@pytest.fixture(scope="module")
-def path(language_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_critic(language_model, tmp_path_factory.mktemp("critic"))
+def critic(path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_critic(path, tmp_path_factory.mktemp("critic"))
 
 
 # ------------------------------------------------------------------------------------------------------- the network
 
 
 @pytest.mark.parametrize("case", [Case(), Case(max_token_len=20), Case(packed=False)])
-def test_values_equal_those_of_transformers(path: str, case: Case) -> None:
+def test_values_equal_those_of_transformers(critic: str, case: Case) -> None:
     """The value of a state stands at the token that the state leads to: one place before it in the model's output."""
-    network = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64)
+    network = AutoModelForTokenClassification.from_pretrained(critic, dtype=torch.float64)
     data = critic_batch(BATCH).batch
     with torch.no_grad():
         inputs = {name: data[name] for name in ("input_ids", "attention_mask", "position_ids")}
         expected = network(**inputs).logits[:, PROMPT - 1 : -1, 0] * data["response_mask"]
     assert expected.std() > 0.3
     _, plan = planned(critic_batch(BATCH), case)
-    found = torch.from_numpy(values_of(path, BATCH, case))
+    found = torch.from_numpy(values_of(critic, BATCH, case))
     assert found.dtype == torch.float32
     rows = torch.zeros_like(found[: len(expected)])
     rows[plan.order[~plan.is_padding]] = found[~plan.is_padding]
     assert (rows - expected).abs().max() < 1e-5
 
 
-def test_the_head_of_a_language_model_starts_at_zero_in_silence(
-    language_model: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    engine = build_critic(language_model, Case())
+def test_the_head_of_a_path_starts_at_zero_in_silence(path: str, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = build_critic(path, Case())
     data, _ = planned(critic_batch(BATCH), Case())
     assert not engine.infer(data)["values"].any()
-    backbone = AutoModelForCausalLM.from_pretrained(language_model).model.state_dict()
+    backbone = AutoModelForCausalLM.from_pretrained(path).model.state_dict()
     found = dict(engine.full_params())
     assert all(torch.equal(found[f"model.{name}"], value) for name, value in backbone.items())
     assert capfd.readouterr().err.count("MISSING") == 0
 
 
-def test_wrong_checkpoints_are_one_sentence(path: str, language_model: str, tmp_path: Path) -> None:
-    network = AutoModelForTokenClassification.from_pretrained(language_model, num_labels=3)
+def test_wrong_checkpoints_are_one_sentence(critic: str, path: str, tmp_path: Path) -> None:
+    network = AutoModelForTokenClassification.from_pretrained(path, num_labels=3)
     network.save_pretrained(tmp_path / "three")
     with pytest.raises(UserError, match="token-classification model with 3 labels; a critic has one"):
         build_critic(str(tmp_path / "three"), Case())
-    short = AutoModelForTokenClassification.from_pretrained(path)
+    short = AutoModelForTokenClassification.from_pretrained(critic)
     kept = {name: value for name, value in short.state_dict().items() if "layers.1.mlp" not in name}
     short.save_pretrained(tmp_path / "short", state_dict=kept)
     with pytest.raises(UserError, match=r"do not fit a Qwen2ForTokenClassification.*model\.layers\.1\.mlp\.down_proj"):
         build_critic(str(tmp_path / "short"), Case())
 
 
-def test_no_dropout_anywhere(language_model: str) -> None:
-    network = NetworkConfig(path=language_model, override_config={"attention_dropout": 0.5})
+def test_no_dropout_anywhere(path: str) -> None:
+    network = NetworkConfig(path=path, override_config={"attention_dropout": 0.5})
     config = load_model_config(network)
     policy = value_head(NetworkSpec(network, config, torch.float32, "sdpa", with_weights=True)).train()
     rates = [module.p for module in policy.modules() if isinstance(module, torch.nn.Dropout)]
@@ -109,12 +101,12 @@ def test_without_a_path_of_its_own_the_critic_starts_from_the_policy() -> None:
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_exports_as_a_value_network_and_starts_a_new_one(language_model: str, tmp_path: Path) -> None:
-    saved = trained_critic(language_model, BATCH, Case(), steps=2, save=str(tmp_path / "critic"))
+def test_a_checkpoint_exports_as_a_value_network_and_starts_a_new_one(path: str, tmp_path: Path) -> None:
+    saved = trained_critic(path, BATCH, Case(), steps=2, save=str(tmp_path / "critic"))
     export(str(tmp_path / "critic"), str(tmp_path / "hf"))
     network = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf")
     assert network.config.num_labels == 1 and network.score.weight.abs().max() > 0
     for name, value in network.state_dict().items():
-        assert np.array_equal(value.numpy(), saved["parameters"][name]), name
+        assert np.array_equal(value.numpy(), saved[name]), name
     again = dict(build_critic(str(tmp_path / "hf"), Case()).full_params())
-    assert np.array_equal(again["score.weight"].numpy(), saved["parameters"]["score.weight"])
+    assert np.array_equal(again["score.weight"].numpy(), saved["score.weight"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.tiny_model import tiny_qwen2
+from tests.workers.conftest import OnRanks
 from tests.workers.engine_cases import (
     CPU,
     Batch,
@@ -25,7 +24,6 @@ from tests.workers.engine_cases import (
     trained,
 )
 from tests.workers.invariance import POLICY, plain_outputs
-from tests.workers.ranks import Ranks
 from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine
@@ -35,22 +33,6 @@ from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
-
-
-@pytest.fixture(scope="module")
-def tied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen2(tmp_path_factory.mktemp("tied"), hidden=32, heads=4, tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def plain_log_probs(path: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,10 +54,10 @@ def test_infer_equals_transformers(path: str, case: Case) -> None:
         assert (rows - wanted).abs().max() < 1e-5
 
 
-def test_infer_on_two_ranks_equals_transformers(path: str, two_ranks: Ranks) -> None:
+def test_infer_on_two_ranks_equals_transformers(path: str, two_ranks: OnRanks) -> None:
     expected = plain_log_probs(path)
-    results = two_ranks.run(log_probs, path, BATCH, Case(max_token_len=25))
-    plan = two_ranks.run(plan_of_two, BATCH, Case(max_token_len=25))[0]
+    results = two_ranks(log_probs, path, BATCH, Case(max_token_len=25))
+    plan = two_ranks(plan_of_two, BATCH, Case(max_token_len=25))[0]
     for name, wanted in zip(("log_probs", "entropys"), expected, strict=True):
         found = np.concatenate([result[name] for result in results])
         rows = np.zeros(wanted.shape, dtype=np.float32)
@@ -94,7 +76,7 @@ def assert_equal_parameters(found: dict[str, np.ndarray], expected: dict[str, np
         assert np.abs(found[name] - value).max() <= tolerance, name
 
 
-def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: Ranks) -> None:
+def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: OnRanks) -> None:
     """Six optimizer steps with lr 1e-3 move parameters by up to 6e-3; ranks agree within 2e-6."""
     for model in (path, tied_path):
         alone = trained(model, BATCH, Case(), steps=3)
@@ -102,14 +84,14 @@ def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: 
         moved = max(np.abs(value - start[name].detach().numpy()).max() for name, value in alone["parameters"].items())
         assert moved > 1e-3
         for case in (Case(), Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9)):
-            for result in two_ranks.run(trained, model, BATCH, case, 3):
+            for result in two_ranks(trained, model, BATCH, case, 3):
                 assert_equal_parameters(result["parameters"], alone["parameters"], 2e-6)
 
 
-def test_shuffled_epochs_on_two_ranks_equal_one(path: str, two_ranks: Ranks) -> None:
+def test_shuffled_epochs_on_two_ranks_equal_one(path: str, two_ranks: OnRanks) -> None:
     case = Case(epochs=3, shuffle_seed=5, max_token_len=20)
     alone = trained(path, BATCH, case, steps=1)["parameters"]
-    for result in two_ranks.run(trained, path, BATCH, case, 1):
+    for result in two_ranks(trained, path, BATCH, case, 1):
         assert_equal_parameters(result["parameters"], alone, 2e-6)
     with pytest.raises(AssertionError):
         assert_equal_parameters(trained(path, BATCH, Case(epochs=3), steps=1)["parameters"], alone, 2e-6)
@@ -128,7 +110,7 @@ def test_metrics_of_a_training_call(path: str) -> None:
         engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=2)
 
 
-def test_full_params_are_those_of_the_folder(path: str, tied_path: str, two_ranks: Ranks) -> None:
+def test_full_params_are_those_of_the_folder(path: str, tied_path: str, two_ranks: OnRanks) -> None:
     for model in (path, tied_path):
         expected = {
             name: value.detach() for name, value in AutoModelForCausalLM.from_pretrained(model).named_parameters()
@@ -139,27 +121,27 @@ def test_full_params_are_those_of_the_folder(path: str, tied_path: str, two_rank
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             assert not any(tensor.requires_grad for tensor in found.values())
-        for result in two_ranks.run(trained, model, BATCH, Case(), 0):  # buckets of 40 kB
+        for result in two_ranks(trained, model, BATCH, Case(), 0):  # buckets of 40 kB
             assert_equal_parameters(result["parameters"], {k: v.numpy() for k, v in expected.items()}, 0.0)
 
 
-def test_checkpoint_on_two_ranks_continues_on_one(path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_on_two_ranks_continues_on_one(path: str, two_ranks: OnRanks, tmp_path: Path) -> None:
     """Two steps, then two more after a load, equal four at once: parameters, moments and schedule all came back."""
     without_stop = trained(path, BATCH, Case(), steps=4)
-    saved = two_ranks.run(trained, path, BATCH, Case(), 2, str(tmp_path / "two"))[0]
+    saved = two_ranks(trained, path, BATCH, Case(), 2, str(tmp_path / "two"))[0]
     continued = trained(path, BATCH, Case(), steps=2, load=str(tmp_path / "two"))
     assert_equal_parameters(continued["parameters"], without_stop["parameters"], 2e-6)
     assert [m["lr"] for m in continued["metrics"]] == [m["lr"] for m in without_stop["metrics"][2:]]
     trained(path, BATCH, Case(), steps=2, save=str(tmp_path / "one"))
-    for result in two_ranks.run(trained, path, BATCH, Case(fsdp_size=1), 2, "", str(tmp_path / "one")):
+    for result in two_ranks(trained, path, BATCH, Case(fsdp_size=1), 2, "", str(tmp_path / "one")):
         assert_equal_parameters(result["parameters"], without_stop["parameters"], 2e-6)
     assert np.abs(saved["parameters"]["lm_head.weight"] - continued["parameters"]["lm_head.weight"]).max() > 1e-4
 
 
-def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: OnRanks, tmp_path: Path) -> None:
     tokens = torch.tensor([[3, 9, 30, 11]])
     for name, model in (("plain", path), ("tied", tied_path)):
-        result = two_ranks.run(trained, model, BATCH, Case(), 1, str(tmp_path / name))[0]
+        result = two_ranks(trained, model, BATCH, Case(), 1, str(tmp_path / name))[0]
         export(str(tmp_path / name), str(tmp_path / f"{name}_exported"))
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_exported")
         reference = AutoModelForCausalLM.from_pretrained(model)

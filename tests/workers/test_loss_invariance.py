@@ -6,7 +6,6 @@ see `tests.workers.invariance`. Losses that are wrong on purpose must fail the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,12 +41,6 @@ FP64, FP32 = 1e-10, 1e-5
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_networks(tmp_path_factory.mktemp("networks"))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4, timeout_s=600) as pool:
-        yield pool
 
 
 def assert_within(table: Table, bound: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ from transformers import (
 )
 
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
+from tests.workers.conftest import OnRanks
 from tests.workers.engine_cases import CPU, PROMPT, RESPONSE, Batch, Case, planned, ragged_batch
-from tests.workers.ranks import Ranks
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -33,12 +32,6 @@ ROWS = 11
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_reward_model(tmp_path_factory.mktemp("reward"))
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def batch() -> DataProto:
@@ -114,13 +107,13 @@ def test_scores_equal_transformers_row_by_row(path: str, case: Case) -> None:
     assert scores[[4, 9]].tolist() == [0, 0], "a row with an empty response_mask has no score"
 
 
-def test_two_ranks_give_the_same_scores(path: str, two_ranks: Ranks) -> None:
+def test_two_ranks_give_the_same_scores(path: str, two_ranks: OnRanks) -> None:
     data = batch()
     for case in (Case(max_token_len=25), Case(packed=False), Case(min_num_params=10**9)):
-        scores = in_order(two_ranks.run(worker_scores, path, data, case))
+        scores = in_order(two_ranks(worker_scores, path, data, case))
         assert (scores - plain_scores(path, data)).abs().max() < 1e-5
     one = data[:1]  # fewer rows than ranks
-    scores = in_order(two_ranks.run(worker_scores, path, one, Case()))
+    scores = in_order(two_ranks(worker_scores, path, one, Case()))
     assert (scores - plain_scores(path, one)).abs().max() < 1e-5
 
 

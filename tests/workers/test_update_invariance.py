@@ -5,14 +5,11 @@ Here with one simple loss and every option of the engine; every loss stands in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_model import tiny_qwen2
 from tests.workers.engine_cases import Batch, Case, gradient, gradients_of, loss_fn, ragged_batch
 from tests.workers.invariance import POLICY, in_fp64, plain_outputs
 from tests.workers.ranks import Ranks
@@ -35,17 +32,6 @@ CASES = [
     Case(fsdp_size=1, max_token_len=20, reduce_every_micro_batch=True),
     Case(balance=False, micro_batch_size=3, row_order_seed=3),
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def plain_gradient(path: str, batch: Batch) -> dict[str, np.ndarray]:
