@@ -170,9 +170,6 @@ class RolloutScheduler:
         self.flying[step] = batch
         return batch
 
-    def _group(self, number: int) -> EnvGroup:
-        return self.groups[number % len(self.groups)]
-
     def _begin_round(self, batch: _Batch, places: Sequence[_Place]) -> None:
         """Begins a group for each of these places, and says what replaces it: ranks go on without asking as long as the
         budget suffices whatever happens in the other places."""
@@ -194,12 +191,13 @@ class RolloutScheduler:
         wishes = [share + (place.attempts == 0 or not share and index < rest) for index, place in enumerate(places)]
         most = self.manager.max_traj_per_env
         begun: Counter[EnvGroup] = Counter()
+        groups = {place.number: self.groups[place.number % len(self.groups)] for place in batch.places}
         for place in batch.places:
-            begun[self._group(place.number)] += place.attempts
+            begun[groups[place.number]] += place.attempts
         granted = [0] * len(places)
         for turn in range(max(wishes)):
             for index, place in enumerate(places):
-                group, is_first = self._group(place.number), place.attempts + turn == 0
+                group, is_first = groups[place.number], place.attempts + turn == 0
                 if granted[index] == turn < wishes[index] and (is_first or most < 0 or begun[group] < most):
                     granted[index] += 1
                     begun[group] += 1
@@ -207,8 +205,8 @@ class RolloutScheduler:
 
     def _members(self, number: int, attempt: int, start_step: int) -> tuple[EpisodeSpec, ...]:
         """The episodes of a group, or of its n-th replacement."""
-        group, manager = self._group(number), self.manager
-        episode = number // len(self.groups)
+        episode, place = divmod(number, len(self.groups))
+        group, manager = self.groups[place], self.manager
         episode_id = episode + attempt * REPLACEMENTS_FROM
         name = f"{group.tag}_{group.group_id}_{episode_id}_{group.seed}"
         members = manager.group_size + manager.group_size_redundancy

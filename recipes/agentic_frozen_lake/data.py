@@ -1,4 +1,4 @@
-"""Conversations of a clumsy player, from which the model learns the notation and a little of the game.
+"""The warm start: conversations of a clumsy player, from which the model learns the notation and a little of the game.
 
 The player knows a shortest way, but every other of its moves is a random one; it answers in the right notation, always.
 Same seed, same bytes.
@@ -22,6 +22,33 @@ _STEPS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
 Chat = list[dict[str, str]]
 Player = Callable[[], int]
 """Says its next move in the world as it stands."""
+
+SEED = 1
+LAYERS, HIDDEN = 4, 64
+RANDOM_SHARE, ROWS = 0.3, 192
+
+
+def make_player(
+    folder: Path,
+    name: str,
+    templates: dict[str, EnvTemplate],
+    player: Callable[[random.Random], Callable[[GridEnv], Player]],
+    *,
+    number: int,
+    steps: int,
+    length: int,
+) -> None:
+    """Writes model/, after the warm start, and demonstrations.parquet into `folder`.
+
+    name: of the recipe. number: of conversations. steps: of the warm start. length: tokens of a conversation at most.
+    """
+    from recipes.agentic_frozen_lake.model import write_model
+    from recipes.embedded import warm_start
+
+    write_model(folder / "random", SEED, layers=LAYERS, hidden=HIDDEN)
+    rng, file = random.Random(SEED), folder / "demonstrations.parquet"
+    write_demonstrations(file, templates, player(rng), rng, number=number, random_share=RANDOM_SHARE)
+    warm_start(folder, name, steps=steps, rows=ROWS, max_length=length, lr=3e-3)
 
 
 def write_demonstrations(
@@ -60,7 +87,7 @@ def pieces(chat: Chat, rng: random.Random) -> list[Chat]:
 
 def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float) -> Player:
     """The player, whose hand slips."""
-    moves = sorted(env.parser.names or {})
+    moves = sorted(env.names)
 
     def choose() -> int:
         return rng.choice(moves) if rng.random() < random_share else player()
@@ -71,12 +98,11 @@ def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float
 def play(template: EnvTemplate, env: GridEnv, player: Player, seed: int) -> Chat:
     """An episode as the model would see it; it ends with the move that ends it."""
     observation, info = env.reset(seed)
-    names = env.parser.names or {}
     chat: Chat = []
     for turn in range(template.max_steps):
         instruction = str(info.get("env_instruction", "")) if turn == 0 else ""
         user = instruction + template.agent_template.format(observation=observation, suffix="")
-        answer = f"<answer>{names[player()]}</answer>"
+        answer = f"<answer>{env.names[player()]}</answer>"
         chat += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
         observation, _, terminated, truncated, info = env.step(answer)
         if terminated or truncated:

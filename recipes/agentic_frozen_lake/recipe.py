@@ -24,8 +24,6 @@ from recipes.embedded import cache_folder as folder_of
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-RL_STEPS = 60
-
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
@@ -33,22 +31,15 @@ def overrides() -> dict[str, object]:
         **small_model(cache_folder() / "model"),
         "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": CONVERSATION_TOKENS,
-        "agentic.rollout_batch_size": 128,
         "agentic.train_env_manager.tags": ["lake_4x4", "lake_random"],
-        "agentic.train_env_manager.num_env_groups": 16,
         "agentic.train_env_manager.num_groups_partition": [2, 14],
-        "agentic.train_env_manager.group_size": 8,
-        "agentic.train_env_manager.format_penalty": -0.1,
         "agentic.val_env_manager.tags": ["lake_4x4", "lake_unseen"],
-        "agentic.val_env_manager.num_env_groups": 192,
         "agentic.val_env_manager.num_groups_partition": [64, 128],
-        "agentic.val_batch_size": 192,
-        "trainer.total_training_steps": RL_STEPS,
     }
 
 
 def small_model(model: Path) -> dict[str, object]:
-    """What the agentic recipes share: the model, GRPO, and how a model this small runs fastest."""
+    """What the agentic recipes share: the model, GRPO, numbers of episodes, and how a model this small runs fastest."""
     return {
         "model.path": str(model),
         "model.enable_gradient_checkpointing": False,
@@ -65,7 +56,14 @@ def small_model(model: Path) -> dict[str, object]:
         "actor.optim.betas": [0.9, 0.95],
         "actor.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
         "actor.fsdp_config.reshard_after_forward": False,
+        "agentic.rollout_batch_size": 128,
+        "agentic.train_env_manager.num_env_groups": 16,
+        "agentic.train_env_manager.group_size": 8,
+        "agentic.train_env_manager.format_penalty": -0.1,
+        "agentic.val_env_manager.num_env_groups": 192,
+        "agentic.val_batch_size": 192,
         "agentic.logging_steps": 20,
+        "trainer.total_training_steps": 60,
         "trainer.val_before_train": True,
         "trainer.test_freq": 20,
     }

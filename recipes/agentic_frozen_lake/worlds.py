@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from verl_lite.envs.base import EnvTemplate
+from typing import Any
 
 NAME = "agentic_frozen_lake"
-MODEL_SEED = DATA_SEED = 1
-LAYERS, HIDDEN = 4, 64
-DEMONSTRATIONS, RANDOM_SHARE = 3_000, 0.3
-WARM_START_STEPS, WARM_START_ROWS = 260, 192
-
 MAX_STEPS = 10
 PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 24, 4, 256
 """A turn is <answer>, a move, </answer> and the end; a 4x4 grid with its two marks has 21 tokens."""
@@ -36,25 +27,13 @@ CUSTOM_ENVS: dict[str, dict[str, Any]] = {
 
 
 def build(folder: Path) -> None:
-    """Writes model/, after the warm start, and demonstrations.parquet into `folder`."""
-    from recipes.agentic_frozen_lake.data import lake_player, write_demonstrations
-    from recipes.agentic_frozen_lake.model import write_model
-    from recipes.embedded import warm_start
-
-    length = PROMPT_TOKENS + CONVERSATION_TOKENS
-    write_model(folder / "random", MODEL_SEED, layers=LAYERS, hidden=HIDDEN)
-    rng = random.Random(DATA_SEED)
-    file = folder / "demonstrations.parquet"
-    write_demonstrations(file, demonstrated(), lake_player(rng), rng, number=DEMONSTRATIONS, random_share=RANDOM_SHARE)
-    warm_start(folder, NAME, steps=WARM_START_STEPS, rows=WARM_START_ROWS, max_length=length, lr=3e-3)
-
-
-def demonstrated() -> dict[str, EnvTemplate]:
-    """What the clumsy player plays: one conversation in four on the fixed map."""
+    """The player of the recipe: 260 steps on 3,000 conversations, one in four on the fixed map."""
+    from recipes.agentic_frozen_lake.data import lake_player, make_player
     from verl_lite.envs.base import env_templates
 
-    templates = env_templates(CUSTOM_ENVS)
-    return {"fixed": templates["lake_4x4"]} | {f"random {place}": templates["lake_random"] for place in range(3)}
+    templates, length = env_templates(CUSTOM_ENVS), PROMPT_TOKENS + CONVERSATION_TOKENS
+    played = {"fixed": templates["lake_4x4"]} | {f"random {place}": templates["lake_random"] for place in range(3)}
+    make_player(folder, NAME, played, lake_player, number=3_000, steps=260, length=length)
 
 
 def made_from() -> list[Path]:

@@ -16,8 +16,6 @@ from recipes.embedded import make_where_wanted
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-RL_STEPS = 60
-
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
@@ -25,15 +23,8 @@ def overrides() -> dict[str, object]:
         **small_model(cache_folder() / "model"),
         "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": CONVERSATION_TOKENS,
-        "agentic.rollout_batch_size": 128,
         "agentic.train_env_manager.tags": ["sokoban"],
-        "agentic.train_env_manager.num_env_groups": 16,
-        "agentic.train_env_manager.group_size": 8,
-        "agentic.train_env_manager.format_penalty": -0.1,
         "agentic.val_env_manager.tags": ["sokoban_unseen"],
-        "agentic.val_env_manager.num_env_groups": 192,
-        "agentic.val_batch_size": 192,
-        "trainer.total_training_steps": RL_STEPS,
     }
 
 

@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from verl_lite.envs.grid import GridEnv
 
 NAME = "agentic_sokoban"
-MODEL_SEED = DATA_SEED = 1
-LAYERS, HIDDEN = 4, 64
-DEMONSTRATIONS, RANDOM_SHARE = 4_000, 0.3
-WARM_START_STEPS, WARM_START_ROWS = 180, 192
-
 MAX_STEPS = 10
 PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 40, 4, 384
 """A turn is <answer>, a move, </answer> and the end; a 5x6 room with its two marks has 36 tokens."""
@@ -45,19 +40,12 @@ CUSTOM_ENVS: dict[str, dict[str, Any]] = {
 
 
 def build(folder: Path) -> None:
-    """Writes model/, after the warm start, and demonstrations.parquet into `folder`."""
-    from recipes.agentic_frozen_lake.data import write_demonstrations
-    from recipes.agentic_frozen_lake.model import write_model
-    from recipes.embedded import warm_start
+    """The player of the recipe: 180 steps on 4,000 conversations."""
+    from recipes.agentic_frozen_lake.data import make_player
     from verl_lite.envs.base import env_templates
 
-    write_model(folder / "random", MODEL_SEED, layers=LAYERS, hidden=HIDDEN)
-    rng = random.Random(DATA_SEED)
-    played = {"sokoban": env_templates(CUSTOM_ENVS)["sokoban"]}
-    file = folder / "demonstrations.parquet"
-    write_demonstrations(file, played, room_player(rng), rng, number=DEMONSTRATIONS, random_share=RANDOM_SHARE)
-    length = PROMPT_TOKENS + CONVERSATION_TOKENS
-    warm_start(folder, NAME, steps=WARM_START_STEPS, rows=WARM_START_ROWS, max_length=length, lr=3e-3)
+    played, length = {"sokoban": env_templates(CUSTOM_ENVS)["sokoban"]}, PROMPT_TOKENS + CONVERSATION_TOKENS
+    make_player(folder, NAME, played, room_player, number=4_000, steps=180, length=length)
 
 
 def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:
@@ -68,7 +56,6 @@ def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:
         assert isinstance(env, Sokoban)
 
         def choose() -> int:
-            assert env.room is not None
             actions = solution(replace(env.room, boxes=env.boxes, player=env.player))
             return actions[0] if actions else rng.choice(sorted(DIRECTIONS))
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.advantage import Numbers
 from trainer.agentic.advantage import normalize_rewards, token_estimator
 from trainer.agentic.episode_log import readable, samples_of
-from trainer.agentic.metrics import compute_data_metrics, tokens_of, validation_metrics
+from trainer.agentic.metrics import compute_data_metrics, validation_metrics
 from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
 from trainer.ray_trainer import RayPPOTrainer, training_sampling
@@ -162,7 +162,7 @@ class AgenticPipeline(RayPPOTrainer):
         return {
             **compute_data_metrics(batch, use_critic=self.critic is not None),
             "system/samples": float(self.steps.global_step * self.config.agentic.rollout_batch_size),
-            "system/tps": tokens_of(batch) / self.timing["step"],
+            "system/tps": int(batch.batch["attention_mask"].sum()) / self.timing["step"],
         }
 
     def keep_samples(self, batch: DataProto) -> None:

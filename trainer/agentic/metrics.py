@@ -134,20 +134,12 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
         means = np.array([np.mean(scores) for scores in by_group.values()])
         metrics |= summary(f"val/{prefix}{tag}/score", means)
     variables: dict[str, Sequence[float | None]] = {"reward": table.scores.tolist()}
-    told = Counter(tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS in numbers)
-    everywhere = {tag for tag, count in Counter(table.tags).items() if told[tag] == count}
-    if everywhere:
-        variables["acc"] = [
-            float(numbers[SUCCESS]) if tag in everywhere else None
-            for tag, numbers in zip(table.tags, table.metrics, strict=True)
-        ]
+    silent = {tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS not in numbers}
+    if set(table.tags) - silent:
+        told = zip(table.tags, table.metrics, strict=True)
+        variables["acc"] = [None if tag in silent else float(numbers[SUCCESS]) for tag, numbers in told]
     results = process_validation_metrics(table.tags, table.groups, variables)
     return metrics | environment_metrics(table, f"val/{prefix}") | name_metrics(results, prefix)
-
-
-def tokens_of(batch: DataProto) -> int:
-    """Tokens of all rows, prompts included."""
-    return int(batch.batch["attention_mask"].sum())
 
 
 def _state_groups(batch: DataProto, table: EpisodeTable) -> dict[str, float]:

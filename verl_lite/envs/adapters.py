@@ -7,10 +7,11 @@ reasoning_gym   a generator of reasoning-gym: one question, one answer, its own 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,8 +108,18 @@ class GemEnv:
     """
 
     def __init__(self, env: str, env_kwargs: Mapping[str, Any] | None = None, success_reward: float = 1.0) -> None:
-        self.env = _gem_factory(env)(**dict(env_kwargs or {}))
-        self.success_reward = success_reward
+        module_name, _, name = env.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module_name), name)
+        except (ImportError, ValueError, AttributeError):
+            try:
+                factory = functools.partial(importlib.import_module("gem").make, env)
+            except ImportError as error:
+                raise UserError(
+                    f"env={env!r}: neither pkg.module:Class nor, without the package gem-llm, a name of GEM; install "
+                    "gem-llm or give the path of a class with reset(seed) and step(action)"
+                ) from error
+        self.env, self.success_reward = factory(**dict(env_kwargs or {})), success_reward
 
     def reset(self, seed: int) -> tuple[str, Info]:
         observation, info = self.env.reset(seed=seed)
@@ -149,7 +160,16 @@ class ReasoningGymEnv:
     ) -> None:
         self.size, self.instruction = size, env_instruction
         self.parser = ActionParser(answer_pattern)
-        self.dataset = _reasoning_gym(task, dict(task_config or {}) | {"size": size, "seed": dataset_seed})
+        options = dict(task_config or {}) | {"size": size, "seed": dataset_seed}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
+                reasoning_gym = importlib.import_module("reasoning_gym")
+            self.dataset = reasoning_gym.create_dataset(task, **options)
+        except ImportError as error:
+            raise UserError(f"task={task!r}: reasoning-gym is not installed: pip install reasoning-gym") from error
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UserError(f"task={task!r} with {options}: reasoning-gym cannot make it: {error}") from error
         self.entry: dict[str, Any] = {}
 
     def reset(self, seed: int) -> tuple[str, Info]:
@@ -165,38 +185,3 @@ class ReasoningGymEnv:
 
     def sample_random_action(self) -> str:
         return "<answer>0</answer>"
-
-
-def _gem_factory(env: str) -> Callable[..., Any]:
-    module_name, _, name = env.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), name, None)
-    except (ImportError, ValueError):
-        factory = None
-    if callable(factory):
-        return factory
-    try:
-        gem = importlib.import_module("gem")
-    except ImportError as error:
-        raise UserError(
-            f"env={env!r}: neither pkg.module:Class nor, without the package gem-llm, a name of GEM; install gem-llm "
-            "or give the path of a class with reset(seed) and step(action)"
-        ) from error
-    return lambda **kwargs: gem.make(env, **kwargs)
-
-
-def _reasoning_gym(task: str, options: dict[str, Any]) -> Any:
-    try:
-        reasoning_gym = _imported_quietly("reasoning_gym")
-    except ImportError as error:
-        raise UserError(f"task={task!r}: reasoning-gym is not installed: pip install reasoning-gym") from error
-    try:
-        return reasoning_gym.create_dataset(task, **options)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"task={task!r} with {options}: reasoning-gym cannot make it: {error}") from error
-
-
-def _imported_quietly(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
-        return importlib.import_module(name)

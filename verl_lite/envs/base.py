@@ -158,7 +158,7 @@ class EnvTemplate:
             if not isinstance(getattr(self, name), kind):
                 self._refuse(name, "true or false" if kind is bool else "text")
         self._check_template()
-        with _naming(f"{self.tag}."):
+        with self._naming_it():
             check_env_config(self.env_type, self.env_config)
 
     @property
@@ -174,8 +174,15 @@ class EnvTemplate:
 
     def make(self) -> Env:
         """A new environment of this entry. Raises UserError naming the entry."""
-        with _naming(f"{self.tag}."):
+        with self._naming_it():
             return make_env(self.env_type, self.env_config)
+
+    @contextmanager
+    def _naming_it(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"agentic.custom_envs.{self.tag}.{error}") from error
 
     def _check_template(self) -> None:
         known = [*TRAJECTORY_FIELDS, *(STEP_FIELDS if self.by_step else ())]
@@ -221,12 +228,3 @@ def _template(tag: str, entry: Any) -> EnvTemplate:
 def known_envs() -> list[str]:
     """Names of all environments registered so far."""
     return sorted(ENVS)
-
-
-@contextmanager
-def _naming(entry: str) -> Iterator[None]:
-    """A UserError inside names the entry, too."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"agentic.custom_envs.{entry}{error}") from error

@@ -30,6 +30,7 @@ _ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
 _PROBE = "verlliteprobe"
 _ODD_CONTENT = f" \t\n\"<a>&'{{}}\\/ <tool_response> {_PROBE} \n "
 _ENCODINGS_KEPT = 1024
+_WITHOUT_SYSTEM = "put its text into agent_template and leave agentic.custom_envs.TAG.agent_system_template empty"
 # a template refuses by raise_exception (a TemplateError), or fails over a field or method that a message does not have
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
@@ -105,7 +106,7 @@ class ChatJoins:
         before, _, after = rendered(_PROBE).partition(_PROBE)
         for change in (str, str.strip):
             if rendered(_ODD_CONTENT) == before + change(_ODD_CONTENT) + after:
-                return functools.partial(_between, before, after, change)
+                return lambda content, change=change: before + change(content) + after  # type: ignore[misc]
         return rendered
 
     def _after_answer(self, messages: list[Message]) -> str:
@@ -141,11 +142,9 @@ class ChatJoins:
 
         Only the head of an assistant's turn may be longer in one of two places: a think block, or a space.
         """
-        beginning: list[Message] = [{"role": "system", "content": "s"}] * system + [{"role": "user", "content": "q1"}]
-        second: Message = {"role": "user", "content": "q2"}
-        third: Message = {"role": "user", "content": "q3"}
-        first_answer: Message = {"role": "assistant", "content": _ANSWER}
-        other_answer: Message = {"role": "assistant", "content": _OTHER_ANSWER}
+        first, second, third = ({"role": "user", "content": f"q{number}"} for number in (1, 2, 3))
+        first_answer, other_answer = ({"role": "assistant", "content": text} for text in (_ANSWER, _OTHER_ANSWER))
+        beginning: list[Message] = [{"role": "system", "content": "s"}] * system + [first]
         prompt = self._rendered_or_refused(beginning, system)
         self._rendered_or_refused([*_SHORT, second], False)
         whole = self._rendered_or_refused([*beginning, first_answer, second, other_answer, third], system)
@@ -165,19 +164,16 @@ class ChatJoins:
             return self._render(messages)
         except _TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
-            remedy = (
-                "if it is the system message that it does not take, put its text into agent_template and leave "
-                "agentic.custom_envs.TAG.agent_system_template empty"
-                if system
-                else "set data.apply_chat_template_kwargs to what it needs"
-            )
+            remedy = "set data.apply_chat_template_kwargs to what it needs"
+            if system:
+                remedy = f"if it is the system message that it does not take, {_WITHOUT_SYSTEM}"
             raise self._refusal(f"fails on messages of the roles {roles}: {error}; {remedy}") from error
 
     def _unstable(self, found: str, expected: str) -> UserError:
         return self._refusal(
             "writes a message differently once others follow, so that turns cannot be joined without changing what was "
             f"sampled from: {found!r} in a long conversation, {expected!r} in a short one; where it moves the system "
-            "message, put its text into agent_template and leave agentic.custom_envs.TAG.agent_system_template empty"
+            f"message, {_WITHOUT_SYSTEM}"
         )
 
     def _refusal(self, what: str) -> UserError:
@@ -188,7 +184,3 @@ class ChatJoins:
 
 
 _SHORT: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
-
-
-def _between(before: str, after: str, change: Callable[[str], str], content: str) -> str:
-    return before + change(content) + after

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -132,7 +131,13 @@ class GroupRun:
             self.advance(WAIT_S)
         self._active_s += time.perf_counter() - started
         del self._keys[key]
-        return self._results(places)
+        rows = [self._to_rows(place.kept) for place in places]
+        reports = [
+            GroupReport(place.plan.slot, place.attempts, place.is_dropped, len(part))
+            for place, part in zip(places, rows, strict=True)
+        ]
+        counts = EpisodeCounts.total(place.counts for place in places)
+        return GroupResults(reports, DataProto.concat(rows) if rows else None, counts, self._metrics())
 
     def pump(self) -> None:
         """Goes on for a slice of time, beside something else that the process does: no longer than that other work took
@@ -167,48 +172,27 @@ class GroupRun:
         place.attempts += 1
         place.counts += counts_of(trajectories)
         place.kept = [one for one in trajectories if one.is_kept]
-        place.is_dropped = self._drops(place)
+        if place.group_filter is not None:
+            spec, group = place.plan.attempts[place.attempts - 1][0], [self._to_rows([one]) for one in place.kept]
+            place.is_dropped = bool(place.group_filter.filter(spec.group_id, spec.episode_id, group))
         if place.is_dropped and place.attempts < len(place.plan.attempts):
             self._begin_group(place)
-
-    def _drops(self, place: _Place) -> bool:
-        if place.group_filter is None:
-            return False
-        spec = place.plan.attempts[place.attempts - 1][0]
-        group = [self._to_rows([one]) for one in place.kept]
-        return bool(place.group_filter.filter(spec.group_id, spec.episode_id, group))
-
-    # ------------------------------------------------------------------------------------------------------- results
-
-    def _results(self, places: list[_Place]) -> GroupResults:
-        kept = [one for place in places for one in place.kept]
-        rows = self._to_rows(kept) if kept else None
-        sizes: Counter[str] = Counter() if rows is None else Counter(rows.non_tensor_batch["uid"].tolist())
-        reports = []
-        for place in places:
-            names = {one.spec.traj_group_id for one in place.kept}
-            num_rows = sum(sizes[name] for name in names)
-            reports.append(GroupReport(place.plan.slot, place.attempts, place.is_dropped, num_rows))
-        return GroupResults(reports, rows, EpisodeCounts.total(place.counts for place in places), self._metrics())
 
     def _metrics(self) -> dict[str, Metric]:
         """Of all that was done since the last results."""
         active, pumped = self._active_s, self._pumped_s
         self._active_s = self._pumped_s = 0.0
-        metrics = {
+        seconds = {
             "rollout/slowest_rank_seconds": Metric.max(active),
             "rollout/mean_rank_seconds": Metric.mean(active, 1),
         }
-        if pumped:
-            metrics["rollout/seconds_beside_training"] = Metric.mean(pumped, 1)
-        return metrics | self._runner.take_metrics(active + pumped)
+        beside = {"rollout/seconds_beside_training": Metric.mean(pumped, 1)} if pumped else {}
+        return seconds | beside | self._runner.take_metrics(active + pumped)
 
 
 def counts_of(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
     """Episodes that ended by themselves, and those that failed."""
     ended = [one for one in trajectories if one.stop != "surplus"]
     failed = [one for one in ended if one.stop == "failed"]
-    first = next(
-        (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed), None
-    )
-    return EpisodeCounts(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), first)
+    told = (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed)
+    return EpisodeCounts(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), next(told, None))
