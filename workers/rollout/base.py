@@ -179,10 +179,10 @@ def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def check_request(request: Request, max_model_len: int, in_use: Iterable[str] | dict[str, Any]) -> int:
-    """Tokens that the request may sample at most: max_tokens, cut to the context. Shared by the engines.
+def check_request(request: Request, max_model_len: int, in_use: Iterable[str], version: int | None) -> tuple[int, int]:
+    """Tokens that the request may sample at most (max_tokens, cut to the context), and its policy version.
 
-    Raises ValueError for an empty or too long prompt or an id in use.
+    Raises ValueError for an empty or too long prompt or an id in use, RuntimeError without weights.
     """
     length = len(request.prompt_ids)
     if not 1 <= length < max_model_len:
@@ -193,7 +193,9 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str] | 
         )
     if request.request_id in in_use:
         raise ValueError(f"request {request.request_id!r} is running already; each unfinished request needs its own id")
-    return min(request.sampling.max_tokens, max_model_len - length)
+    if version is None:
+        raise RuntimeError("the rollout engine has no weights; call load_weights before the first request")
+    return min(request.sampling.max_tokens, max_model_len - length), version
 
 
 def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:

@@ -111,12 +111,10 @@ class HFEngine:
         self._floats = torch.zeros(2, slots, device=device)
 
     def submit(self, request: Request) -> None:
-        limit = check_request(request, self._max_model_len, self._ids)
-        if self._version is None:
-            raise RuntimeError("the rollout engine has no weights; call load_weights before the first request")
+        limit, version = check_request(request, self._max_model_len, self._ids, self._version)
         stops = frozenset() if request.sampling.ignore_eos else frozenset(request.sampling.stop_token_ids)
         self._ids.add(request.request_id)
-        self._waiting.append(_Sequence(request, limit, self._version, stops))
+        self._waiting.append(_Sequence(request, limit, version, stops))
 
     @property
     def unfinished(self) -> int:
@@ -128,8 +126,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        if self._asleep:
-            self.wake()
+        self.wake()
         self._admit()
         if not self._running:
             return []
@@ -164,16 +161,14 @@ class HFEngine:
 
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
         """Appends the new tokens and takes out what ended."""
-        ended: list[tuple[int, Completion]] = []
+        ended: dict[int, Completion] = {}
         for slot, (row, token, log_prob) in enumerate(zip(self._running, tokens, log_probs, strict=True)):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
-            if token in row.stops:
-                ended.append((slot, row.finish("stop")))
-            elif len(row.token_ids) >= row.limit:
-                ended.append((slot, row.finish("length")))
-        self._remove([slot for slot, _ in ended])
-        return [completion for _, completion in ended]
+            if token in row.stops or len(row.token_ids) >= row.limit:
+                ended[slot] = row.finish("stop" if token in row.stops else "length")
+        self._remove(list(ended))
+        return list(ended.values())
 
     def _remove(self, slots: list[int]) -> None:
         """Frees slots; the last running sequence moves into each gap, so that the running ones stay the first n. What
@@ -333,13 +328,12 @@ class HFEngine:
             tensor.untyped_storage().resize_(0)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        for tag in self._asleep.intersection(tags):
-            self._asleep.remove(tag)
-            if tag == "kv_cache":
-                self._allocate()
-            else:
-                for tensor in self._model.parameters():  # buffers stay
-                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        wanted = self._asleep.intersection(tags)
+        self._asleep -= wanted
+        if "kv_cache" in wanted:
+            self._allocate()
+        for tensor in self._model.parameters() if "weights" in wanted else ():  # buffers stay
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
     def move_in(self) -> None:
         self.wake(("weights",))

@@ -17,7 +17,6 @@ import sys
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,6 @@ from workers.rollout.base import (
 
 # vLLM keeps its process groups in module globals, shared by the engines of a process: the last one open ends them
 _open_engines = 0
-
-
-@dataclass
-class _Running:
-    """A request inside vLLM: its id there, and the policy version when it was submitted."""
-
-    internal_id: str
-    version: int
 
 
 @register_rollout_engine("vllm")
@@ -75,7 +66,7 @@ class VLLMEngine:
         self._names = parameter_names(model)
         self._owns_process_group = not torch.distributed.is_initialized()
         _prepare_process(device)
-        from vllm import EngineArgs, LLMEngine
+        from vllm import EngineArgs, LLMEngine, ModelRegistry
 
         arguments = _engine_arguments(config, max_model_len, device, dtype) | {
             "model": model_path,
@@ -87,25 +78,24 @@ class VLLMEngine:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
             engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
-            _import_architectures(model_config.architectures or [])
+            for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
+                # imported here; else vLLM starts a process of its own to look at the model's class (13 s)
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
             self._engine = LLMEngine.from_engine_args(engine_args)
         _open_engines += 1
         self._version: int | None = None
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, tuple[str, int]] = {}  # a request's id inside vLLM, its policy version
         self._asleep: set[str] = set()
 
     def submit(self, request: Request) -> None:
         from vllm.inputs import tokens_input
 
-        limit = check_request(request, self._max_model_len, self._running)
-        if self._version is None:
-            raise RuntimeError("the rollout engine has no weights; call load_weights before the first request")
-        if self._asleep:
-            self.wake()
+        limit, version = check_request(request, self._max_model_len, self._running, self._version)
+        self.wake()
         internal_id = self._engine.add_request(
             request.request_id, tokens_input(list(request.prompt_ids)), _sampling_params(request.sampling, limit)
         )
-        self._running[request.request_id] = _Running(internal_id, self._version)
+        self._running[request.request_id] = internal_id, version
 
     @property
     def unfinished(self) -> int:
@@ -116,9 +106,8 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
-        if not self._running:
-            return []
-        return [self._completion(output) for output in self._engine.step() if output.finished]
+        outputs = self._engine.step() if self._running else []
+        return [self._completion(output) for output in outputs if output.finished]
 
     def _completion(self, output: Any) -> Completion:
         """Of a finished vllm.RequestOutput; forgets the request."""
@@ -128,7 +117,7 @@ class VLLMEngine:
             list(result.token_ids),
             list(result.logprobs.logprobs),
             result.finish_reason,
-            self._running.pop(output.request_id).version,
+            self._running.pop(output.request_id)[1],
         )
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
@@ -138,7 +127,7 @@ class VLLMEngine:
         for request_id in request_ids:
             if request_id not in self._running:
                 continue
-            internal_id = self._running[request_id].internal_id
+            internal_id, _ = self._running[request_id]
             # LLMEngine drops the partial output of an aborted request, so it is taken before
             state = self._engine.output_processor.request_states[internal_id]
             output = state.make_request_output([], None, FinishReason.ABORT, None)
@@ -284,14 +273,6 @@ def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
         detokenize=False,
         output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _import_architectures(names: list[str]) -> None:
-    """Imports the model's class here; else vLLM starts a process of its own to look at it (13 s)."""
-    from vllm import ModelRegistry
-
-    for name in set(names) & set(ModelRegistry.get_supported_archs()):
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @contextlib.contextmanager
