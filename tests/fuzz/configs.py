@@ -152,7 +152,7 @@ def draw_override(rng: random.Random, fits: bool) -> str:
 
 def draw_verl(rng: random.Random) -> str:
     """A key of verl that has another name, no meaning, or no equal here, with any value."""
-    name = rng.choice(sorted({*RENAMED, *REFUSED, *" ".join(NO_EFFECT.values()).split()})).replace("*", "actor")
+    name = rng.choice(sorted({*RENAMED, *REFUSED, *" ".join(NO_EFFECT.values()).split()}))
     name = name if rng.random() < 0.9 else f"{name}.{rng.choice(['x', 'enable', 'a.b'])}"
     name = f"{PREFIX}.{name}" if name.split(".")[0] in PREFIXED else name
     known = [str(value).lower() for value in REFUSED.get(name, ("", ()))[1]]
