@@ -23,7 +23,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.data.prompts import PromptDataset
-from verl_lite.config import DataConfig, PPOConfig, source_options
+from verl_lite.config import DataConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.registry import accepts, load_object
@@ -226,8 +226,7 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
     options, size = config.data, config.data.train_batch_size
     seed = config.trainer.seed if options.seed is None else options.seed
     shared: dict[str, Any] = {"seed": seed, "fingerprint": data.fingerprint(), "shuffle": options.shuffle}
-    given = source_options(options.sources)
-    weights = {name: entry.weight for name, entry in given.items() if entry.weight is not None}
+    weights = {name: entry["weight"] for name, entry in options.sources.items() if entry.get("weight") is not None}
     if options.sampler.class_path is not None:
         sampler = _make_sampler(data, replace(options, seed=seed))
         order: BatchOrder = SamplerBatches(sampler, len(data), size, **shared)

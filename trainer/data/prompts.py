@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.schema import PromptRow, RowSchema
 from trainer.data.sources import open_sources
 from trainer.data.tokens import Prompt, encode_prompts
-from verl_lite.config import DataConfig, source_options
+from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
 
@@ -145,18 +145,17 @@ class PromptDataset:
 
     def _read(self, rows: int, config: DataConfig, answers: int | None) -> list[Prompt]:
         """The prompts of the first rows, checked; notes the source of each and how many answers it asks for."""
-        options = source_options(config.sources)
         codes: dict[str, int] = {}
         prompts: list[Prompt] = []
         sources, asked = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int64)
         for file in self._files:
             for row in self._schema.rows(file, range(min(len(file), rows - len(prompts)))):
                 source, place = row["data_source"], len(prompts)
-                of_source = options[source].n if source in options else None
+                of_source = config.sources.get(source, {}).get("n")
                 sources[place] = codes.setdefault(source, len(codes))
                 asked[place] = row["n"] or of_source or answers or 0
                 prompts.append(Prompt(row["prompt"], json.dumps(row["tools"]) if row["tools"] else None))
-        unknown = sorted(options.keys() - codes.keys()) if self.split == "train" else []
+        unknown = sorted(config.sources.keys() - codes.keys()) if self.split == "train" else []
         if unknown:
             raise UserError(
                 f"data.sources.{unknown[0]}: data.train_files has no row of that data source; it has "

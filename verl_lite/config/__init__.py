@@ -2,7 +2,7 @@
 
 from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
 from verl_lite.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PFPPOConfig
-from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig, source_options
+from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig
 from verl_lite.config.fields import (
     FINITE,
     Options,

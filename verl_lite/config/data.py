@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_lite.config.fields import ALL_OR_SOME, SEED, Options, Problems, at_least, opt, section, unknown_value
-from verl_lite.errors import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")
 """owner/name, owner/name:config, owner/name:config@split"""
@@ -95,8 +94,9 @@ class DataConfig(Options):
             shown = f"data.ground_truth_regex={self.ground_truth_regex!r}"
             yield f"{shown}: a regular expression with a group is expected, as '#### (.+)'"
         yield from python_file("data.tools_path", self.tools_path)
-        yield from source_problems(self.sources)
-        if self.sampler.class_path and any(options.get("weight") for options in self.sources.values() if options):
+        problems = list(_source_problems(self.sources))
+        yield from problems
+        if self.sampler.class_path and not problems and any(entry.get("weight") for entry in self.sources.values()):
             yield "data.sources.*.weight and data.sampler.class_path both decide which prompts come: leave one out"
 
 
@@ -124,37 +124,23 @@ def _place(name: str, place: str) -> Problems:
         )
 
 
-@dataclass(frozen=True)
-class SourceOptions:
-    """What `data.sources` says of one data_source. weight: its share of each batch; n: answers to each prompt."""
-
-    weight: float | None = None
-    n: int | None = None
-
-
-def source_options(sources: Mapping[str, Any]) -> dict[str, SourceOptions]:
-    """`data.sources`, checked. Raises UserError for the first problem."""
-    for problem in source_problems(sources):
-        raise UserError(problem)
-    return {name: SourceOptions(**entry) for name, entry in sources.items()}
-
-
-def source_problems(sources: Mapping[str, Any]) -> Iterator[str]:
+def _source_problems(sources: Mapping[str, Any]) -> Problems:
     """What is wrong with `data.sources` whatever the data is."""
-    weights = {}
     for name, entry in sources.items():
-        where = f"data.sources.{name}"
-        if not isinstance(entry, Mapping) or not entry or not set(entry) <= {"weight", "n"}:
-            yield f"{where}={entry}: expected entries of weight and n, as {{weight: 0.5, n: 8}}"
-            continue
-        weight, n = entry.get("weight"), entry.get("n")
-        weights[name] = weight
-        if weight is not None and (type(weight) not in (int, float) or not 0 <= weight < math.inf):
-            yield f"{where}.weight={weight!r}: a number of at least 0 is expected"
-        if n is not None and (type(n) is not int or n < 1):
-            yield f"{where}.n={n!r}: a whole number of at least 1 is expected"
+        if not isinstance(entry, Mapping) or not entry or not all(_is_source_option(*item) for item in entry.items()):
+            yield (
+                f"data.sources.{name}={entry}: weight, a number of at least 0, and n, a whole number of at least 1, or "
+                "one of them are expected, as {weight: 0.5, n: 8}"
+            )
+    weights = {name: entry.get("weight") for name, entry in sources.items() if isinstance(entry, Mapping)}
     if any(weight is not None for weight in weights.values()):
         for name in (name for name, weight in weights.items() if weight is None):
             yield f"data.sources.{name} has no weight, and others have one: give every source a weight"
         if not any(weights.values()):
             yield "data.sources: every weight is 0, so no prompt would be drawn: give a source a weight above 0"
+
+
+def _is_source_option(name: Any, value: Any) -> bool:
+    if name == "n":
+        return value is None or (type(value) is int and value >= 1)
+    return name == "weight" and (value is None or (type(value) in (int, float) and 0 <= value < math.inf))

@@ -140,7 +140,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.prompt_template": "Answer."}, "data.prompt_template='Answer.'.*{prompt}"),
     ({"data.ground_truth_regex": "#.*"}, "data.ground_truth_regex='#.*': a regular expression with a group"),
     ({"data.tools_path": "no.json"}, "data.tools_path=no.json: there is no file"),
-    ({"data.sources": {"a": {"wait": 1}}}, "data.sources.a=.*weight and n"),
+    ({"data.sources": {"a": {"wait": 1}}}, "data.sources.a=.*a number of at least 0"),
+    ({"data.sources": {"a": {"weight": -1}}}, "data.sources.a=.*a number of at least 0"),
+    ({"data.sources": {"a": {"n": 0}}}, "data.sources.a=.*a whole number of at least 1"),
     ({"data.sources": {"a": {"weight": 1}, "b": {"n": 2}}}, "data.sources.b has no weight"),
     ({"data.sources": {"a": {"weight": 0}}}, "every weight is 0"),
     ({"data.sampler.class_path": "x.py"}, "data.sampler.class_name=None: both are expected"),
@@ -165,8 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # models
     ({"model.path": None}, "model.path is null"),
     ({"model.path": "./no/such"}, "model.path=./no/such: there is no folder"),
-    ({"model.path": "/"}, "model.path=/: / has no config.json"),
-    ({"reward_model.enable": True, "reward_model.model.path": "model"}, "has no tokenizer_config.json"),
+    ({"critic.model.path": "./no/such"}, "critic.model.path=./no/such: there is no folder"),
     # agents
     ({**AGENT, "trainer.total_training_steps": None}, "trainer.total_training_steps=null: environments have no end"),
     ({**AGENT, "rollout.n": 8}, "rollout.n=8: .*group_size"),
