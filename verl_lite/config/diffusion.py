@@ -24,7 +24,7 @@ from verl_lite.config.fields import (
     section,
 )
 from verl_lite.config.learners import FSDPConfig, OptimConfig
-from verl_lite.config.run import RayKwargs, RunConfig
+from verl_lite.config.run import RunConfig, RunOptions
 
 EXPERTS = ("transformer", "transformer_2")
 _LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
@@ -142,7 +142,7 @@ class FlowTrainerConfig(RunConfig):
 
 
 @dataclass
-class RewardFlowConfig(Options):
+class RewardFlowConfig(RunOptions):
     """Reward flow, `python -m trainer.main_reward_flow`."""
 
     gone = {
@@ -151,11 +151,9 @@ class RewardFlowConfig(Options):
         "data.cache_gb": "leave it out: clips are read as they are needed, and nothing of them is kept",
     }
 
-    recipe: str | None = opt(None, "name, path or module; null = reward_flow if neither model nor data is given")
     data: VideoDataConfig = section(VideoDataConfig, "clips and prompts")
     model: DiffusionModelConfig = section(DiffusionModelConfig, "pipeline and adapter")
     sampler: FlowSamplerConfig = section(FlowSamplerConfig, "from noise to a clip")
     reward: FlowRewardConfig = section(FlowRewardConfig, "what frames are worth")
     actor: FlowActorConfig = section(FlowActorConfig, "how the adapter learns")
     trainer: FlowTrainerConfig = section(FlowTrainerConfig, "the run")
-    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

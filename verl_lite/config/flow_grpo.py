@@ -12,7 +12,7 @@ from typing import Any
 from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.fields import POSITIVE, Options, Range, at_least, opt, section
 from verl_lite.config.learners import ActorConfig
-from verl_lite.config.run import RayKwargs, RunConfig
+from verl_lite.config.run import RunOptions
 
 _TWO = Range("at least 2 is expected: from pure noise in one step the noise has no bound", lambda value: value >= 2)
 
@@ -68,10 +68,9 @@ class FlowScoreConfig(Options):
 
 
 @dataclass
-class FlowGRPOConfig(Options):
+class FlowGRPOConfig(RunOptions):
     """Policy gradients for a flow-matching model, `python -m recipes.flow_grpo`."""
 
-    recipe: str | None = opt(None, "name in recipes/, path or module; null = flow_grpo if no model or data is given")
     data: PromptDataConfig = section(PromptDataConfig, "prompts")
     model: FlowModelConfig = section(FlowModelConfig, "network and adapter")
     sampler: FlowSDEConfig = section(FlowSDEConfig, "from noise to an image")
@@ -79,5 +78,3 @@ class FlowGRPOConfig(Options):
     reward: FlowScoreConfig = section(FlowScoreConfig, "what a sample is worth; no gradient is needed")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages")
     actor: ActorConfig = section(ActorConfig, "how the model learns; tokens are denoising steps")
-    trainer: RunConfig = section(RunConfig, "the run")
-    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

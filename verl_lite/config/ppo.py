@@ -11,23 +11,20 @@ from dataclasses import dataclass
 from verl_lite.config.agentic import AgenticConfig
 from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.data import DataConfig
-from verl_lite.config.fields import Options, Problems, opt, section
+from verl_lite.config.fields import Problems, section
 from verl_lite.config.learners import ActorConfig, CriticConfig, ModelConfig, RefConfig, RewardModelConfig
 from verl_lite.config.reward import RewardConfig
 from verl_lite.config.rollout import RolloutConfig
-from verl_lite.config.run import RayKwargs, TrainerConfig
+from verl_lite.config.run import RunOptions, TrainerConfig
 
 MODEL_METRICS = ("model", "function")
 """Entries of a sample's scores that a run with a reward model has besides those of the reward function."""
 
 
 @dataclass
-class PPOConfig(Options):
+class PPOConfig(RunOptions):
     """Reinforcement learning of a language model, of an agent that acts in environments included."""
 
-    recipe: str | None = opt(
-        None, "name in recipes/, path or module; null = quickstart if neither model nor data is given", read="load"
-    )
     data: DataConfig = section(DataConfig, "what is asked")
     model: ModelConfig = section(ModelConfig, "the policy's network")
     actor: ActorConfig = section(ActorConfig, "how the policy learns")
@@ -39,7 +36,6 @@ class PPOConfig(Options):
     reward_model: RewardModelConfig = section(RewardModelConfig, "a model that scores answers")
     agentic: AgenticConfig = section(AgenticConfig, "agents that act in environments, instead of a dataset of prompts")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
-    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")
 
     @property
     def is_agentic(self) -> bool:

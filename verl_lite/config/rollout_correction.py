@@ -9,6 +9,7 @@ Throughout, x = log pi_trainer - log pi_rollout of a sampled token.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +50,10 @@ class RolloutCorrectionConfig(Options):
     )
 
     def check(self) -> Problems:
-        for read in (weighting_of, rejections_of):
-            try:
-                read(self)
-            except ValueError as error:
-                yield str(error)
+        try:
+            correction_of(self)
+        except ValueError as error:
+            yield str(error)
         if self.bypass_mode and self.rollout_is is not None and self.rollout_is_batch_normalize:
             yield (
                 f"{_KEY}.rollout_is_batch_normalize=true with bypass_mode=true: weights change with each optimizer "
@@ -106,30 +106,28 @@ def correction_of(options: Any) -> Correction:
     bypass_mode and loss_type are not part of it: they say where and in which loss it is used.
     Raises ValueError naming the key: an unknown name (with the nearest), a threshold that is missing or malformed.
     """
-    return Correction(weighting_of(options), rejections_of(options))
+    return Correction(_weighting(options), tuple(_rejections(options)))
 
 
-def weighting_of(options: Any) -> Weighting | None:
-    """`rollout_is` and its threshold; None where it is null. Raises ValueError."""
+def _weighting(options: Any) -> Weighting | None:
     if options.rollout_is is None:
         return None
     if options.rollout_is not in WEIGHT_LEVELS:
         raise ValueError(unknown_value(f"{_KEY}.rollout_is", options.rollout_is, WEIGHT_LEVELS))
     text = str(options.rollout_is_threshold)
-    *low, upper = _numbers(text)
-    lower = low[0] if low else None
-    if not upper > 0 or not (lower is None or 0 <= lower <= 1 <= upper):
+    low, upper = _bounds(text)
+    if not upper > 0 or not (low is None or 0 <= low <= 1 <= upper):
         raise ValueError(
             f"{_KEY}.rollout_is_threshold={text}: the largest weight, such as 2.0, is expected, or low_high with low "
             "<= 1 <= high, such as 0.5_5.0"
         )
-    return Weighting(WEIGHT_LEVELS[options.rollout_is], upper, lower, options.rollout_is_batch_normalize)
+    return Weighting(WEIGHT_LEVELS[options.rollout_is], upper, low, options.rollout_is_batch_normalize)
 
 
-def rejections_of(options: Any) -> tuple[Rejection, ...]:
-    """`rollout_rs` and its thresholds, one for all or one each; () where it is null. Raises ValueError."""
+def _rejections(options: Any) -> Iterator[Rejection]:
+    """Those of `rollout_rs`, with one threshold for all or one each."""
     if options.rollout_rs is None:
-        return ()
+        return
     names = [name.strip() for name in options.rollout_rs.split(",") if name.strip()]
     for name in names:
         if name not in REJECTION_OPTIONS:
@@ -140,34 +138,30 @@ def rejections_of(options: Any) -> tuple[Rejection, ...]:
             f"{_KEY}.rollout_rs={options.rollout_rs} with rollout_rs_threshold={options.rollout_rs_threshold}: options "
             "such as token_k1, each once, and one threshold for all or one for each are expected"
         )
-    return tuple(_rejection(name, text) for name, text in zip(names, texts * (len(names) // len(texts)), strict=True))
+    for name, text in zip(names, texts * (len(names) // len(texts)), strict=True):
+        level, _, measure = name.rpartition("_")
+        low, upper = _bounds(text)
+        if measure in DIVERGENCES:
+            is_right, expected = low is None and upper > 0, "one number above 0 is expected, such as 0.01"
+            low = -math.inf
+        elif measure == "diff":
+            low = -upper if low is None else low
+            expected = "low_high with low <= 0 <= high is expected, such as -0.2_0.2 or 0.2"
+            is_right = -1 <= low <= 0 <= upper
+        else:
+            low = 1 / (upper or math.nan) if low is None else low
+            expected = "low_high with low <= 1 <= high is expected, such as 0.5_2.0 or 2.0"
+            if is_right := 0 <= low <= 1 <= upper:
+                low, upper = math.log(low) if low > 0 else -math.inf, math.log(upper)
+        if not is_right:
+            raise ValueError(f"{_KEY}.rollout_rs_threshold={text} of {name}: {expected}")
+        yield Rejection(level, measure, low, upper)
 
 
-def _rejection(name: str, text: str) -> Rejection:
-    level, _, measure = name.rpartition("_")
-    numbers = _numbers(text)
-    neutral = 0.0 if measure in (*DIVERGENCES, "diff") else 1.0  # the value where both agree
-    if len(numbers) == 2:
-        lower, upper = numbers
-    else:
-        (upper,) = numbers
-        lower = -math.inf if measure in DIVERGENCES else -upper if measure == "diff" else 1 / (upper or math.nan)
-    if measure in DIVERGENCES:
-        is_right, expected = len(numbers) == 1 and upper > 0, "one number above 0 is expected, such as 0.01"
-    else:
-        is_right = neutral - 1 <= lower <= neutral <= upper
-        example = "-0.2_0.2 or 0.2" if measure == "diff" else "0.5_2.0 or 2.0"
-        expected = f"low_high with low <= {neutral:g} <= high is expected, such as {example}"
-    if not is_right:
-        raise ValueError(f"{_KEY}.rollout_rs_threshold={text} of {name}: {expected}")
-    if measure not in (*DIVERGENCES, "diff"):
-        lower, upper = math.log(lower) if lower > 0 else -math.inf, math.log(upper)
-    return Rejection(level, measure, lower, upper)
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    """One number, or the two of low_high; not a number where it is neither."""
+def _bounds(text: str) -> tuple[float | None, float]:
+    """The two numbers of low_high, or None and the one; not a number where it is neither."""
     try:
-        return tuple(float(part) for part in text.split("_", 1))
+        *low, upper = (float(part) for part in text.split("_", 1))
     except ValueError:
-        return (math.nan,)
+        return None, math.nan
+    return (low[0] if low else None), upper

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
 
 from verl_lite.config.fields import POSITIVE, SEED, Options, Problems, at_least, opt, section
 
@@ -84,16 +83,10 @@ class RayKwargs(Options):
     ray_init: RayInitConfig = section(RayInitConfig, "how Ray starts")
 
 
-class RunOptions(Protocol):
-    """What the options of every command that trains with `RunConfig` have."""
+@dataclass
+class RunOptions(Options):
+    """What the options of every command that trains have."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def recipe(self) -> str | None: ...
-
-    @property
-    def trainer(self) -> RunConfig: ...
-
-    @property
-    def ray_kwargs(self) -> RayKwargs: ...
+    recipe: str | None = opt(None, "name, path or module; null = the command's, without model and data", read="load")
+    trainer: RunConfig = section(RunConfig, "the run")
+    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from verl_lite.config.data import CHAT_TEMPLATE
 from verl_lite.config.fields import Options, at_least, opt, section
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
-from verl_lite.config.run import RayKwargs, RunConfig
+from verl_lite.config.run import RunConfig, RunOptions
 
 
 @dataclass
@@ -43,16 +43,14 @@ class SFTTrainerConfig(RunConfig):
 
 
 @dataclass
-class SupervisedConfig(Options):
+class SupervisedConfig(RunOptions):
     """What all training without a rollout has: see `trainer.supervised.loop`."""
 
-    recipe: str | None = opt(None, "path or module of a recipe, whose settings come before those given", read="load")
     data: SupervisedDataConfig = section(SupervisedDataConfig, "what is learnt from")
     model: NetworkConfig = section(NetworkConfig, "the network")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
-    ray_kwargs: RayKwargs = section(RayKwargs, "Ray")
 
 
 @dataclass

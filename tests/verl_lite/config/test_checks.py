@@ -232,10 +232,3 @@ def test_words_of_options_are_those_of_the_mathematics() -> None:
     assert {name.removesuffix("+") for name in learner_options.KL_ESTIMATORS} == set(KL_ALIASES)
     assert set(ADV_ESTIMATOR_REGISTRY.facts) >= set(ADV_ESTIMATOR_REGISTRY)
     assert set(POLICY_LOSS_REGISTRY.facts) >= set(POLICY_LOSS_REGISTRY)
-
-
-def test_a_hub_name_has_to_be_cached_without_network(good: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert found(good, {"model.path": "org/none"}) == []
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "hf download org/none" in found(good, {"model.path": "org/none"})[0]

@@ -92,7 +92,7 @@ def test_what_was_filled_in_after_loading_says_so() -> None:
     loaded.config.trainer.n_gpus_per_node = 2
     loaded.config.data.train_files.append("made.parquet")
     lines = [line for line in print_config(loaded).splitlines() if line.endswith("# filled in at launch")]
-    assert [line.split("#")[0].strip() for line in lines] == ["train_files: [made.parquet]", "n_gpus_per_node: 2"]
+    assert [line.split("#")[0].strip() for line in lines] == ["n_gpus_per_node: 2", "train_files: [made.parquet]"]
 
 
 def test_the_reference_lists_every_key_with_default_and_sentence() -> None:
