@@ -243,16 +243,15 @@ class RewardPool:
     def _feed(self, pool: ProcessPool) -> float:
         """Sends samples to the processes that have room. Returns when the rate limit lets the next one go, by
         `time.monotonic`; infinity if that is not what samples wait for."""
-        while (waiting := len(self._alone) + len(self._queue)) and (process := pool.emptiest()).is_loaded:
-            room = self._room(pool.info, len(process.sessions), math.ceil(waiting / self._work.num_workers))
-            if room <= 0:
+        while (items := self._alone or self._queue) and (process := pool.emptiest()).is_loaded:
+            share = math.ceil(len(items) / self._work.num_workers)
+            size = min(share, self._config.batch_size) if pool.info == "batch" and items is self._queue else 1
+            calls = self._room(pool.info, len(process.sessions), share)
+            if calls <= 0:
                 break
-            for _ in range(room):
+            for _ in range(calls):
                 if not self._rate.take():
                     return self._rate.next_call
-                share = math.ceil(len(self._queue) / self._work.num_workers) if pool.info == "batch" else 1
-                size = 1 if self._alone else min(share, self._config.batch_size)
-                items = self._alone or self._queue
                 number = next(self._numbers)
                 self._sent[number] = [items.popleft() for _ in range(size)]
                 pool.submit(number, self._sent[number], process)

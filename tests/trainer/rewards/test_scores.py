@@ -1,4 +1,4 @@
-"""The score of an answer: function, model, or the weighted sum of both; failures of either; the columns and metrics."""
+"""The score of an answer: function, model, or the weighted sum of both; failures; long answers; greedy baselines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.test_fit import PROMPTS, Parts, make
 from trainer.rewards.failures import FailureLog, RewardFailure
-from trainer.rewards.scores import Rewards, mask_failed
-from verl_lite.config import RewardConfig
+from trainer.rewards.scores import Rewards, mask_failed, punish_overlong, take_greedy_baselines
+from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values
-from verl_lite.protocol import DataProto
+from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardResult
 
 LENGTHS = [3, 1, 2, 0]
@@ -194,3 +195,114 @@ def test_what_a_failure_says_cannot_steer_the_terminal_and_a_full_disk_does_not_
     file.mkdir()
     with pytest.raises(RewardFailure, match=r"(?s)could not be written.*\\x1b\[2Jboom"):
         FailureLog(0.0, tmp_path).check(batch, results)
+
+
+# ------------------------------------------------------------------------ long answers are punished, greedy ones go
+
+
+def overlong(log: bool = False) -> PPOConfig:
+    config = PPOConfig()
+    config.data.max_response_length = 4
+    buffer = config.reward.overlong_buffer
+    buffer.enable, buffer.len, buffer.penalty_factor, buffer.log = True, 2, 0.5, log
+    return config
+
+
+def long_answers() -> DataProto:
+    """Answers of 2, 3 and 4 tokens, each worth 1, and one of 4 whose reward failed."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    scores = torch.tensor([[0, 1.0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
+    return DataProto.from_dict(tensors={"response_mask": mask, "token_level_scores": scores})
+
+
+def test_the_score_loses_the_penalty_and_the_outcome_does_not() -> None:
+    before = long_answers()
+    punished, metrics = punish_overlong(before, overlong(log=True))
+    expected = [[0, 1.0, 0, 0], [0, 0, 0.75, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]]
+    assert punished.batch["token_level_scores"].tolist() == expected
+    assert punished.batch["outcomes"].tolist() == [1, 1, 1, 0]
+    assert (
+        before.batch["token_level_scores"].equal(long_answers().batch["token_level_scores"])
+        and "outcomes" not in before
+    )
+    assert punished.non_tensor_batch["reward/overlong_reward"].tolist() == [0, -0.25, -0.5, 0]
+    assert punished.non_tensor_batch["reward/overlong"].tolist() == [0, 1, 1, 0]
+    assert values(metrics) == {
+        "reward/overlong_reward/mean": pytest.approx(-0.25),  # over answers that count
+        "reward/overlong/mean": pytest.approx(2 / 3),
+    }
+    punished, metrics = punish_overlong(before, overlong())
+    assert metrics == {} and not punished.non_tensor_batch and punished.batch["token_level_scores"].tolist() == expected
+
+
+def test_an_entry_of_that_name_is_not_overwritten() -> None:
+    given = long_answers()
+    given.non_tensor_batch["reward/overlong"] = as_column([1, 2, 3, 4])
+    with pytest.raises(UserError, match="returned an entry 'overlong'"):
+        punish_overlong(given, overlong(log=True))
+    punish_overlong(given, overlong())
+
+
+def with_greedy() -> DataProto:
+    """Prompts a and b, two sampled answers and a greedy one each; b's greedy answer failed; not in order."""
+    scores = torch.tensor([1.0, 0.25, 0.0, 0.0, 3.0, 4.0])
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [1, 1], [1, 1]])
+    return DataProto.from_dict(
+        tensors={"token_level_scores": torch.stack([scores, torch.zeros(6)], 1), "response_mask": mask},
+        non_tensors={
+            "uid": np.array(["a", "a", "b", "a", "b", "b"], dtype=object),
+            "is_greedy": np.array([False, True, True, False, False, False]),
+            "sample": np.arange(6),
+        },
+    )
+
+
+def test_scores_of_greedy_answers_become_columns_and_a_failed_one_masks_its_prompt() -> None:
+    given = with_greedy()
+    result, metrics = take_greedy_baselines(given)
+    assert list(result.non_tensor_batch["sample"]) == [0, 3, 4, 5] and "is_greedy" not in result
+    assert result.batch["reward_baselines"].tolist() == [0.25, 0.25, 0.0, 0.0]
+    assert result.batch["response_mask"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert {name: metric.value for name, metric in metrics.items()} == {
+        "critic/reward_baselines/mean": 0.25,
+        "reward/baseline_error_rate": 0.5,
+    }
+    assert len(given) == 6 and given.batch["response_mask"][4].tolist() == [1, 1], "what was given stays"
+
+
+class Counting(Parts):
+    """Parts that note which rows were asked for, by sample_id, and which were scored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[DataProto] = []
+        self.scored: list[list[str]] = []
+
+    def generate(self, rows: DataProto) -> DataProto:
+        self.asked.append(rows)
+        return super().generate(rows)
+
+    def call(self, method: str, keys: Sequence[str] = ()) -> Any:
+        self.scored += [list(keys)] if method == "collect" else []
+        return super().call(method, keys)
+
+
+def test_one_call_generates_both_and_only_sampled_answers_are_learnt_from(tmp_path: Path) -> None:
+    parts = Counting()
+    make(tmp_path, parts, algorithm__adv_estimator="remax", trainer__val_before_train=False, trainer__test_freq=0).fit()
+    rows = parts.asked[0]
+    assert parts.calls.count("generate train") == 3, "one call a step"
+    assert list(rows.non_tensor_batch["is_greedy"]) == [False, False, True] * PROMPTS
+    assert list(rows.non_tensor_batch["uid"]) == [f"p{i}" for i in range(PROMPTS) for _ in range(3)]
+    assert len(set(parts.scored[0])) == 3 * PROMPTS, "greedy answers are scored in the same call as the others"
+    learnt = parts.batches["update"]
+    assert len(learnt) == 2 * PROMPTS and list(learnt.non_tensor_batch["sample"]) == [0, 1] * PROMPTS
+    # the fake pool scores 0 1 0 | 1 0 1 | 0 1 0, the third of each is the greedy answer's
+    assert learnt.batch["reward_baselines"].tolist() == [0, 0, 1, 1, 0, 0]
+    assert learnt.batch["advantages"][:, 0].tolist() == [0, 1, 0, -1, 0, 1]
+    logged = dict(parts.logged)[1]
+    assert logged["critic/reward_baselines/mean"] == pytest.approx(1 / 3)
+    assert logged["reward/baseline_error_rate"] == 0
+    assert logged["critic/score/mean"] == pytest.approx(0.5), "of sampled answers"
+    lengths = learnt.batch["response_mask"].sum(1).float()
+    assert logged["response_length/mean"] == pytest.approx(lengths.mean().item())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 import pytest
 
@@ -91,9 +90,8 @@ def test_slow_environments_do_not_hold_up_others(make_pool: MakePool) -> None:
     assert time.monotonic() - started < 8  # one after the other: 16 s
 
 
-@pytest.mark.parametrize("options", [{"use_thread_lock": True}, {"max_env_step_concurrent": 1}])
-def test_a_limit_of_a_tag_holds_for_that_tag_alone(make_pool: MakePool, options: dict[str, Any]) -> None:
-    pool = make_pool(1, others={"shy": template("shy", **options)})
+def test_a_limit_of_a_tag_holds_for_that_tag_alone(make_pool: MakePool) -> None:
+    pool = make_pool(1, others={"shy": template("shy", max_env_step_concurrent=1)})
     keys = [f"env{number}" for number in range(6)]
     begin(pool, *keys, tag="shy")
     begin(pool, "free")
