@@ -73,8 +73,7 @@ class EnvHost:
     modules: imported first, for the environments that they register.
     """
 
-    info: Any = None
-    is_serial = False
+    style = "threads"
     thread: int | None = None
 
     def __init__(self, templates: Mapping[str, EnvTemplate], modules: tuple[str, ...] = ()) -> None:

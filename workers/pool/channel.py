@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import mmap
 import socket
 import struct
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,6 @@ CONTROL = -1
 
 _HEADER = struct.Struct("!iq")
 _NUMBER = struct.Struct("!q")
-_SLOT = struct.Struct("<dqQ")
 _CHUNK_BYTES = 1 << 18
 
 
@@ -90,37 +87,3 @@ class PoolEnd:
             place = end
         del self._received[:place]
         return messages
-
-
-@dataclass(frozen=True)
-class Running:
-    """A call under way. since: by `time.monotonic`, one clock for all processes. thread: `threading.get_ident()`."""
-
-    session: int
-    since: float
-    thread: int
-
-
-class Page:
-    """Shared memory that tells whose code runs in which thread: so the pool knows what is overdue, and who was at work
-    when it finds a process dead."""
-
-    def __init__(self, fd: int, threads: int) -> None:
-        self._page = mmap.mmap(fd, threads * _SLOT.size)
-        self.close = self._page.close
-
-    def note(self, slot: int, session: int, thread: int) -> None:
-        """The thread runs this session's code from now on, CONTROL = nobody's. In one piece (`pack_into` would fill the
-        place with zeros first), and the time first: a reader in between sees an earlier session that has just begun."""
-        place = slot * _SLOT.size
-        self._page[place : place + _SLOT.size] = _SLOT.pack(time.monotonic(), session, thread)
-
-    def running(self) -> list[Running]:
-        """All calls under way."""
-        slots = _SLOT.iter_unpack(self._page[:])
-        return [Running(session, since, thread) for since, session, thread in slots if session != CONTROL]
-
-    @staticmethod
-    def empty(threads: int) -> bytes:
-        """Its content before the process starts."""
-        return _SLOT.pack(0.0, CONTROL, 0) * threads

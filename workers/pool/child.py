@@ -20,10 +20,13 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from verl_lite.errors import UserError
-from workers.pool.channel import CONTROL, Page, Reply, packed, unpacked
+from workers.pool.channel import CONTROL, Reply, packed, unpacked
 
 STACK_SIGNAL = signal.SIGUSR1
 """On this signal the process writes down the stacks of its threads, whatever it is doing."""
+
+CONCURRENT = ("async", "threads")
+"""Styles of handlers that take several calls at a time."""
 
 _REPLY_BYTES_MAX = 64 << 20
 _TRACEBACK_CHARS = 8000
@@ -39,12 +42,11 @@ class Overdue(Exception):
 class Handler(Protocol):
     """The work of a process.
 
-    info: told to the pool when the process is ready. is_serial: it takes one call at a time. thread: runs the code of
-    all calls, by `threading.get_ident`; None = each call's own.
+    style: told to the pool when the process is ready. `threads`: each call has a thread; `async`: the code of all calls
+    runs in `thread` (by `threading.get_ident`), in an event loop; else it takes one call at a time.
     """
 
-    info: Any
-    is_serial: bool
+    style: str
     thread: int | None
 
     def run(self, session: int, payload: Any) -> Any:
@@ -56,7 +58,7 @@ class Handler(Protocol):
         ...
 
 
-def main(socket_fd: int, page_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
+def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     """Serves until the pool closes its end. The first message is pickled, and gives the `Handler` when it is called."""
     die_with_parent(parent_pid)
     faulthandler.enable(stacks_fd)
@@ -67,12 +69,12 @@ def main(socket_fd: int, page_fd: int, stacks_fd: int, parent_pid: int, threads:
     connection, pid = Connection(socket_fd), os.getpid()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
     os.register_at_fork(after_in_child=connection.close)  # the pool must not take the child for this process
-    child = Child(connection, Page(page_fd, threads))
+    child = Child(connection)
     try:
         handler: Handler = pickle.loads(unpacked(connection.recv_bytes())[1])()
     except BaseException:  # the user's modules may raise anything; the pool reports it
         return child.deliver(Reply(CONTROL, error=traceback.format_exc()))
-    child.serve(handler, 1 if handler.is_serial else threads)
+    child.serve(handler, threads if handler.style in CONCURRENT else 1)
 
 
 def perform(session: int, work: Callable[[], Any]) -> Reply:
@@ -88,19 +90,19 @@ def perform(session: int, work: Callable[[], Any]) -> Reply:
 
 
 class Child:
-    """Runs the calls that come, each in a thread. The first thread is the main thread, in which user code may use
-    signals; more start with the calls."""
+    """Runs the calls that come in their order, each in a thread. The first thread is the main thread, in which user
+    code may use signals; more start with the calls."""
 
-    def __init__(self, connection: Connection, page: Page) -> None:
-        self._connection, self._page = connection, page
-        self._pid, self._sending = os.getpid(), threading.Lock()
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._pid, self._sending = connection, os.getpid(), threading.Lock()
+        self._threads: dict[int, int] = {}  # of the sessions whose code runs
         self._calls: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
     def serve(self, handler: Handler, threads: int) -> None:
         """Serves until the pool closes its end."""
-        self.deliver(Reply(CONTROL, handler.info))
+        self.deliver(Reply(CONTROL, handler.style))
         threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True).start()
-        self._work(handler, 0)
+        self._work(handler)
 
     def deliver(self, reply: Reply) -> None:
         """Sends it to the pool; from any thread."""
@@ -109,34 +111,37 @@ class Child:
             self._connection.send_bytes(message)
 
     def _read(self, handler: Handler, threads: int) -> None:
-        slots = iter(range(1, threads))
         try:
             while True:
                 number, message = unpacked(self._connection.recv_bytes())
                 if number == CONTROL:
                     time.sleep(_PONG_AFTER_S)  # those that were held up by another, which just ended, end now too
-                    self.deliver(Reply(CONTROL))
+                    self.deliver(Reply(CONTROL, self._stacks()))
                 elif not message:
                     handler.end(number)
                 else:
                     self._calls.put((number, pickle.loads(message)))
-                    if (slot := next(slots, None)) is not None:
-                        threading.Thread(target=self._work, args=(handler, slot), daemon=True).start()
+                    if (threads := threads - 1) > 0:
+                        threading.Thread(target=self._work, args=(handler,), daemon=True).start()
         except EOFError:
             os._exit(0)  # the pool is gone; what still runs is nobody's
         except BaseException:  # user code closed the connection, or what came cannot be read
             os._exit(1)
 
-    def _work(self, handler: Handler, slot: int) -> None:
-        own = threading.get_ident()
+    def _work(self, handler: Handler) -> None:
         while True:
             session, payload = self._calls.get()
-            self._page.note(slot, session, handler.thread or own)
+            self._threads[session] = handler.thread or threading.get_ident()
             reply = perform(session, partial(handler.run, session, payload))
             if os.getpid() != self._pid:  # a fork inside untrusted code came back, and only one may go on
                 os._exit(1)
-            self._page.note(slot, CONTROL, own)
+            del self._threads[session]
             self.deliver(reply)
+
+    def _stacks(self) -> dict[int, str]:
+        """Where the code of each session is."""
+        frames, running = sys._current_frames(), self._threads.copy().items()
+        return {x: "".join(traceback.format_stack(frames[thread])) for x, thread in running if thread in frames}
 
 
 def _pickled(reply: Reply) -> bytes:

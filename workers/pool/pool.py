@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from workers.pool.channel import CONTROL, Reply
-from workers.pool.child import Handler, perform
+from workers.pool.child import CONCURRENT, Handler, perform
 from workers.pool.process import Process
 
 START_TIMEOUT_S = 120.0
 _CHECK_S = 0.25
 _ANSWER_S = 3.0
-_GRACE_S = 5.0
 _FAILED_STARTS_MAX = 3
 _MEMORY_FACTOR_IN_CALL = 2.0
 
@@ -62,14 +61,13 @@ class Work:
 @dataclass
 class _Session:
     """process: where it lives. done: the payloads of its calls so far, each with the digest of its reply. seen: how
-    many of them its process has run. call: what the caller waits for, in a tuple. is_sent: a call is under way."""
+    many of them its process has run. call: what the caller waits for, in a tuple."""
 
     number: int
     process: Process
     done: list[tuple[Any, str]] = field(default_factory=list)
     seen: int = 0
     call: tuple[Any] | None = None
-    is_sent: bool = False
 
 
 class InlinePool:
@@ -97,12 +95,12 @@ class ProcessPool:
     """`work.num_workers` processes, started by the constructor, and those that are being retired.
 
     It belongs to one thread, which has to outlive it: nothing happens outside its methods. processes_replaced: how
-    many died, were killed, or grew too large. info: what handlers say of themselves; None until one is ready.
+    many died, were killed, or grew too large. style: of the handlers; None until one is ready.
     """
 
     def __init__(self, work: Work) -> None:
         self.processes_replaced = 0
-        self.info: Any = None
+        self.style: str | None = None
         self._work = work
         self._make = pickle.dumps(work.make)
         self._overdue = f"took longer than {work.options}.timeout_s={work.timeout_s:g} seconds"
@@ -192,16 +190,11 @@ class ProcessPool:
     def _advance(self, session: _Session) -> None:
         """Sends a call if one is waited for: first those that the session's process has not run yet."""
         process = session.process
-        if session.call is None or session.is_sent or (process.is_alone and self._sent(process)):
+        if session.call is None or session.number in process.sent or (process.is_alone and process.sent):
             return
-        session.is_sent = True
         payload, *_ = session.done[session.seen] if session.seen < len(session.done) else session.call
         process.send(session.number, payload)
         self._next_check = min(self._next_check, time.monotonic() + self._check_s)
-
-    def _sent(self, process: Process) -> list[int]:
-        """The sessions of a process of which a call is under way."""
-        return [number for number in sorted(process.sessions) if self._sessions[number].is_sent]
 
     def _answer(self, session: _Session, reply: Reply) -> None:
         session.call = None
@@ -238,19 +231,19 @@ class ProcessPool:
                 self._take_reply(process, reply)
             elif process.is_loaded:
                 process.pinged_at = None
-                self._end_overdue(process, is_frozen=False)
+                self._end_overdue(process, reply.value, is_frozen=False)
             elif reply.error is not None:
                 raise self._work.error(f"The {self._work.what} does not load.\n{reply.error}")
             else:
-                process.is_loaded, self.info, self._failed_starts = True, reply.value, 0
+                process.is_loaded, self.style, self._failed_starts = True, reply.value, 0
+                process.begin(process.threads if self.style in CONCURRENT else 1)
                 self.wake()  # there is room for new sessions
                 self._check_memory(process, "before its first call")
 
     def _take_reply(self, process: Process, reply: Reply) -> None:
         session, digest = self._sessions.get(reply.session), self._work.digest
-        if session is None or session.process is not process or not session.is_sent:
+        if session is None or session.process is not process:
             return
-        session.is_sent = False
         told = None if reply.error is not None or digest is None else digest(reply.value)
         if session.seen == len(session.done):
             if told is not None and session.call is not None:
@@ -278,44 +271,40 @@ class ProcessPool:
     def _check(self) -> None:
         """What takes too long or holds too much; nothing if there is nothing to watch."""
         now, timeout_s = time.monotonic(), self._work.timeout_s
-        awaited = {session.process for session in self._sessions.values() if session.is_sent}
         self._next_check = math.inf
         for process in list(self._processes):
-            if process not in self._processes or (process.is_loaded and process not in awaited):
+            if process not in self._processes or (process.is_loaded and not process.sent):
                 continue
             self._next_check = now + self._check_s
-            running = process.running()
             if not process.is_loaded:
                 if now > process.started_at + START_TIMEOUT_S:
                     how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.last_words()}"
                     raise self._work.error(f"The {self._work.what}'s process {how}")
             elif process.pinged_at is not None:
                 if now > process.pinged_at + _ANSWER_S:
-                    self._end_overdue(process, is_frozen=True)
-            elif any(now > call.since + timeout_s for call in running):
+                    stacks = process.stacks()
+                    self._take_messages(process)
+                    if process.pinged_at is not None and process in self._processes:
+                        self._end_overdue(process, dict.fromkeys(process.sent, stacks), is_frozen=True)
+            elif any(now > since + timeout_s for since in process.running().values()):
                 process.ping()
-            elif not running and now > process.last_sign_at + timeout_s + _GRACE_S:
-                self._handle_crash(process, "stopped answering")
             else:
                 self._check_memory(process)
 
-    def _end_overdue(self, process: Process, *, is_frozen: bool) -> None:
+    def _end_overdue(self, process: Process, stacks: Mapping[int, str], *, is_frozen: bool) -> None:
         """Ends a process in which a call is overdue. If others of its threads go on, that call is so by itself; if it
         is frozen, because one holds the interpreter's lock, or if calls share a thread, any of them may be the one."""
-        before, stacks = time.monotonic() - self._work.timeout_s, process.stacks()
-        self._take_messages(process)
-        running = [call for call in process.running() if call.session in self._sessions]
-        culprits = [call.session for call in running if call.since < before]
-        if culprits and process in self._processes:
-            is_known = len(running) == len({call.thread for call in running}) and not is_frozen
-            certain = culprits if is_known or len(running) == 1 else []
-            self._handle_crash(process, self._overdue, certain, stacks, is_timeout=True)
+        before, running = time.monotonic() - self._work.timeout_s, process.running()
+        culprits = [session for session, since in running.items() if since < before]
+        if culprits:
+            is_known = len(running) == 1 or not (is_frozen or self.style == "async")
+            self._handle_crash(process, self._overdue, culprits if is_known else [], stacks, is_timeout=True)
 
     def _check_memory(self, process: Process, when: str = "") -> None:
         limit = self._work.max_memory_mb
         if limit is None:
             return
-        held, running = process.memory_mb(), [call.session for call in process.running()]
+        held, running = process.memory_mb(), list(process.running())
         how = f"held {held:.0f} MiB{when and ' '}{when}, more than {{}}{self._work.options}.max_memory_mb={limit}"
         if held > limit and when:
             raise self._work.error(f"The {self._work.what}'s process {how.format('')}: raise the limit.")
@@ -343,11 +332,9 @@ class ProcessPool:
         self._take_messages(process)
         if process not in self._processes:
             return  # by what it still said
-        crashed = process.crashed()
-        certain = culprits or (crashed if len(crashed) == 1 else [])
-        sent, running = self._sent(process), [call.session for call in process.running()]
-        candidates = [number for number in certain or running or sent if number in sent]
-        is_certain = bool(certain) or process.is_alone
+        running = list(process.running())
+        candidates = [number for number in culprits or running if number in running]
+        is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
         last_words = process.last_words()
         process.note(f"this process was replaced: the {self._work.what} {how}")
         self.processes_replaced += not process.is_retiring
@@ -355,14 +342,15 @@ class ProcessPool:
         self._dispose(process)
         if not process.is_loaded:
             self._failed_starts += 1
-            if self.info is None or self._failed_starts >= _FAILED_STARTS_MAX:
+            if self.style is None or self._failed_starts >= _FAILED_STARTS_MAX:
                 raise self._work.error(f"The {self._work.what} {how} while it started.{last_words}")
         self._fill()
         alone = None
         for session in sessions:
-            session.seen, session.is_sent = 0, False
+            session.seen = 0
             if session.number in candidates and is_certain:
-                details = (stacks or {}).get(session.number, last_words)
+                stack = (stacks or {}).get(session.number)
+                details = f" It was here:\n{stack}" if stack else last_words
                 error = f"The {self._work.what} {how}; its process was replaced.{details}"
                 self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
                 continue

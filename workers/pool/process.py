@@ -8,6 +8,7 @@ a log and the end is kept, so that nothing that it prints can fill memory or dis
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import re
@@ -23,36 +24,35 @@ from typing import Any
 
 import psutil
 
-from workers.pool.channel import CONTROL, Page, PoolEnd, Reply, Running
+from workers.pool.channel import CONTROL, PoolEnd, Reply
 from workers.pool.child import STACK_SIGNAL
 
 PRINTED_BYTES_MAX = 10 << 20
 _LAST_LINE = b"\n[more output of this process is dropped]\n"
-_PRINTED_TAIL_CHARS = 4000
+_SHOWN_CHARS = 4000
 _END_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 0.5
 _STACK_PAUSE_S = 0.05
 _STACK_BYTES_MAX = 1 << 20
-_CRASH = re.compile(r"(Fatal Python error:[^\n]*\n).*?(Current thread (0x[0-9a-f]+)[^\n]*(?:\n[^\n]+)*)", re.DOTALL)
+_CRASH = re.compile(r"(Fatal Python error:[^\n]*\n).*?(Current thread [^\n]*(?:\n[^\n]+)*)", re.DOTALL)
 """As `faulthandler` tells it: other threads stand before and after, between empty lines."""
 
 
 class Process:
     """A process, started by the constructor, in a thread that has to outlive it.
 
-    make: pickled; called there, it gives the `Handler`. sessions: those that live there. is_loaded: it takes calls.
-    is_retiring: it gets no new sessions. is_alone: it has one call under way at most. pinged_at: when it was asked for
-    a sign of life that has not come.
+    make: pickled; called there, it gives the `Handler`. threads: it runs so many calls at once, at most. sessions:
+    those that live there. sent: sessions with a call under way, in order, and when its turn came. is_loaded: it takes
+    calls. is_retiring: it gets no new sessions. is_alone: it has one call under way at most. pinged_at: when it was
+    asked for a sign of life that has not come.
     """
 
     def __init__(self, make: bytes, threads: int, log_path: str | None, *, is_alone: bool = False) -> None:
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
         self._stacks = tempfile.TemporaryFile(buffering=0)
-        with theirs, open(printed, "wb") as stdout, tempfile.TemporaryFile(buffering=0) as page:
-            page.write(Page.empty(threads))
-            self._page = Page(page.fileno(), threads)
-            fds = theirs.fileno(), page.fileno(), self._stacks.fileno()
+        with theirs, open(printed, "wb") as stdout:
+            fds = theirs.fileno(), self._stacks.fileno()
             arguments = ", ".join(map(str, (*fds, os.getpid(), threads)))
             code = f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child import main; main({arguments})"
             self._process = subprocess.Popen(
@@ -69,16 +69,22 @@ class Process:
         self._printed_tail, self._is_killed = b"", False
         self._reader = threading.Thread(target=self._keep_output, args=(output,), name="pool-output", daemon=True)
         self._reader.start()
+        self.threads = threads
         self.sessions: set[int] = set()
+        self.sent: dict[int, float] = {}
         self.is_loaded = False
         self.is_retiring = self.is_alone = is_alone
         self.pinged_at: float | None = None
-        self.started_at = self.last_sign_at = time.monotonic()
+        self.started_at = time.monotonic()
         self.channel.send(CONTROL, make)
 
     def send(self, session: int, payload: Any) -> None:
-        self.last_sign_at = time.monotonic()
+        self.sent[session] = time.monotonic()
         self.channel.send(session, pickle.dumps(payload))
+
+    def begin(self, threads: int) -> None:
+        """It has started: what was sent begins now."""
+        self.threads, self.sent = threads, dict.fromkeys(self.sent, time.monotonic())
 
     def end(self, session: int) -> None:
         self.channel.send(session, b"")
@@ -91,7 +97,11 @@ class Process:
         """What it said. Sets channel.is_closed if it is dead."""
         replies = []
         for number, message in self.channel.receive():
-            self.last_sign_at = time.monotonic()
+            if number != CONTROL:
+                if self.sent.pop(number, None) is None:
+                    continue  # untrusted code may write, too
+                for session in itertools.islice(self.sent, self.threads - 1, self.threads):  # its turn comes
+                    self.sent[session] = time.monotonic()
             try:
                 replies.append(pickle.loads(message))
             except Exception as error:  # objects that untrusted code made up may do anything when they are put together
@@ -99,14 +109,14 @@ class Process:
                 replies.append(Reply(number, error=reason))
         return replies
 
-    def running(self) -> list[Running]:
-        """The calls whose code runs, or ran when the process died."""
-        return self._page.running()
+    def running(self) -> dict[int, float]:
+        """The sessions whose code runs, or ran when the process died, and since when."""
+        return dict(itertools.islice(self.sent.items(), self.threads))
 
-    def crashed(self) -> list[int]:
-        """Of a dead process: the sessions of the thread that crashed, if it left the stack of a crash."""
-        crash = _CRASH.search(self._written_stacks())
-        return [call.session for call in self.running() if crash and call.thread == int(crash[3], 16)]
+    def crash(self) -> str:
+        """Of a dead process: the stack of its crash, if it left one."""
+        found = _CRASH.search(self._written_stacks())
+        return found[1] + found[2] if found else ""
 
     def memory_mb(self) -> float:
         """Its resident memory in MiB; 0 if it is dead."""
@@ -115,8 +125,8 @@ class Process:
         except psutil.NoSuchProcess:
             return 0.0
 
-    def stacks(self) -> dict[int, str]:
-        """Where the code of each running session is, inside C code too: asks the process, which writes it down."""
+    def stacks(self) -> str:
+        """Where its threads are, inside C code too: it writes that down whatever it is doing."""
         before = text = self._written_stacks()
         os.kill(self._process.pid, STACK_SIGNAL)
         until = time.monotonic() + _STACK_TIMEOUT_S
@@ -125,16 +135,11 @@ class Process:
             last, text = text, self._written_stacks()
             if last == text != before:  # it comes in pieces
                 break
-        found = {}
-        for call in self.running():
-            if stacks := re.findall(rf"hread 0x0*{call.thread:x} [^\n]*\n((?:  [^\n]*\n?)+)", text):
-                found[call.session] = f" It was here (last call first):\n{stacks[-1]}"
-        return found
+        return text[-_SHOWN_CHARS:]
 
     def last_words(self) -> str:
         """Of a dead process: the stack of its crash, or else the end of what it printed."""
-        crash = _CRASH.search(self._written_stacks())
-        shown = crash[1] + crash[2] if crash else self._printed_tail.decode(errors="replace")[-_PRINTED_TAIL_CHARS:]
+        shown = self.crash() or self._printed_tail.decode(errors="replace")[-_SHOWN_CHARS:]
         return f"\n{shown}" if shown else ""
 
     def note(self, text: str) -> None:
@@ -171,7 +176,6 @@ class Process:
     def close(self) -> None:
         """Frees what the pool holds of a killed process."""
         self.channel.close()
-        self._page.close()
         self._stacks.close()
 
     def _written_stacks(self) -> str:
@@ -184,7 +188,7 @@ class Process:
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
         with open(output, "rb", buffering=0) as pipe, open(path, "wb" if is_long else "ab", buffering=0) as log:
             while chunk := pipe.read(1 << 16):
-                self._printed_tail = (self._printed_tail + chunk)[-_PRINTED_TAIL_CHARS:]
+                self._printed_tail = (self._printed_tail + chunk)[-_SHOWN_CHARS:]
                 if left > 0:
                     left -= len(chunk)
                     with contextlib.suppress(OSError):

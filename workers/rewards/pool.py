@@ -39,16 +39,15 @@ class RewardError(UserError):
 class RewardHandler:
     """The reward function inside a process; imports no torch. Scores lists of samples: of one, but for style batch.
 
-    info: the style. Calls of an async function run at once in one event loop, in a thread of its own; one that is
+    Calls of an async function run at once in one event loop, in a thread of its own; one that is
     overdue is cancelled, and the others go on.
     """
 
     def __init__(self, config: RewardConfig, modules: tuple[str, ...]) -> None:
         self._scorer, self._timeout_s = _load(config, modules), config.timeout_s
-        self.info = self._scorer.style
-        self.is_serial = self.info != "async"
+        self.style: str = self._scorer.style
         self.thread: int | None = None
-        if not self.is_serial:
+        if self.style == "async":
             self._loop = asyncio.new_event_loop()
             os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))  # only one loop may go on
             thread = threading.Thread(target=self._run_loop, daemon=True)
@@ -57,9 +56,9 @@ class RewardHandler:
 
     def run(self, session: int, items: list[RewardItem]) -> list[RewardResult]:
         """A list that fails as a whole raises."""
-        if not self.is_serial:
+        if self.style == "async":
             return asyncio.run_coroutine_threadsafe(self._awaited(items[0]), self._loop).result()
-        return self._scorer.score_list(items) if self.info == "batch" else self._scorer.score_all(items)
+        return self._scorer.score_list(items) if self.style == "batch" else self._scorer.score_all(items)
 
     def end(self, session: int) -> None:
         """Nothing is kept."""
@@ -245,8 +244,8 @@ class RewardPool:
         `time.monotonic`; infinity if that is not what samples wait for."""
         while (items := self._alone or self._queue) and (process := pool.emptiest()).is_loaded:
             share = math.ceil(len(items) / self._work.num_workers)
-            size = min(share, self._config.batch_size) if pool.info == "batch" and items is self._queue else 1
-            calls = self._room(pool.info, len(process.sessions), share)
+            size = min(share, self._config.batch_size) if pool.style == "batch" and items is self._queue else 1
+            calls = self._room(pool.style, len(process.sessions), share)
             if calls <= 0:
                 break
             for _ in range(calls):
@@ -257,7 +256,7 @@ class RewardPool:
                 pool.submit(number, self._sent[number], process)
         return math.inf
 
-    def _room(self, style: str, in_flight: int, share: int) -> int:
+    def _room(self, style: str | None, in_flight: int, share: int) -> int:
         """Calls that a process may get now, no more than its share of those that wait."""
         config = self._config
         if style == "async":
