@@ -3,6 +3,7 @@ end with the run."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from trainer.cli import worker_environment
 from verl_lite.config import RunOptions
 from verl_lite.device import cpu_count, device_type
+from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.machine.host import warn_if_busy
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
@@ -71,11 +73,26 @@ def start_workers(
     )
     for group in groups.values():
         stack.callback(group.shutdown)
+    if config.ray_kwargs.ray_init.address is not None:
+        require_shared_folder(next(iter(groups.values())), log_dir.parent)
     for group in groups.values():
         group.init_model()
     _groups.extend(groups.values())
     stack.callback(_groups.clear)
     return groups
+
+
+def require_shared_folder(group: WorkerGroup, run_dir: Path) -> None:
+    """Raises UserError if a machine of the group does not see the run folder: each rank writes its part of a checkpoint
+    there, and the driver the rest."""
+    with tempfile.NamedTemporaryFile(prefix=".seen_by_all_", dir=run_dir) as file:
+        blind = sorted({name for name in group.execute_all_sync("machine_without", file.name) if name is not None})
+    if blind:
+        raise UserError(
+            f"trainer.default_local_dir={run_dir} is not the same folder on {', '.join(blind)} as on the driver's "
+            "machine. All machines must share it, since each rank writes its part of a checkpoint there: give a folder "
+            "on a file system that all of them mount under this path (NFS, Lustre)"
+        )
 
 
 def worker_reads() -> list[set[str]]:

@@ -126,10 +126,13 @@ def test_kill_9_of_the_driver_leaves_nothing(task: TinyTask, runs: list[TinyRun]
 
 
 def test_a_closed_terminal_saves_and_leaves_nothing(task: TinyTask, runs: list[TinyRun]) -> None:
-    """SIGHUP, as SIGTERM of `timeout` and of batch systems, goes to all of the driver's process group."""
+    """SIGHUP goes to all of the driver's process group, as SIGTERM of `timeout`; batch systems send it to every process
+    of the job."""
     run = task.start("hangup", "trainer.save_freq=1000000", steps=FOREVER, env={"TIDY": "1"})
     runs.append(run)
     run.wait_for_step(2)
+    for pid in set(run.processes()) - {run.process.pid}:
+        os.kill(pid, signal.SIGTERM)
     os.killpg(run.process.pid, signal.SIGHUP)
     assert run.wait() == 130, run.output()
     assert "To go on:" in run.output() and list(run.run_dir.glob("global_step_*"))

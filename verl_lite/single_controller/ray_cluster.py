@@ -9,7 +9,6 @@ and shared memory with it; see `guard.py`. Of a joined cluster only what is the 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import secrets
@@ -47,6 +46,8 @@ _CONNECT_TIMEOUT_S = 2.0
 LOOK_EVERY_S = 2.0
 LOST_AFTER_LOOKS = 8  # without an answer, in a row: a driver that was suspended looks again before it blames others
 _STORE_LOST_AFTER_LOOKS = 4  # a private cluster's control store is on this machine: it answers, or it is gone
+
+OF_BATCH_SYSTEMS = (signal.SIGTERM, signal.SIGHUP)
 
 Address = tuple[str, int]
 
@@ -191,11 +192,9 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
             "AUTOSCALER_METRIC_PORT": "0",  # else 44217, which only one cluster of a machine can have
         }
     )
-    # Daemons, and so workers, are in process groups of their own: else what a terminal that closes, `timeout` or a
-    # batch system sends to the driver's group ends them before the driver can save.
-    in_own_groups = functools.partial(services.ConsolePopen, process_group=0)
     with (
-        _replaced(services, "ConsolePopen", in_own_groups),
+        _replaced(services, "ConsolePopen", _Daemon),
+        _blocked_signals(),
         # else Ray takes the machine's address for a local one, and its daemons listen on all interfaces
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
     ):
@@ -249,6 +248,29 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
+class _Daemon(services.ConsolePopen):
+    """One of Ray's daemons, in a process group of its own: what a terminal that closes or `timeout` sends to the
+    driver's group does not end it, nor the workers, before the driver has saved."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, process_group=0, **kwargs)
+
+    def terminate(self) -> None:
+        """Killed, since it does not hear SIGTERM; what it leaves `watcher.end` removes."""
+        self.kill()
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Processes that are started inside do not hear the signals that batch systems (Slurm, LSF, PBS) send to every
+    process of a job, nor do theirs: the driver ends them when it has saved."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_BATCH_SYSTEMS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """Ray sets a handler of its own for SIGTERM, which knows nothing of the run."""
@@ -283,7 +305,7 @@ def _end_processes(guard: Guard, headless: bool = False) -> None:
     if not headless:
         ray.shutdown()
     sessions = [str(path) for path in (guard.folder / "ray").glob("session_*")]
-    watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, patience_s=2.0, shared=shared)
+    watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, shared=shared)
 
 
 def worker_env(env: dict[str, str]) -> dict[str, str]:

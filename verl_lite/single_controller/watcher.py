@@ -104,6 +104,8 @@ def kill(pids: list[int]) -> None:
 
 def watch(driver: int, token: str, folders: list[str]) -> None:
     """Wait for a byte on standard input (the run ended and cleaned up itself) or for the driver's death."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # batch systems send them to every process of a job
+        signal.signal(number, signal.SIG_IGN)
     pipe = os.readlink("/proc/self/fd/0")
     shared: set[str] = set()
     looked = 0.0

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_lite.device import empty_cache, get_device
@@ -82,6 +84,15 @@ class Worker:
         from verl_lite.config.fields import option_reads
 
         return option_reads()
+
+    def machine_without(self, path: str, patience_s: float = 10.0) -> str | None:
+        """Name of this machine if it does not see the file within some seconds, which network file systems may take."""
+        deadline = time.monotonic() + patience_s
+        while not Path(path).exists():
+            if time.monotonic() >= deadline:
+                return socket.gethostname()
+            time.sleep(0.2)
+        return None
 
     def init_process_group(self, backend: str, timeout_s: float = 600.0) -> None:
         """Join torch.distributed's default group of all ranks; a second call in the same process does nothing.
