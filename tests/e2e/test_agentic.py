@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_exact_resume import GAE, KL
 from tests.forked_runs import ACTOR, CRITIC, Forked, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
 from trainer.crash_dump import read_dump
@@ -41,8 +42,6 @@ AHEAD = [
     "agentic.val_env_manager.num_env_groups=2",
     "agentic.val_batch_size=2",
 ]
-GAE = ["algorithm.adv_estimator=gae", "algorithm.lam=0.9", "critic.optim.lr=1e-3", "actor.ppo_epochs=2"]
-KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50"]
 
 
 class Episodes(Forked):
@@ -61,20 +60,22 @@ class Episodes(Forked):
         pytest.param([], ACTOR, id="trajectories", marks=pytest.mark.long),
         pytest.param(STEPS, ACTOR, id="steps as rows, gigpo"),
         pytest.param([*AHEAD, "trainer.test_freq=2"], ACTOR, id="a step ahead, validated on the way"),
-        pytest.param([*GAE, *KL], CRITIC, id="critic, KL in the reward", marks=pytest.mark.long),
+        pytest.param([*GAE, *KL, "actor.ppo_epochs=2"], CRITIC, id="critic, KL in the reward", marks=pytest.mark.long),
     ],
 )
-def test_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_run(
+    options: list[str], parts: tuple[str, ...], tmp_path: Path
+) -> None:
     runs = Episodes(tmp_path, *options, "trainer.total_training_steps=4")
     whole = runs.finish("whole")
-    killed = runs.kill_after(2, "killed")
-    runs.finish("killed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={killed}/global_step_2")
-    ends = [folder / "global_step_4" for folder in (whole, killed)]
+    start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_2"]
+    resumed = runs.finish("resumed", *start)
+    ends = [folder / "global_step_4" for folder in (whole, resumed)]
     models = [models_of(end, parts) for end in ends]
     assert len(models[0]) > 20 and differences(models[0], models[1]) == []
     states = [driver_state(end) for end in ends]
     assert differences(states[0], states[1]) == []
-    assert_same_history(whole, killed)
+    assert_same_history({step: history(whole)[step] for step in (3, 4)}, history(resumed))
     assert differences(models_of(whole / "global_step_1", parts), models[0]), "training changes nothing"
     written = read_metrics(whole / "metrics.jsonl")
     assert all("rollout/score/mean" in metrics and "env/guess/success" in metrics for metrics in written.values())
@@ -83,15 +84,14 @@ def test_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], 
 VOLATILE = ("time/", "engine_sequences", "busy_frac", "system/tps", "processes_replaced")
 
 
-def assert_same_history(left: Path, right: Path) -> None:
+def assert_same_history(left: dict[int, dict[str, float]], right: dict[int, dict[str, float]]) -> None:
     """Equal but for what depends on the clock. Which sequences are decoded together depends on when environments
     answer, and with it the last bits of the engine's log-probs: so numbers that are made of them are only close."""
-    histories = [history(left), history(right)]
-    assert list(histories[0]) == list(histories[1]) and len(histories[0]) > 1
-    for step in histories[0]:
+    assert list(left) == list(right)
+    for step in left:
         rows = [
-            {name: x for name, x in steps[step].items() if not any(part in name for part in VOLATILE)}
-            for steps in histories
+            {name: x for name, x in row.items() if not any(part in name for part in VOLATILE)}
+            for row in (left[step], right[step])
         ]
         assert rows[0] == pytest.approx(rows[1], rel=1e-5, abs=1e-5)
 

@@ -1,6 +1,7 @@
 """train(2N) equals train(N), kill -9, resume: bit for bit, in everything that a run leaves.
 
-Runs train a tiny model inline, and one of them is killed with SIGKILL in the middle of a step. What is compared:
+Runs train a tiny model inline. One is killed with SIGKILL in the middle of a step, and another goes on from one of its
+checkpoints up to another of them. What is compared:
 weights, moments, schedule, data position, controller, running statistics, random states, and the metrics.
 """
 
@@ -70,11 +71,12 @@ FILTERED = [
     "reward.custom_reward_function.name=reward_by_parity", "reward.overlong_buffer.enable=true",
     "reward.overlong_buffer.len=3",
 ]  # fmt: skip
+FOREVER = 1000
 ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_warmup=1", "trainer.async_save=true"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch", "killed_after", "total", "options", "parts"),
+    ("rows", "batch", "resumed_from", "total", "options", "parts"),
     [
         pytest.param(12, 4, 2, 4, [], ACTOR, id="mid-epoch"),
         pytest.param(12, 4, 3, 5, OFF_POLICY, ACTOR, id="epoch boundary, off-policy, shuffled"),
@@ -89,23 +91,22 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
     ],
 )
 def test_train_kill_resume_is_train(
-    rows: int, batch: int, killed_after: int, total: int, options: list[str], parts: tuple[str, ...], tmp_path: Path
+    rows: int, batch: int, resumed_from: int, total: int, options: list[str], parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     runs = Runs(tmp_path, rows, batch, options)
-    length = f"trainer.total_training_steps={total}"
-    whole = runs.finish("whole", length)
-    killed = runs.kill_after(killed_after, "killed", length)
-    start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={killed}/global_step_{killed_after}"]
-    runs.finish("killed", length, *start)
-    ends = [folder / f"global_step_{total}" for folder in (whole, killed)]
+    whole = runs.kill_after(total, "whole", f"trainer.total_training_steps={FOREVER}")
+    start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_{resumed_from}"]
+    resumed = runs.finish("resumed", f"trainer.total_training_steps={total}", *start)
+    ends = [folder / f"global_step_{total}" for folder in (whole, resumed)]
     models = [models_of(end, parts) for end in ends]
     assert len(models[0]) > 20 and differences(*models) == []
     states = [driver_state(end) for end in ends]
     assert {"steps", "kl_coef", "running_moments", "random", "config"} <= set(states[0]) and differences(*states) == []
-    assert differences(history(whole), history(killed)) == [] and len(history(whole)) == total
+    expected = {step: row for step, row in history(whole).items() if resumed_from < step <= total}
+    assert differences(expected, history(resumed)) == [] and len(expected) == total - resumed_from
     if options is LORA:
         starts = [row["sampler/start"] for row in history(whole).values()]
-        assert len(set(starts)) == total, "the sampler hears of every step"
+        assert len(set(starts)) == len(starts), "the sampler hears of every step"
     first = models_of(whole / "global_step_1", parts)
     assert differences(first, models[0]), "training changes nothing: equality shows nothing"
 

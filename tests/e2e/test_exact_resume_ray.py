@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_exact_resume import GAE
+from tests.e2e.test_exact_resume import FOREVER, GAE
 from tests.forked_runs import ACTOR, CRITIC, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import TinyTask
@@ -39,16 +39,14 @@ def test_two_ranks_train_kill_resume_is_train(options: list[str], parts: tuple[s
     task = TinyTask(tmp_path, rows=10)  # 4 prompts a step: an epoch does not end with a step
     tiny_qwen2(tmp_path / "model", heads=2)
     options = [*RAY, *options]
-    whole = task.start("whole", *options, steps=4)
-    assert whole.wait() == 0, whole.output()
-    killed = task.start("killed", *options, steps=4)
-    marker = killed.run_dir / MARKER
-    killed.wait_for(lambda: marker.exists() and int(marker.read_text()) >= 2)
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.wait()
-    killed.leaves_nothing(within_s=60)
-    start = f"trainer.resume_from_path={killed.run_dir}/global_step_2"
-    resumed = task.start("killed", *options, "trainer.resume_mode=resume_path", start, steps=4)
+    whole = task.start("whole", *options, steps=FOREVER)
+    marker = whole.run_dir / MARKER
+    whole.wait_for(lambda: marker.exists() and int(marker.read_text()) >= 4)
+    os.kill(whole.process.pid, signal.SIGKILL)
+    whole.process.wait()
+    whole.leaves_nothing(within_s=60)
+    start = f"trainer.resume_from_path={whole.run_dir}/global_step_2"
+    resumed = task.start("resumed", *options, "trainer.resume_mode=resume_path", start, steps=4)
     assert resumed.wait() == 0, resumed.output()
     expected, found = (run.run_dir / "global_step_4" for run in (whole, resumed))
     models = models_of(expected, parts)
@@ -56,7 +54,7 @@ def test_two_ranks_train_kill_resume_is_train(options: list[str], parts: tuple[s
     assert differences(models, models_of(found, parts)) == []
     assert differences(driver_state(expected), driver_state(found)) == []
     rows = history(whole.run_dir)
-    assert differences(rows, history(resumed.run_dir)) == [] and list(rows) == [1, 2, 3, 4]
+    assert differences({step: rows[step] for step in (3, 4)}, history(resumed.run_dir)) == []
     assert differences(models_of(whole.run_dir / "global_step_1", parts), models), "training changes nothing"
     assert max(row["training/rollout_probs_diff_max"] for row in rows.values()) < 1e-4, "another policy answers"
     if ADAPTER[0] in options:
