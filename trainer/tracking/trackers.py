@@ -4,6 +4,7 @@ one: a factory of `Tracker` from a `TrackedRun`."""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,6 +155,13 @@ def _wandb(run: TrackedRun) -> Tracker:
     """Weights & Biases. Without an account it writes RUN/wandb, which `wandb sync` uploads; WANDB_MODE decides where it
     is set. Numbers over training/global_step, since its own counter goes on in a resumed run."""
     import wandb
+
+    wandb.setup()  # starts its service, and with it its own farewell at the end of this process
+
+    @atexit.register
+    def leave() -> None:  # before that, which fails aloud where the end of the run had to kill the service
+        with suppress(OSError):
+            wandb.teardown()
 
     has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
     mode = os.environ.get("WANDB_MODE", "online" if has_account else "offline")

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -15,6 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from tests.tiny_run import ROOT
 from tests.trainer.tracking.scripted import Run
 from trainer.main_ppo import main
 from trainer.tracking.trackers import TRACKERS, check_trackers
@@ -104,3 +107,27 @@ def test_what_is_no_tracker_or_lacks_its_package_is_an_error_before_anything_sta
         check_trackers(["jsonl", "swandb"])
     check_trackers(["tests.trainer.tracking.scripted:Scripted"])
     assert set(KNOWN) == set(TRACKERS), "the configuration check knows every tracker"
+
+
+WITHOUT_SERVICE = """
+import sys
+from pathlib import Path
+import psutil
+from trainer.console import Console
+from trainer.tracking.trackers import TRACKERS, TrackedRun
+
+TRACKERS.get_fn("wandb")(TrackedRun(Path(sys.argv[1]), "p", "e", {}, Console()))
+services = psutil.Process().children(recursive=True)
+assert services
+for service in services:
+    service.kill()
+psutil.wait_procs(services)
+"""
+
+
+def test_wandb_says_nothing_at_the_end_where_its_service_ended_with_the_run(tmp_path: Path) -> None:
+    """As it does with an account on a machine without a way out, whose uploads never end."""
+    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_SERVICE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
