@@ -9,7 +9,7 @@ import pytest
 
 from trainer.resources import require_shared_folder
 from verl_lite.errors import UserError
-from verl_lite.single_controller import Worker
+from verl_lite.single_controller.worker import Worker
 
 
 class Machines:
