@@ -15,7 +15,7 @@ from trainer.cli import command
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.planner.diffusion import FP32, PUBLISHED, clip_of, expert_of, plan, read_shape
+    from trainer.planner.diffusion import FP32, PUBLISHED, clip_of, plan, published_shape, read_shape
     from trainer.planner.memory import GIB
     from trainer.recipe import prepare_recipe, recipe_overrides
     from verl_lite.config import load_schema
@@ -34,15 +34,10 @@ def main(argv: list[str]) -> int:
         prepare_recipe(config)
         if config.model.path is None:
             raise UserError(f"model.path=null: expected the folder of a pipeline, or --like {' | '.join(PUBLISHED)}")
-    shape = PUBLISHED[given.like] if given.like else read_shape(str(config.model.path))
-    slots, size = config.trainer.n_gpus_per_node or 1, 2 if given.dtype == "bf16" else FP32
-    found, expert = plan(config, shape, slots, size=size), expert_of(config, shape, size)
-    clip = " x ".join(map(str, clip_of(config, shape)[0]))
-    print(
-        f"{shape.experts} expert{'s' * (shape.experts > 1)} of {expert.parameters / 1e9:.2f} B parameters, adapter "
-        f"{expert.adapter / 1e6:.1f} M; clip {clip}: {expert.tokens} tokens; {slots} "
-        f"device{'s' * (slots > 1)}\n"
-    )
+    shape = published_shape(given.like) if given.like else read_shape(str(config.model.path))
+    slots = config.trainer.n_gpus_per_node or 1
+    found = plan(config, shape, slots, size=2 if given.dtype == "bf16" else FP32)
+    print(f"clip {' x '.join(map(str, clip_of(config)))}; {slots} device{'s' * (slots > 1)}\n")
     print("\n".join(found.lines("GPU", given.memory_gb)))
     return int(given.memory_gb is not None and not found.fits(given.memory_gb * GIB))
 

@@ -1,5 +1,5 @@
-"""`python -m trainer.plan [--like MODEL] [--device h100] [--memory_gb 80] [--mean_response 700] key=value ...`: what a
-run would take, from its options alone.
+"""`python -m trainer.plan [--like MODEL] [--device h100] [--memory_gb 80] [--mean_prompt 100] [--mean_response 700]
+key=value ...`: what a run would take, from its options alone.
 
 Takes the options of `trainer.main_ppo` and the config.json of `model.path` (no weights are read), or the sizes of a
 published model; needs no device, no data and no cluster, whatever `trainer.n_gpus_per_node` and `trainer.nnodes` say.
@@ -23,7 +23,7 @@ from trainer.cli import command
 from trainer.planner.batch import PlanRow, launch_table
 from trainer.planner.memory import ACCELERATORS, GIB, Accelerator, memory_plan, read_networks
 from trainer.planner.model_shape import LIKE, config_like
-from trainer.planner.step_time import time_lines
+from trainer.planner.step_time import Lengths, longest_lengths, time_lines
 from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking.record import METRICS, read_metrics
 from verl_lite.config import PPOConfig, load_schema
@@ -45,11 +45,14 @@ def main(argv: list[str]) -> int:
     add("--like", type=str.lower, choices=LIKE, help="sizes of a published model, in place of model.path")
     add("--device", type=str.lower, choices=ACCELERATORS, help="default: h100, and the plan says so")
     add("--memory_gb", type=float, help="GiB of one device; default: the device's")
+    add("--mean_prompt", type=float, help="mean tokens of a prompt, for the time; default: the most")
     add("--mean_response", type=float, help="mean tokens of an answer, for the time; default: the most")
     given, rest = parser.parse_known_args(argv)
     device = ACCELERATORS[given.device or "h100"]
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
-    for name, most in (("memory_gb", math.inf), ("mean_response", config.data.max_response_length)):
+    longest = longest_lengths(config)
+    limits = {"memory_gb": math.inf, "mean_prompt": longest.prompt, "mean_response": longest.response}
+    for name, most in limits.items():
         if (value := getattr(given, name)) is not None and not 0 < value <= most:
             raise UserError(f"--{name} {value:g}: expected a number above 0 and at most {most}")
     path, recipe = config.model.path, config.recipe
@@ -76,9 +79,8 @@ def main(argv: list[str]) -> int:
         print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
         plan = memory_plan(config, networks, slots, device)
         print("\n".join(plan.lines(device.name, memory)))
-        if device.name != "cpu":
-            print("Calculated from shapes; the formulas are measured on a CPU, not on a GPU.")
-        print("", *time_lines(config, networks, slots, device, given.mean_response), sep="\n")
+        mean = Lengths(given.mean_prompt or longest.prompt, given.mean_response or longest.response)
+        print("", *time_lines(config, networks, slots, device, mean), sep="\n")
         return int(memory is not None and not plan.fits(memory * GIB))
 
 
@@ -118,7 +120,7 @@ def launch_device(config: PPOConfig) -> Accelerator:
 
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
-    """GiB of one of this machine's devices; of a CPU worker its part of what is free."""
+    """Of one of this machine's devices; of a CPU worker its part of what is free."""
     return device.memory_gib or HostLoad.now().available_bytes / GIB / slots_here
 
 
@@ -132,7 +134,7 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
     one, count = checkpoint_bytes(config) / GIB, most_checkpoints(config.trainer, total_steps or 1)
     samples = config.trainer.samples_max_mb / 1024
     kept = f"{count} checkpoint{'s' * (count != 1)} of {one:.2f}" if count else "no checkpoints"
-    phase = f"in {plan.worst.name}; `python -m trainer.plan` with the same options shows all phases"
+    phase = f"in {plan.worst}{', not measured on a GPU' * (plan.base is None)}; python -m trainer.plan shows all phases"
     disk = f"{kept} (trainer.save_freq), samples {samples:.2f} (trainer.samples_max_mb)"
     return [
         PlanRow("memory per device, expected", f"{plan.device_bytes / GIB:.2f} GiB", phase),

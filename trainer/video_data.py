@@ -10,14 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from trainer.cli import WRONG_INPUT, command
 from trainer.clips.dataset import Selection, VideoDataset
 from trainer.clips.reading import ClipError
-from trainer.console import Console
 from verl_lite.config import ConfigError, help_config, load_schema
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import VideoDataConfig
@@ -45,31 +40,25 @@ def main(argv: list[str]) -> int:
     config.data.train_files = [*(item for item in argv if "=" not in item), *config.data.train_files]
     if problems := list(section_problems(config)):
         raise ConfigError(problems)
-    data, console = VideoDataset(config.data), Console()
+    data = VideoDataset(config.data)
     found = data.selections(config.decode)
-    console.print(table(data, found))
+    print(f"{'row':>5}  {'file':<32}{'frames':>7}{'a second':>10}  {'size':<12}{'taken':<18}becomes")
+    for row, taken in enumerate(found):
+        print(f"{row:>5}  {'/'.join(data.rows[row].path.parts[-2:]):<32}{described(taken)}")
     problems = data.problems(found)
-    for problem in problems:
-        console.print(problem)
-    console.print(summary(data, found))
+    print("", *problems, summary(data, found), sep="\n")
     return int(bool(problems))
 
 
-def table(data: VideoDataset, found: Sequence[Selection | ClipError]) -> Table:
-    """A line for each clip."""
-    titles = ("row", "file", "frames", "per second", "size", "taken", "becomes")
-    lines = Table(*titles, box=box.SIMPLE_HEAD, pad_edge=False)
-    for row, taken in enumerate(found):
-        name = Text("/".join(data.rows[row].path.parts[-2:]))
-        if isinstance(taken, ClipError):
-            lines.add_row(str(row), name, "", "", "", "", "cannot be used")
-            continue
-        header, numbers = taken.header, taken.numbers
-        rate = "" if header.rate is None else f"{header.rate:.4g}"
-        listed = " ".join(map(str, numbers)) if len(numbers) < 6 else f"{numbers[0]} {numbers[1]} ... {numbers[-1]}"
-        sizes = [f"{size.width} x {size.height}" for size in (header, taken)]
-        lines.add_row(str(row), name, str(header.frames), rate, sizes[0], listed, sizes[1])
-    return lines
+def described(taken: Selection | ClipError) -> str:
+    """What a clip has, what is taken of it, and the size it comes to."""
+    if isinstance(taken, ClipError):
+        return "cannot be used"
+    header, numbers = taken.header, taken.numbers
+    rate = "" if header.rate is None else f"{header.rate:.4g}"
+    listed = " ".join(map(str, numbers)) if len(numbers) < 6 else f"{numbers[0]} {numbers[1]} ... {numbers[-1]}"
+    sizes = [f"{size.width} x {size.height}" for size in (header, taken)]
+    return f"{header.frames:>7}{rate:>10}  {sizes[0]:<12}{listed:<18}{sizes[1]}"
 
 
 def summary(data: VideoDataset, found: Sequence[Selection | ClipError]) -> str:

@@ -179,7 +179,7 @@ class ActorRolloutWorker(TrainingWorker):
         self.version = version
         self.engine.move_out_optimizer()
         self.phases.enter(Phase.ROLLOUT, self.rollout)
-        self.engine.move_in_params()
+        self.engine.move_in()
         metrics = sync_weights(self.engine, self.rollout, version, self.config.rollout.update_weights_bucket_megabytes)
         self.engine.move_out()
         return metrics

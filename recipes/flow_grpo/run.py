@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer
-from trainer.diffusion.loop import DiffusionResult, draw_before_and_after, fingerprint
+from trainer.diffusion.loop import DiffusionJob, DiffusionResult, draw_before_and_after, fingerprint
 from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
 from trainer.recipe import recipe_modules
-from trainer.resources import join_ray, start_workers
-from trainer.resume import refuse_other_data
-from trainer.run import Job, Report
+from trainer.run import Report
 from trainer.saving import Saver
-from trainer.steps import EpochSteps
 from trainer.tracking import TRACKERS, Tracking
 from verl_lite.config import ConfigError, unknown_value
 from verl_lite.config.checks import loss_problems, machine_problems, section_problems
@@ -25,7 +22,6 @@ from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry, takes
-from verl_lite.single_controller import ClassWithInitArgs
 from workers.diffusion.sde_policy import FlowActorWorker
 
 NAME = "flow_grpo"
@@ -68,16 +64,10 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
         yield "actor.use_dynamic_bsz=false needs actor.ppo_micro_batch_size_per_gpu, samples of one micro-batch"
 
 
-class FlowGRPOJob(Job[FlowGRPOConfig]):
+class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
     """Policy gradients for a flow-matching model."""
 
-    config: FlowGRPOConfig
-    module, options, default_recipe = "recipes.flow_grpo", FlowGRPOConfig, NAME
-
-    def prepare(self) -> None:
-        """Options are checked first: what the recipe makes takes a while."""
-        self.check(None)
-        super().prepare()
+    module, options, default_recipe, worker = "recipes.flow_grpo", FlowGRPOConfig, NAME, FlowActorWorker
 
     def check(self, available: int | None) -> None:
         config = self.config
@@ -94,17 +84,7 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
             self.reward: Any = Registry[Any]("reward").get_fn(str(self.config.reward.name))
         except ValueError as error:
             raise UserError(f"reward.name={self.config.reward.name!r}: {error}") from None
-        self.steps = EpochSteps(
-            len(self.prompts),
-            data.train_batch_size,
-            self.config.trainer,
-            shuffle=data.shuffle,
-            dataset=fingerprint(self.prompts),
-        )
-        return self.steps.total
-
-    def check_folder(self) -> None:
-        refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
+        return self.count_steps(len(self.prompts), fingerprint(self.prompts))
 
     def plan(self) -> str:
         data, n, steps = self.config.data, self.config.rollout.n, self.config.sampler.num_train_steps
@@ -113,10 +93,7 @@ class FlowGRPOJob(Job[FlowGRPOConfig]):
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[FlowGRPOTrainer]:
         config = self.config
-        with ExitStack() as stack:
-            join_ray(config, NAME, tracking.note, stack)
-            roles = {"actor": ClassWithInitArgs(FlowActorWorker, config, self.steps.total)}
-            group = start_workers(config, roles, recipe_modules(config), self.run_dir / "logs", stack)["actor"]
+        with self.workers(tracking, recipe_modules(config)) as group:
             actor = FlowActor(group, config)
             yield FlowGRPOTrainer(
                 config,

@@ -150,7 +150,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         return {"running_moments": self.running_moments.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets them."""
+        """Sets what `state_dict` gave."""
         self.running_moments.load_state_dict(state["running_moments"])
 
 

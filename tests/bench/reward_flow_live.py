@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from tests.workers.diffusion.tiny_wan import flow_config, planned
-from trainer.planner.diffusion import FP32, expert_of, plan, read_shape
+from trainer.planner.diffusion import FP32, LiveBytes, plan, read_shape
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
 from workers.diffusion.actor import ActorWorker
@@ -40,39 +37,6 @@ class Measured:
     planned: float
     rss: int
     seconds: float
-
-
-class LiveBytes(TorchDispatchMode):
-    """Inside, follows the bytes of storages that operations make and that are still alive: `now`, `peak`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id_of(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given | self._known:
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: Any) -> None:
-        size, key = storage.nbytes(), storage._cdata
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def id_of(tensor: torch.Tensor) -> int:
-    """The storage behind a tensor."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def wan_pipeline(folder: Path, layers: int = 8, channels: int = 16) -> str:
@@ -130,11 +94,10 @@ def measure(config: RewardFlowConfig, *, warm_up: bool = True) -> Measured:
     live = LiveBytes()
     with live:
         worker.train_step(data)
-    shape = read_shape(str(config.model.path))
-    found, expert = plan(config, shape, 1, size=FP32), expert_of(config, shape, FP32)
-    gathered = 0 if warm_up else FP32 * (expert.parameters + expert.adapter)  # FSDP keeps these storages
-    gradients = FP32 * expert.adapter
-    return Measured(live.peak, found.worst.total + gathered + gradients, rss, seconds)
+    found = plan(config, read_shape(str(config.model.path)), 1, size=FP32)
+    beside = sum(found.phases[found.worst].values())
+    gathered = 0.0 if warm_up else found.always["gathered of it: root and two blocks"]  # FSDP keeps these storages
+    return Measured(live.peak, beside + gathered, rss, seconds)
 
 
 def one_clip(config: RewardFlowConfig) -> DataProto:

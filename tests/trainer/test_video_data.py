@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trainer.made_clips import grey_frames, options, write_animation, write_folder, write_table
+from tests.trainer.made_clips import grey_frames, write_animation, write_folder, write_table
 from trainer.clips import dataset
-from trainer.clips.dataset import VideoDataset
 from trainer.clips.reading import ClipError
-from trainer.video_data import main, summary
+from trainer.video_data import main
 
 SMALL = "data.num_frames=5"
 
@@ -55,12 +54,6 @@ def test_rows_that_cannot_be_used_are_listed_all(folder: Path, capsys: pytest.Ca
     write_table(folder, [["a", "p"], ["tall", "p"]])
     assert main([str(folder), SMALL]) == 1
     assert "data.height=32 data.width=48" in capsys.readouterr().out
-
-
-def test_the_memory_that_is_told_is_that_of_clips_and_batches(folder: Path) -> None:
-    data = VideoDataset(options(folder, height=512, width=1024, train_batch_size=2))
-    # 5 x 512 x 1024 x 3 bytes are 7.5 MiB; in single precision 4 times as many, for each of 2 samples
-    assert "7.5 MiB a decoded clip, 60 MiB a batch" in summary(data, data.selections())
 
 
 def test_damage_behind_the_first_frame_is_found_by_decoding(

@@ -58,12 +58,6 @@ def test_the_path_is_random_where_there_is_noise() -> None:
     assert abs(float(torch.corrcoef(torch.stack([start, x]).squeeze(-1))[0, 1])) < 0.3
 
 
-def test_without_noise_it_is_the_euler_step() -> None:
-    x, v = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 3.0]])
-    assert torch.equal(step_mean(x, v, 0.8, 0.6, 0.0), x + v * (0.6 - 0.8))
-    assert step_std(0.8, 0.6, 0.0) == 0
-
-
 def test_a_step_by_hand() -> None:
     """g^2 = 0.25 * 0.8 / 0.2 = 1; E[x_1] = 1 + 0.2 * 0.5 = 1.1; drift = 0.5 + 1.1 / 1.6 = 1.1875."""
     mean = step_mean(torch.tensor([[1.0]]), torch.tensor([[0.5]]), 0.8, 0.6, 0.5)

@@ -157,6 +157,22 @@ def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: O
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
+def test_moments_come_to_the_device_for_training_and_saving_alone(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(path, Case(), OptimConfig(lr=1e-3), optimizer_offload=True)
+    data, _ = planned(ragged_batch(BATCH), Case())
+    came: list[str] = []
+    monkeypatch.setattr(engine.optimizer, "to", lambda device: came.append(device.type))
+    engine.move_in()
+    engine.infer(data, temperature=1.0, calculate_entropy=False)
+    assert came == []
+    engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1)
+    engine.save(str(tmp_path))
+    engine.load(str(tmp_path))
+    assert came == ["cpu"] * 3
+
+
 def test_a_save_in_the_background_holds_the_state_of_its_beginning(path: str, tmp_path: Path) -> None:
     """Training goes on before the files are written; what is loaded is what was there when the save began."""
     engine = build_engine(path, Case())

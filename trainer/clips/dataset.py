@@ -81,8 +81,10 @@ class Selection:
 class VideoDataset:
     """The clips of data.train_files, by row, and after them those of data.val_files.
 
-    Its length is the number of rows to train on. May be read from several threads. Raises UserError for options or csv
-    files that cannot be used.
+    Its length is the number of rows to train on. May be read from several threads.
+
+    Raises:
+        UserError: options or csv files that cannot be used.
     """
 
     def __init__(self, config: VideoDataConfig) -> None:
@@ -105,7 +107,8 @@ class VideoDataset:
     def frames(self, row: int) -> Frames:
         """uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
         try:
-            return self.decode(row)
+            taken = self.selection(row)
+            return read_frames(self.rows[row].path, taken.numbers, taken.height, taken.width)
         except ClipError as error:
             raise UserError(self.sentence(row, error)) from error
 
@@ -124,22 +127,17 @@ class VideoDataset:
         prompts = np.array([self.rows[row].prompt for row in rows], dtype=object)
         return DataProto.from_dict(columns, non_tensors={"prompt": prompts})
 
-    def decode(self, row: int) -> Frames:
-        """The frames of a row. Raises ClipError for a file that is no clip."""
-        taken = self.selection(row)
-        return read_frames(self.rows[row].path, taken.numbers, taken.height, taken.width)
-
     def selection(self, row: int) -> Selection:
         """What is taken of a row's file, from its header. Raises ClipError for one that is no clip."""
         path, config = self.rows[row].path, self.config
         if path not in self._selections:
             header = read_header(path)
             numbers = choose_frames(header, config.num_frames, config.fps)
-            size = config.height or 0, config.width or 0
-            if not all(size):
+            high, wide = config.height, config.width
+            if not high or not wide:
                 limits = {"max_pixels": config.max_pixels, "multiple": config.side_multiple}
-                size = fitted_size(header.height, header.width, **limits)
-            self._selections[path] = Selection(header, numbers, *size)
+                high, wide = fitted_size(header.height, header.width, **limits)
+            self._selections[path] = Selection(header, numbers, high, wide)
         return self._selections[path]
 
     def selections(self, decode: bool = False) -> list[Selection | ClipError]:
@@ -147,9 +145,10 @@ class VideoDataset:
 
         def look(row: int) -> Selection | ClipError:
             try:
+                taken = self.selection(row)
                 if decode:
-                    self.decode(row)
-                return self.selection(row)
+                    read_frames(self.rows[row].path, taken.numbers, taken.height, taken.width)
+                return taken
             except ClipError as error:
                 return error
 
@@ -194,10 +193,8 @@ class VideoDataset:
 
 
 def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None = None) -> list[int]:
-    """A seed in [0, 2^63) for the noise of each sample, or `constant` for all.
-
-    A hash of (seed, step, row, how often the row came before in the batch).
-    """
+    """A seed in [0, 2^63) for the noise of each sample: a hash of (seed, step, row, how often the row came before in
+    the batch); or `constant` for all."""
     if constant is not None:
         return [constant] * len(rows)
     found = []

@@ -142,8 +142,6 @@ def read_frames(path: Path, numbers: Sequence[int], height: int, width: int) -> 
 
 def _cover(frame: Frames, height: int, width: int) -> Frames:
     high, wide = frame.shape[:2]
-    if (high, wide) == (height, width):
-        return frame
     scale = max(height / high, width / wide)
     left, top = max(0.0, (wide - width / scale) / 2), max(0.0, (high - height / scale) / 2)
     box = (left, top, wide - left, high - top)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,11 +66,8 @@ class VideoWriter:
         if CODEC not in require_av().codecs_available:
             raise UserError(f"The installed PyAV cannot write {CODEC}: pip install av, or set trainer.video_freq=0")
         self.folder, self.waiting_bytes = Path(folder), waiting_bytes
-        self.written, self.lost = 0, Counter[str]()
-        self._tell = tell
-        self._names: Counter[str] = Counter()
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self.written, self.lost, self._names = 0, Counter[str](), Counter[str]()
+        self._tell, self._bytes, self._lock = tell, 0, threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="video-writer")
 
     def __enter__(self) -> VideoWriter:
@@ -105,7 +100,7 @@ class VideoWriter:
         try:
             draft.parent.mkdir(parents=True, exist_ok=True)
             write_mp4(draft, frames)
-            os.replace(draft, final)
+            draft.replace(final)
             self.written += 1
         except Exception as error:  # a lost clip must not end a run, whatever the encoder raises
             self._lose("failed", f"{final}: {type(error).__name__}: {error}")
@@ -120,8 +115,7 @@ class VideoWriter:
             self._tell(f"videos: {how}, {what}. The run goes on without this clip and others of which this is true")
 
 
-@dataclass(frozen=True)
-class Strip:
+class Strip(NamedTuple):
     """A row of frames (n, H, W, 3) in a picture, with what stands before it; green where it is better."""
 
     label: str

@@ -1,30 +1,38 @@
-"""The loop that trainers of diffusion models share: steps, validation, checkpoints, resuming, logging.
+"""What runs of diffusion models share, reward flow and recipes/flow_grpo: the job around a run and the trainer's loop.
 
-A trainer gives the stages: `train_step`, which is its algorithm, and `validate`. Which rows a step has is a function of
-the seed and the step alone, so that a resumed run needs to know nothing but where it stands.
+A job reads the data and builds the trainer; a trainer gives the stages: `train_step`, which is its algorithm, and
+`validate`. Which rows a step has is a function of the seed and the step alone, so that a resumed run needs to know
+nothing but where it stands.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
 from trainer.clips.writing import Strip, as_frames, draw_strips
 from trainer.final_report import FitResult
+from trainer.resources import join_ray, start_workers
+from trainer.resume import refuse_other_data
+from trainer.run import Job
 from trainer.saving import Saver
 from trainer.step_metrics import timed
 from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
-from verl_lite.config import RunConfig
+from verl_lite.config import RunConfig, RunOptions
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from verl_lite.single_controller import ClassWithInitArgs
+from verl_lite.single_controller.worker_group import WorkerGroup
+
+Options = TypeVar("Options", bound=RunOptions)
 
 
 @dataclass
@@ -33,6 +41,37 @@ class DiffusionResult(FitResult):
 
     first: DataProto | None = None
     last: DataProto | None = None
+
+
+class DiffusionJob(Job[Options]):
+    """worker: class of the workers."""
+
+    worker: ClassVar[type[Any]]
+    config: Any
+
+    def prepare(self) -> None:
+        """Options are checked first: what a recipe makes takes minutes."""
+        self.check(None)
+        super().prepare()
+
+    def count_steps(self, rows: int, dataset: str, repeat: int = 1) -> int:
+        """Fills in `steps`; returns how many there are. dataset: fingerprint of the rows."""
+        config, data = self.config, self.config.data
+        self.steps = EpochSteps(
+            rows, data.train_batch_size, config.trainer, shuffle=data.shuffle, repeat=repeat, dataset=dataset
+        )
+        return self.steps.total
+
+    def check_folder(self) -> None:
+        refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
+
+    @contextmanager
+    def workers(self, tracking: Tracking, modules: Sequence[str]) -> Iterator[WorkerGroup]:
+        """Started; ended with the context. modules: what a worker process imports before it begins."""
+        with ExitStack() as stack:
+            join_ray(self.config, self.run_dir.name, tracking.note, stack)
+            roles = {"actor": ClassWithInitArgs(self.worker, self.config, self.steps.total)}
+            yield start_workers(self.config, roles, list(dict.fromkeys(modules)), self.run_dir / "logs", stack)["actor"]
 
 
 class DiffusionTrainer:

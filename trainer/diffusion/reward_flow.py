@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,12 @@ import torch
 
 from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds
 from trainer.clips.writing import VideoWriter
-from trainer.diffusion.loop import (
-    DiffusionResult,
-    DiffusionTrainer,
-    draw_before_and_after,
-    plan_samples,
-)
+from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionTrainer, draw_before_and_after, plan_samples
 from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
-from trainer.resources import join_ray, start_workers
-from trainer.resume import refuse_other_data
-from trainer.run import Job, Report
+from trainer.run import Report
 from trainer.saving import SavedByWorkers, Saver
-from trainer.steps import EpochSteps
 from trainer.tracking import TRACKERS, Tracking
 from verl_lite.config.diffusion import FlowRewardConfig, RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate
@@ -40,7 +32,6 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, join, values
 from verl_lite.protocol import DataProto
 from verl_lite.registry import foreign_modules
-from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.worker_group import WorkerGroup
 from verl_lite.visual_rewards.base import VISUAL_REWARDS, build_visual_reward, score_frames
 from workers.diffusion.actor import ActorWorker
@@ -133,36 +124,25 @@ class FlowActorRole(SavedByWorkers):
         self.group.export_lora(str(Path(folder).with_name(LORA)))
 
 
-class RewardFlowJob(Job[RewardFlowConfig]):
+class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     """Reward flow."""
 
-    module, options, default_recipe = "trainer.main_reward_flow", RewardFlowConfig, "reward_flow"
+    module, options, default_recipe, worker = "trainer.main_reward_flow", RewardFlowConfig, "reward_flow", ActorWorker
+    is_prepared = False  # else what a recipe makes is not looked for
 
     def prepare(self) -> None:
-        """Options are checked first: what the recipe makes takes minutes."""
-        validate(self.config, count=self.slots, trackers=TRACKERS, files=self.config.recipe is None)
         super().prepare()
+        self.is_prepared = True
 
     def check(self, available: int | None) -> None:
-        validate(self.config, count=self.slots, available=available, trackers=TRACKERS)
+        files = self.is_prepared or self.config.recipe is None
+        validate(self.config, count=self.slots, available=available, trackers=TRACKERS, files=files)
 
     def read_data(self) -> int:
-        config, options = self.config, self.config.data
-        self.data = VideoDataset(options)
+        self.data = VideoDataset(self.config.data)
         self.data.check()
-        try_reward(config.reward, self.data, self.console.note)
-        self.steps = EpochSteps(
-            len(self.data),
-            options.train_batch_size,
-            config.trainer,
-            shuffle=options.shuffle,
-            repeat=options.repeat,
-            dataset=self.data.fingerprint(),
-        )
-        return self.steps.total
-
-    def check_folder(self) -> None:
-        refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
+        try_reward(self.config.reward, self.data, self.console.note)
+        return self.count_steps(len(self.data), self.data.fingerprint(), self.config.data.repeat)
 
     def plan(self) -> str:
         config, sampler = self.config, self.config.sampler
@@ -179,16 +159,14 @@ class RewardFlowJob(Job[RewardFlowConfig]):
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[RewardFlowTrainer]:
         config, data, run_dir = self.config, self.data, self.run_dir
-        with ExitStack() as stack:
-            videos = None
-            if config.trainer.video_freq != 0:
-                videos = stack.enter_context(VideoWriter(run_dir / "videos", tracking.note))
-            loader = stack.enter_context(VideoLoader(data, self.steps, config.sampler.noise_seed))
-            join_ray(config, run_dir.name, tracking.note, stack)
-            roles = {"actor": ClassWithInitArgs(ActorWorker, config, self.steps.total)}
-            # what a worker process imports before it begins: the recipe, and where the reward is registered
-            modules = [*recipe_modules(config), *foreign_modules([VISUAL_REWARDS.get_fn(config.reward.name)])]
-            group = start_workers(config, roles, list(dict.fromkeys(modules)), run_dir / "logs", stack)["actor"]
+        # where the reward is registered, workers have to import as well
+        modules = [*recipe_modules(config), *foreign_modules([VISUAL_REWARDS.get_fn(config.reward.name)])]
+        writes = config.trainer.video_freq != 0
+        with (
+            VideoWriter(run_dir / "videos", tracking.note) if writes else nullcontext() as videos,
+            VideoLoader(data, self.steps, config.sampler.noise_seed) as loader,
+            self.workers(tracking, modules) as group,
+        ):
             rows = data.validation[: config.trainer.val_clips]
             seeds = noise_seeds(0, rows, config.trainer.seed, config.sampler.noise_seed)  # step 0 is never trained
             actor = FlowActorRole(group, config)

@@ -64,49 +64,37 @@ ACCELERATORS = {
 
 
 @dataclass
-class Phase:
-    """A part of a step: what is on the device then beside what always is, in bytes by name."""
-
-    name: str
-    parts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """Bytes of all parts."""
-        return sum(self.parts.values())
-
-
-@dataclass
 class MemoryPlan:
     """Of one device.
 
     Args:
-        always: there in every phase, bytes by name. host: on the host of each rank where options put it there.
+        always: there in every phase, bytes by name. phases: what is there besides, bytes by name. host: on the host of
+            each rank where options put it there.
         base: of a process's libraries on a CPU, where nothing moves; None = a GPU, with context and fragmentation.
         sequences: that decode together. notes: what would stop the run although the sum fits.
     """
 
     always: dict[str, float]
-    phases: list[Phase]
+    phases: dict[str, dict[str, float]]
     base: float | None = None
     host: dict[str, float] = field(default_factory=dict)
     sequences: int = 0
     micro_batches: int = 1
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def worst(self) -> Phase:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.total)
-
     def by_phase(self) -> dict[str, float]:
         """Bytes of tensors in each phase, what is always there included."""
-        return {phase.name: sum(self.always.values()) + phase.total for phase in self.phases}
+        return {name: sum(self.always.values()) + sum(parts.values()) for name, parts in self.phases.items()}
+
+    @property
+    def worst(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> float:
         """Bytes of tensors at the worst moment."""
-        return max(self.by_phase().values())
+        return self.by_phase()[self.worst]
 
     @property
     def device_bytes(self) -> float:
@@ -123,9 +111,9 @@ class MemoryPlan:
         yield f"always on each {where} (GiB, calculated)"
         yield from (f"  {name:<42}{value / GIB:8.2f}" for name, value in self.always.items())
         yield f"\n{'beside that, in the phase':<44}{'GiB':>8}"
-        for phase in self.phases:
-            mark = "*" if phase is self.worst else " "
-            yield f"{mark} {phase.name:<42}{phase.total / GIB:8.2f}   {_listed(phase.parts)}"
+        for name, parts in self.phases.items():
+            mark = "*" if name == self.worst else " "
+            yield f"{mark} {name:<42}{sum(parts.values()) / GIB:8.2f}   {_listed(parts)}"
         more = f"with {CONTEXT_GIB:g} GiB of context and {FRAGMENTATION:.0%} fragmentation, both assumed"
         if self.base is not None:
             more = f"with its libraries, {self.base / GIB:.2f} GiB measured"
@@ -136,16 +124,17 @@ class MemoryPlan:
             yield f"{'host memory of each rank, besides':<44}{host:8.2f}   {_listed(self.host)}"
         if self.sequences:
             yield f"{'sequences that decode together':<44}{self.sequences:8d}   rollout.max_num_seqs, and the KV cache"
-        if memory_gib is None:
-            return
-        yield "\n".join(["", *self.notes])
-        if self.fits(memory_gib * GIB):
-            yield f"fits {memory_gib:.1f} GiB"
-        elif self.device_bytes > memory_gib * GIB:
-            yield (
-                f"does not fit {memory_gib:.1f} GiB: {self.device_bytes / GIB:.2f} are needed, in {self.worst.name}. "
-                "trainer/PLANNING.md says which options its parts depend on"
-            )
+        if memory_gib is not None:
+            yield "\n".join(["", *self.notes])
+            if self.fits(memory_gib * GIB):
+                yield f"fits {memory_gib:.1f} GiB"
+            elif self.device_bytes > memory_gib * GIB:
+                yield (
+                    f"does not fit {memory_gib:.1f} GiB: {self.device_bytes / GIB:.2f} are needed, in {self.worst}. "
+                    "trainer/PLANNING.md says which options its parts depend on"
+                )
+        if self.base is None:
+            yield "Calculated from shapes; the formulas are measured on a CPU, not on a GPU."
 
 
 def _listed(parts: Mapping[str, float]) -> str:
@@ -176,28 +165,29 @@ def read_networks(config: PPOConfig) -> Networks:
 def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> MemoryPlan:
     """The memory of a training step on one of `slots` devices."""
     on_cpu, is_vllm = device.name == "cpu", resolve_engine_name(config.rollout.name) == "vllm"
-    held = dict(_held(config, networks, slots, device))
-    plan = MemoryPlan({}, [], WORKER_BYTES + VLLM_BYTES * is_vllm if on_cpu else None)
-    moved: dict[str, dict[str, float]] = {role: {} for role in held}  # to the device for the phases of a role
-    for role, (network, fsdp) in held.items():
-        for name, size, is_offloaded in (
-            ("weights", network.weights, fsdp.param_offload),
-            ("AdamW's moments", network.moments, fsdp.optimizer_offload),
+    plan = MemoryPlan({}, {}, WORKER_BYTES + VLLM_BYTES * is_vllm if on_cpu else None)
+    networks_held = dict(_held(config, networks, slots, device))
+    weights: dict[str, dict[str, float]] = {role: {} for role in networks_held}  # that come for the phases of a role
+    moments: dict[str, dict[str, float]] = {role: {} for role in networks_held}  # that come for its update alone
+    for role, (network, fsdp) in networks_held.items():
+        for name, size, is_offloaded, moved in (
+            ("weights", network.weights, fsdp.param_offload, weights),
+            ("AdamW's moments", network.moments, fsdp.optimizer_offload, moments),
         ):
             if size and is_offloaded and not on_cpu:
                 plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
             elif size:
                 plan.always[f"{role}: {name}"] = size
-    rollout = _rollout_parts(config, networks.policy, device, plan, slots)
+    rollout = plan.phases["rollout"] = _rollout_parts(config, networks.policy, device, plan, slots)
     asleep = config.rollout.free_cache_engine and not on_cpu
-    plan.phases.append(Phase("rollout", rollout))
-    for name, role, parts in _train_phases(config, {role: network for role, (network, _) in held.items()}, slots, plan):
-        plan.phases.append(Phase(name, {**({} if asleep else rollout), **moved[role], **parts}))
+    held = {role: network for role, (network, _) in networks_held.items()}
+    for name, role, parts in _train_phases(config, held, slots, plan):
+        brought = weights[role] | (moments[role] if name.endswith("update") else {})
+        plan.phases[name] = {**({} if asleep else rollout), **brought, **parts}
     there = {name: size for name, size in rollout.items() if name == "engine: weights" or not asleep}
     there.pop("engine: a step", None)
-    there |= {name: size for name, size in moved["actor"].items() if "AdamW" not in name}
-    bucket = sync_bytes(held["actor"][0], config.rollout.update_weights_bucket_megabytes << 20)
-    plan.phases.append(Phase("weight sync", there | {"bucket": bucket}))
+    bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
+    plan.phases["weight sync"] = there | weights["actor"] | {"bucket": bucket}
     return plan
 
 
@@ -258,21 +248,20 @@ def _rollout_parts(
     weights = size * shape.parameters / parallel
     of_one = kv_bytes_per_token(shape, size, parallel) * context
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
-    key = "kv_cache_memory_mb" if on_cpu else "gpu_memory_utilization"
-    budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work
-    if on_cpu:
-        budget = float(rollout.kv_cache_memory_mb << 20)
+    key, budget = "kv_cache_memory_mb", float(rollout.kv_cache_memory_mb << 20)
+    if not on_cpu:
+        key = "gpu_memory_utilization"
+        budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work
     plan.sequences = min(rollout.max_num_seqs, max(0, int(budget // of_one)))
     if plan.sequences < 1:
         plan.notes.append(
             f"rollout.{key}={getattr(rollout, key)}: leaves {max(0.0, budget) / GIB:.2f} GiB for the KV cache, and one "
             f"sequence of {context} tokens takes {of_one / GIB:.2f}"
         )
-    is_vllm = resolve_engine_name(rollout.name) == "vllm"
     if on_cpu:  # a step of as many rows and tokens as a device's part of the batch has
         rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
-    kv = max(0.0, budget) if is_vllm else plan.sequences * of_one
+    kv = max(0.0, budget) if resolve_engine_name(rollout.name) == "vllm" else plan.sequences * of_one
     return {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
 
 
@@ -371,15 +360,6 @@ class HeldNetwork:
         """This rank's shard of AdamW's state."""
         return MOMENTS * self.trained / self.ranks
 
-    def gradient_shard(self, micro_batches: int) -> float:
-        """This rank's shard of the reduced gradients, in fp32 as the masters. Where whole ones have added up, it takes
-        their place layer by layer; counted is what it needs beyond them."""
-        shard = FP32 * self.trained / self.ranks
-        return max(0.0, shard - self.whole_gradients(micro_batches)) if self._adds_up(micro_batches) else shard
-
-    def _adds_up(self, micro_batches: int) -> bool:
-        return micro_batches > 1 and not self.reduces_each
-
     @property
     def gathered(self) -> float:
         """Whole weights in a pass: of the root (embedding, output layer) and two layers, or of all layers."""
@@ -387,19 +367,21 @@ class HeldNetwork:
         per_layer = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
         return self.compute * shape.root_parameters + min(layers, shape.layers) * per_layer
 
-    def whole_gradients(self, micro_batches: int) -> float:
-        """Gradients before they are reduced. With several micro-batches they add up whole on every rank, in the dtype
-        of the reduction; with one, or where each reduces its own, only those of the root and of two layers exist
-        together, on their way."""
-        if not self.trained:
-            return 0.0
-        shape = self.shape
-        if self._adds_up(micro_batches):
-            return float(self.reduce * self.trained)
-        if self.adapter:
-            return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers
+    def gradients(self, micro_batches: int) -> tuple[float, float]:
+        """(before they are reduced, this rank's shard in fp32 as the masters).
+
+        With several micro-batches they add up whole on every rank, in the dtype of the reduction, and the shard takes
+        their place layer by layer: counted is what it needs beyond them. With one, or where each reduces its own, only
+        those of the root and of two layers exist together, on their way.
+        """
+        shape, shard = self.shape, FP32 * self.trained / self.ranks
+        if micro_batches > 1 and not self.reduces_each:
+            whole = float(self.reduce * self.trained)
+            return whole, max(0.0, shard - whole)
+        if self.adapter or not self.trained:
+            return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers, shard
         parts = shape.root_parameters + min(GATHERED_LAYERS, shape.layers) * shape.layer_parameters
-        return float((self.compute + self.reduce) * parts)
+        return float((self.compute + self.reduce) * parts), shard
 
 
 # -- a pass ------------------------------------------------------------------------------------------------------------
@@ -467,30 +449,22 @@ def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkp
     Either the output layer's part (all activations, logits, its own gradient) or that of the first layers (all
     gradients, one layer's work) is the peak; both are bounded by activations and gradients together.
     """
-    shape = network.shape
-    has_adapter = bool(network.adapter)
+    shape, has_adapter = network.shape, bool(network.adapter)
     layer = layer_activations(shape, run, has_adapter=has_adapter)
     hidden = float(run.size * run.tokens * shape.hidden)
-    kept = shape.layers * hidden if checkpointing else shape.layers * layer
+    kept = shape.layers * (hidden if checkpointing else layer)
     work = (layer if checkpointing else 0.0) + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
-    logits, ends = logits_bytes(shape, run), run.tokens * _norm(shape.hidden, run.size)
-    learns_head = network.trained and not has_adapter and shape.has_head
-    head_gradient = 2.0 * FP32 * shape.embedding if learns_head else 0.0
-    at_head = (
-        (3 + (run.size != FP32) / 2 + run.entropy) * logits
-        + head_gradient
-        + 2 * run.size * run.predicted * shape.hidden
-    )
-    parts = {
+    head_gradient = 2.0 * FP32 * shape.embedding if network.trained and not has_adapter and shape.has_head else 0.0
+    copies = 3 + (run.size != FP32) / 2 + run.entropy
+    at_head = copies * logits_bytes(shape, run) + head_gradient + 2 * run.size * run.predicted * shape.hidden
+    before, shard = network.gradients(micro_batches)
+    return {
         "gathered weights": network.gathered,
-        "gradients before their reduction": network.whole_gradients(micro_batches),
-        "kept activations": kept + ends,
+        "gradients before their reduction": before,
+        "kept activations": kept + run.tokens * _norm(shape.hidden, run.size),
+        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
+        SHARD: shard,
     }
-    if at_head > work:
-        parts["logits and output layer"] = at_head
-    else:
-        parts["one layer"] = work
-    return parts | {SHARD: network.gradient_shard(micro_batches)}
 
 
 def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:

@@ -1,8 +1,8 @@
 """How long the stages of a training step take at least, by roofline: arithmetic over the device's peak, or bytes over
 its bandwidth, whichever is longer, divided by the share of it that is assumed to be reached.
 
-A real run is slower where lengths are skewed, where a device waits for the slowest, and by what is not counted:
-rewards, driver, validation, checkpoints.
+It is a floor: answers are taken for equally long, so that no place of the engine is ever empty and no device waits for
+the slowest; scheduling, sampling, rewards, driver, validation and checkpoints are not counted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.planner.memory import (
     Accelerator,
@@ -28,6 +29,21 @@ from verl_lite.config import PPOConfig
 
 TRAINING, PREFILL, BANDWIDTH = 0.4, 0.5, 0.5
 """Shares of the peak that are assumed to be reached: matrix products in training, in prefill, and bandwidth."""
+ARITHMETIC, READING, WIRE = "arithmetic", "reading weights, keys and values", "weights and gradients between devices"
+
+
+class Stage(NamedTuple):
+    """How long it takes, and what bounds that."""
+
+    seconds: float
+    bound: str = ARITHMETIC
+
+
+class Lengths(NamedTuple):
+    """Mean tokens of a prompt and of an answer."""
+
+    prompt: float
+    response: float
 
 
 def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
@@ -56,18 +72,19 @@ class Generation:
     devices: int = 1
 
 
-def generation_seconds(shape: ModelShape, run: Generation, device: Accelerator) -> tuple[float, float]:
+def generation_stages(shape: ModelShape, run: Generation, device: Accelerator) -> tuple[Stage, Stage]:
     """(prefill, decode). A decode step reads the weights once and the keys and values of all running answers; they run
     in waves of `at_once`."""
     prefill = forward_flops(shape, run.prompts * run.prompt_length, run.prompt_length)
-    prefill /= device.flops * run.devices * PREFILL
     steps = math.ceil(run.sequences / run.at_once) * run.response_length
     together = min(float(run.at_once), run.sequences)
     context = run.prompt_length + run.response_length / 2
     touched = shape.parameters if not shape.experts or together >= shape.experts else shape.multiplied
     read = run.size * (touched + together * context * shape.kv_per_token) / run.devices
     computed = together * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / run.devices
-    return prefill, steps * max(read / (device.bandwidth * BANDWIDTH), computed / (device.flops * PREFILL))
+    of_a_step = Stage(read / (device.bandwidth * BANDWIDTH), READING), Stage(computed / (device.flops * PREFILL))
+    seconds, bound = max(of_a_step)
+    return Stage(prefill / (device.flops * run.devices * PREFILL)), Stage(steps * seconds, bound)
 
 
 @dataclass(frozen=True)
@@ -106,34 +123,37 @@ def reduction_seconds(
     return 2.0 * micro_batches * spread.gather_seconds(whole, device) + reductions * summed
 
 
-def stage_seconds(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, response_length: float | None = None
-) -> dict[str, float]:
-    """Seconds of each stage of a step by name. response_length: mean tokens of an answer; None = all as long as
-    allowed."""
-    data, rollout, policy, actor = config.data, config.rollout, networks.policy, config.actor
-    answer = float(data.max_response_length if response_length is None else response_length)
-    length, rows, fsdp = data.max_prompt_length + answer, rows_per_step(config), actor.fsdp_config
+def longest_lengths(config: PPOConfig) -> Lengths:
+    """As long as allowed."""
+    return Lengths(config.data.max_prompt_length, config.data.max_response_length)
+
+
+def step_stages(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths | None = None
+) -> dict[str, Stage]:
+    """The stages of a step by name. mean: lengths of prompts and answers; None = as long as allowed."""
+    rollout, policy, actor = config.rollout, networks.policy, config.actor
+    prompt, answer = mean or longest_lengths(config)
+    rows, fsdp = rows_per_step(config), actor.fsdp_config
     engines = max(1, slots // rollout.tensor_model_parallel_size)
     plan = memory_plan(config, networks, slots, device)
     generation = Generation(
         sequences=rows / engines,
         prompts=max(1.0, (rows if config.is_agentic else rows / rollout.n) / engines),
-        prompt_length=data.max_prompt_length,
+        prompt_length=prompt,
         response_length=answer,
         at_once=max(1, plan.sequences),
         size=compute_size(rollout.dtype, device),
         devices=rollout.tensor_model_parallel_size,
     )
-    prefill, decode = generation_seconds(policy, generation, device)
+    prefill, decode = generation_stages(policy, generation, device)
     # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
     whole, mini = mini_batch_prompts(config, -1), mini_batch_prompts(config, actor.ppo_mini_batch_size)
     together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
-    shared = distinct_prompts(config, together, mini) / together
-    tokens = rows / slots * (answer + data.max_prompt_length * shared)
+    tokens = rows / slots * (answer + prompt * distinct_prompts(config, together, mini) / together)
 
-    def passes(shape: ModelShape, count: int = 1) -> float:
-        return pass_seconds(shape, tokens, length, device, count)
+    def passes(shape: ModelShape, count: int = 1) -> Stage:
+        return Stage(pass_seconds(shape, tokens, prompt + answer, device, count))
 
     trained, adapter = trained_parameters(config, policy)
     stages = {"generation: prompts": prefill, "generation: answers": decode}
@@ -152,24 +172,21 @@ def stage_seconds(
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
     weights = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
     reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
-    wire = reduction_seconds(weights, trained, spread, device, steps * plan.micro_batches, reductions)
-    return stages | {"update": max(own, wire), "weight sync": sync_seconds(weights, spread, device)}
+    wire = Stage(reduction_seconds(weights, trained, spread, device, steps * plan.micro_batches, reductions), WIRE)
+    return stages | {"update": max(own, wire), "weight sync": Stage(sync_seconds(weights, spread, device), WIRE)}
 
 
-def time_lines(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, response_length: float | None
-) -> Iterator[str]:
+def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths) -> Iterator[str]:
     """Seconds by stage, and what they assume."""
-    stages = stage_seconds(config, networks, slots, device, response_length)
-    whole = sum(stages.values())
-    answer = config.data.max_response_length if response_length is None else response_length
-    yield f"{'time of a step, by roofline':<44}{'s':>8}"
-    for name, seconds in stages.items():
-        yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}"
-    tokens = rows_per_step(config) * (config.data.max_prompt_length + answer)
+    stages = step_stages(config, networks, slots, device, mean)
+    whole = sum(stage.seconds for stage in stages.values())
+    yield f"{'time of a step at least, by roofline':<44}{'s':>8}          bounded by"
+    for name, (seconds, bound) in stages.items():
+        yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}   {bound}"
+    tokens = rows_per_step(config) * sum(mean)
     yield f"{'a step':<44}{whole:8.1f}   {tokens / whole / slots:,.0f} tokens/s and device"
     yield (
         f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
-        f"{TRAINING:.0%} of the first in training, {PREFILL:.0%} in prefill, {BANDWIDTH:.0%} of the second, answers of "
-        f"{answer:g} tokens (--mean_response)"
+        f"{TRAINING:.0%} of the first in training, {PREFILL:.0%} in prefill, {BANDWIDTH:.0%} of the second; prompts of "
+        f"{mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), all equally long"
     )

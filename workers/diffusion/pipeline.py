@@ -42,8 +42,7 @@ class LatentCodec:
     def __init__(self, vae: nn.Module) -> None:
         self.vae: Any = vae
         config: Any = self.vae.config
-        self.channels = int(config.z_dim)
-        self.temporal_factor = int(config.scale_factor_temporal)
+        self.channels, self.temporal_factor = int(config.z_dim), int(config.scale_factor_temporal)
         self.spatial_factor = int(config.scale_factor_spatial)
         self._mean = torch.tensor(config.latents_mean, dtype=torch.float32).view(1, -1, 1, 1, 1)
         self._std = torch.tensor(config.latents_std, dtype=torch.float32).view(1, -1, 1, 1, 1)
@@ -64,12 +63,8 @@ class LatentCodec:
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Normalised latents (b, C, T, h, w) of a clip (b, 3, F, H, W) in [-1, 1]: the most likely ones."""
-        video = video.to(self.vae.dtype)
-        if hasattr(self.vae, "encode_video"):
-            latents = self.vae.encode_video(video)
-        else:
-            latents = self.vae.encode(video).latent_dist.mode()
-        latents = latents.float()
+        own, video = getattr(self.vae, "encode_video", None), video.to(self.vae.dtype)
+        latents = (self.vae.encode(video).latent_dist.mode() if own is None else own(video)).float()
         return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -130,11 +125,8 @@ class DiffusionParts:
 def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionParts:
     """The parts in the folder `model.path`, with `model.fused_loras` merged into their experts.
 
-    Args:
-        dtype: of all weights but those that a model's class keeps in fp32.
-
-    Raises:
-        UserError: the folder is no such pipeline.
+    dtype: of all weights but those that a model's class keeps in fp32. Raises UserError where the folder is no such
+    pipeline.
     """
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
@@ -192,13 +184,13 @@ def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) 
     option = {"transformers": "dtype", "diffusers": "torch_dtype"}.get(entry[0])
     how = {option: dtype} if option is not None and dtype is not None else {}
     remedy = f"the folder has to hold what {'.'.join(entry)}.from_pretrained reads"
-    component = _component_class(name, entry)
+    component = component_class(name, entry)
     with told_as(f"model.path: the component {name} ({folder / name}) cannot be loaded", remedy):
         loaded = component.from_pretrained(str(folder / name), **how)
     return loaded if how or dtype is None else loaded.to(dtype)
 
 
-def _component_class(name: str, entry: list[str]) -> Any:
+def component_class(name: str, entry: list[str]) -> Any:
     library, class_name = entry
     if name == "tokenizer" and library == "transformers":
         class_name = "AutoTokenizer"  # the class of an older release may have another name in this one

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +23,6 @@ from verl_lite.config.flow_grpo import FlowGRPOConfig, FlowModelConfig
 from verl_lite.errors import UserError
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.flow_sde import step_kl, step_log_prob, step_mean, step_std
-from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import Registry
 from verl_lite.single_controller.decorator import Dispatch, register
@@ -63,16 +61,6 @@ class FlowNetwork(Protocol):
         """Frames (n, F, 3, H, W) in [0, 1] of latents; an image has F = 1."""
 
 
-@dataclass(frozen=True)
-class FlowRows:
-    """One micro-batch. latents (b, T + 1, *latent_shape) fp32 are stored paths, None = sample them from the seeds."""
-
-    prompts: list[str]
-    first_seeds: list[int]
-    path_seeds: list[int]
-    latents: torch.Tensor | None
-
-
 class SDEPolicy(EngineNetwork):
     """The policy. reference: the model that the KL compares with, where that is not the model without its adapter."""
 
@@ -97,38 +85,36 @@ class SDEPolicy(EngineNetwork):
         """Modules of the classes that the network declares as not to be split."""
         return blocks_named(self, set(getattr(self.model, "_no_split_modules", None) or ()))
 
-    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[FlowRows, bool]:
-        """Reads prompt, first_seed, path_seed; latents and response_mask where paths are to be judged."""
+    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[DataProto, bool]:
+        """The micro-batch itself: prompt, first_seed, path_seed; latents (b, T + 1, *latent_shape) fp32 and
+        response_mask where stored paths are to be judged."""
         batch = micro_batch.batch
-        latents = batch["latents"].to(device) if "latents" in batch.keys() else None
-        prompts = [str(prompt) for prompt in micro_batch.non_tensor_batch["prompt"]]
-        rows = FlowRows(prompts, batch["first_seed"].tolist(), batch["path_seed"].tolist(), latents)
-        return rows, latents is None or bool(batch["response_mask"].any())
+        return micro_batch, "latents" not in batch.keys() or bool(batch["response_mask"].any())
 
     def save_assets(self, path: str) -> None:
         """Nothing: `FlowActorWorker.export` writes what others read."""
 
-    def forward(self, rows: FlowRows, *, steps: int, noise_level: float, with_kl: bool = False) -> dict[str, Any]:
+    def forward(self, rows: DataProto, *, steps: int, noise_level: float, with_kl: bool = False) -> dict[str, Any]:
         """Outputs by name: see `sample` and `judge`, one of which is done. steps: T."""
         sigmas = flow_sigmas(steps, self.shift)
         with torch.no_grad():
-            condition = self.model.encode(rows.prompts)
-        if rows.latents is None:
+            condition = self.model.encode([str(prompt) for prompt in rows.non_tensor_batch["prompt"]])
+        condition = condition.to(next(self.model.parameters()).device)
+        if "latents" not in rows.batch.keys():
             return self.sample(rows, condition, sigmas, noise_level)
-        return self.judge(rows.latents, condition.to(rows.latents.device), sigmas, noise_level, with_kl)
+        return self.judge(rows.batch["latents"], condition, sigmas, noise_level, with_kl)
 
     @torch.no_grad()
     def sample(
-        self, rows: FlowRows, condition: torch.Tensor, sigmas: list[float], noise_level: float
+        self, rows: DataProto, condition: torch.Tensor, sigmas: list[float], noise_level: float
     ) -> dict[str, torch.Tensor]:
         """frames (b, F, 3, H, W); with noise also latents (b, T + 1, *latent_shape) and log_probs (b, T).
 
         Noise comes from each row's own seeds, on the CPU: it depends on neither ranks nor micro-batches nor device.
         """
-        shape, device = tuple(self.model.latent_shape), next(self.model.parameters()).device
-        x = noise_of(rows.first_seeds, shape, device)
-        noise = noise_of(rows.path_seeds, (len(sigmas) - 1, *shape), device)
-        condition = condition.to(device)
+        shape, device = tuple(self.model.latent_shape), condition.device
+        x = noise_of(rows.batch["first_seed"].tolist(), shape, device)
+        noise = noise_of(rows.batch["path_seed"].tolist(), (len(sigmas) - 1, *shape), device)
         path, log_probs = [x], []
         for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
             velocity = self.model(x.to(self.compute_dtype), x.new_full((len(x),), sigma), condition).float()
@@ -246,17 +232,13 @@ class FlowActorWorker(TrainingWorker):
         sampler, actor = self.config.sampler, self.config.actor
         metrics = self.engine.train(
             data,
-            self.loss_func,
+            lambda part, outputs: actor_loss(part, outputs, actor),
             epochs=actor.ppo_epochs,
             steps=sampler.num_train_steps,
             noise_level=sampler.noise_level,
             with_kl=actor.use_kl_loss,
         )
         return DataProto(meta_info={"metrics": {f"actor/{name}": metric for name, metric in metrics.items()}})
-
-    def loss_func(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The loss of language models, over steps: see `workers.losses.actor_loss`."""
-        return actor_loss(data, outputs, self.config.actor)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, path: str) -> None:

@@ -152,6 +152,7 @@ class FSDPEngine:
         """
         if self.optimizer is None:
             raise ValueError("this engine was built without an optimizer and cannot train")
+        self.move_in_optimizer()
         self.policy.train()
         self._forward_arguments = forward_arguments
         metrics = train_epochs(self, data, loss_fn, epochs, self.between)
@@ -227,6 +228,7 @@ class FSDPEngine:
         waits for their files, which training may go on beside.
         """
         self.finish_save()
+        self.move_in_optimizer()
         Path(path).mkdir(parents=True, exist_ok=True)
         if background:
             self._save_group = self._save_group or dist.new_group(backend="gloo")
@@ -245,18 +247,18 @@ class FSDPEngine:
 
     def load(self, path: str) -> None:
         """Reads what `save` wrote, on any number of ranks."""
+        self.move_in_optimizer()
         self.scheduler_step = checkpoint.load(path, self.trained, self.optimizer)
         checkpoint.load_random_state(path, dist.get_rank())
 
     def move_in(self) -> None:
-        """Parameters and optimizer state on the device."""
-        self.move_in_params()
+        """Parameters on the device. Optimizer state comes when it is used: in `train`, `save` and `load`."""
+        self._move_params(self.device)
+
+    def move_in_optimizer(self) -> None:
+        """Optimizer state on the device."""
         if self.optimizer is not None:
             self.optimizer.to(self.device)
-
-    def move_in_params(self) -> None:
-        """Parameters on the device."""
-        self._move_params(self.device)
 
     def move_out(self) -> None:
         """To the host what the settings let go there: parameters (param_offload), optimizer state

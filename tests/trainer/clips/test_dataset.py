@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -83,14 +82,6 @@ def test_a_batch_has_the_columns_of_the_schema(table: Path) -> None:
     torch.testing.assert_close(video[0, :, 1, 4, 4], torch.arange(2, 7) * STEP / 255)
     assert batch.batch["noise_seed"].tolist() == [7, 2**63 - 1, 8] and batch.batch["row"].tolist() == [2, 0, 2]
     assert batch.non_tensor_batch["prompt"].tolist() == ["a bird", "a cat", "a bird"]
-
-
-def test_colours_stay_in_their_channels(tmp_path: Path) -> None:
-    frames = np.zeros((1, 16, 16, 3), dtype=np.uint8)
-    frames[..., 0], frames[0, 0, 5] = 255, (0, 0, 255)
-    write_folder(tmp_path / "a", frames)
-    video = VideoDataset(options(write_table(tmp_path, [["a", "red"]]), num_frames=1)).batch([0], [0]).batch["video"]
-    assert video[0, 0, :, 9, 9].tolist() == [1, 0, 0] and video[0, 0, :, 0, 5].tolist() == [0, 0, 1]
 
 
 def test_all_that_is_wrong_with_files_is_said_at_once_with_rows(table: Path) -> None:

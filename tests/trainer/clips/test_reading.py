@@ -39,14 +39,6 @@ def test_every_kind_of_file_gives_its_frames(tmp_path: Path, name: str) -> None:
         assert choose_frames(header, 5, float(RATE)) == [0, 1, 2, 3, 4]
 
 
-def test_frames_that_lie_out_of_order_are_counted_by_their_times(tmp_path: Path) -> None:
-    path = write_video(tmp_path / "a.mp4", np.tile(grey_frames(25), (4, 1, 1, 1)), bf="3")
-    header = read_header(path)
-    np.testing.assert_allclose(header.times or (), np.arange(100) / 16)
-    assert choose_frames(header, 9, 2.0) == [0, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert which(read_frames(path, [24, 25, 40], 32, 48)) == [24, 0, 15]
-
-
 def test_a_rate_that_is_nearly_that_of_the_clip_is_the_clip(tmp_path: Path) -> None:
     path = write_video(tmp_path / "a.mp4", grey_frames(20), rate=Fraction(16_000, 1_001))
     assert choose_frames(read_header(path), 17, 16.0) == list(range(17))
@@ -190,14 +182,3 @@ def test_bytes_that_are_wrong_anywhere_are_a_sentence_or_another_picture(tmp_pat
         except ClipError:
             refused += 1
     assert 8 < refused < 28
-
-
-def test_a_frame_that_the_decoder_only_guessed_is_refused(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).integers(0, 255, (6, 32, 48, 3), dtype=np.uint8)
-    path = write_video(tmp_path / "a.mp4", noise)
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 200] = bytes(200)
-    path.write_bytes(content)
-    with pytest.raises(ClipError, match="damaged"):
-        read_frames(path, list(range(6)), 32, 48)

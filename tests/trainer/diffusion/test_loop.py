@@ -200,28 +200,6 @@ def test_a_resumed_run_goes_on_and_has_its_before_from_the_untrained_model(tmp_p
     assert (tmp_path / "global_step_4" / "lora" / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_checkpoints_come_last_in_a_step_and_old_ones_go(tmp_path: Path) -> None:
-    run = Run(tmp_path, save_freq=1, max_actor_ckpt_to_keep=1)
-    run.trainer.fit()
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_3"]
-    save = ["save", "export", "finish_save"]
-    assert run.group.calls == ["train 1", *save, "train 2", *save, "train 3", *save]
-
-
-def test_a_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
-    run = Run(tmp_path, save_freq=-1, test_freq=-1)
-    train, group = run.group.train_step, run.group
-
-    def train_and_stop(data: DataProto) -> DataProto:
-        run.trainer.steps.stop()
-        return train(data)
-
-    group.train_step = train_and_stop  # type: ignore[method-assign]
-    result = run.trainer.fit()
-    assert result.stopped and result.checkpoint == tmp_path / "global_step_1" and result.last is None
-    assert group.calls == ["sample", "train 1", "save", "export", "finish_save"]
-
-
 @pytest.mark.parametrize(("rows", "size", "repeat"), [(7, 3, 1), (6, 3, 1), (2, 8, 1), (3, 4, 5)])
 def test_an_epoch_has_every_row_as_often_as_asked(rows: int, size: int, repeat: int) -> None:
     def steps_of(**more: Any) -> EpochSteps:

@@ -14,13 +14,12 @@ from trainer.planner.memory import (
     Pass,
     forward_only,
     kept_when_freed,
-    kv_bytes_per_token,
     layer_activations,
     logits_bytes,
     sync_bytes,
     training_pass,
 )
-from trainer.planner.model_shape import LIKE, ModelShape, config_like, shape_of
+from trainer.planner.model_shape import ModelShape, config_like, shape_of
 from verl_lite.errors import UserError
 
 # the models' own pages on the Hugging Face hub (number of parameters of the safetensors files)
@@ -44,10 +43,6 @@ SMALL = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, inner=16
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_published(name: str) -> None:
     assert shape_of(config_like(name)).parameters == PUBLISHED[name]
-
-
-def test_every_name_has_a_shape() -> None:
-    assert all(shape_of(config_like(name)).parameters > 4e8 for name in LIKE)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -82,16 +77,15 @@ def test_seven_billion_parameters_on_eight_ranks() -> None:
     network = HeldNetwork(SEVEN, ranks=8, compute=2, trained=SEVEN.parameters)
     assert network.weights == 3_807_808_256
     assert network.moments == 7_615_616_512
-    assert network.gradient_shard(1) == 3_807_808_256
+    assert network.gradients(1)[1] == 3_807_808_256
     # embedding and output layer of 152064 x 3584 each, the last norm, and two layers of 233,057,792, in bf16
     assert network.gathered == 2 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
     # several micro-batches: whole gradients on every rank, in fp32, whatever the number of ranks
-    assert network.whole_gradients(2) == 4 * 7_615_616_512
-    assert network.gradient_shard(2) == 0, "it takes the place of the whole ones"
+    assert network.gradients(2) == (4 * 7_615_616_512, 0), "the shard takes the place of the whole ones"
     one = HeldNetwork(SEVEN, ranks=1, compute=2, reduce=2, trained=SEVEN.parameters)
-    assert one.gradient_shard(2) == (4 - 2) * 7_615_616_512, "fp32 in place of bf16"
-    assert network.whole_gradients(1) == 6 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
-    assert replace(network, reduce=2).whole_gradients(2) == 2 * 7_615_616_512
+    assert one.gradients(2)[1] == (4 - 2) * 7_615_616_512, "fp32 in place of bf16"
+    assert network.gradients(1)[0] == 6 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
+    assert replace(network, reduce=2).gradients(2)[0] == 2 * 7_615_616_512
     frozen = replace(network, trained=0)
     assert (frozen.weights, frozen.moments) == (2 * 7_615_616_512 / 8, 0)
 
@@ -103,12 +97,6 @@ def test_an_adapter_costs_moments_for_itself_alone() -> None:
     network = HeldNetwork(SEVEN, ranks=1, compute=2, trained=adapter, adapter=adapter)
     assert network.weights == 2 * SEVEN.parameters + 4 * adapter
     assert network.moments == 8 * adapter
-
-
-def test_keys_and_values_of_a_token() -> None:
-    assert kv_bytes_per_token(SEVEN, 2) == 57_344  # 2 x 28 layers x 4 heads x 128 x 2 bytes
-    assert kv_bytes_per_token(SEVEN, 2, tensor_parallel=2) == 28_672
-    assert kv_bytes_per_token(SEVEN, 2, tensor_parallel=8) == 14_336, "four heads: two devices have the same one"
 
 
 def test_activations_of_a_layer() -> None:

@@ -19,7 +19,7 @@ from trainer.planner.memory import (
     read_networks,
 )
 from trainer.planner.model_shape import ModelShape, config_like, shape_of
-from trainer.planner.step_time import stage_seconds
+from trainer.planner.step_time import Lengths, step_stages
 from trainer.tracking.record import Record
 from verl_lite.config import PPOConfig
 from verl_lite.machine.host import HostLoad
@@ -43,23 +43,23 @@ def grpo() -> PPOConfig:
 def test_phases_of_seven_billion_parameters_on_eight_devices() -> None:
     plan = memory_plan(grpo(), Networks(SEVEN), 8, H100)
     assert plan.always == {"actor: weights": PARAMETERS / 2, "actor: AdamW's moments": PARAMETERS}
-    phases = {phase.name: phase for phase in plan.phases}
+    phases = plan.phases
     assert list(phases) == ["rollout", "old log-probs", "update", "weight sync"]
     # half of 79.1 GiB is the engine's: 15.2 GB of weights, its step, and the rest for keys and values
-    assert phases["rollout"].total == pytest.approx(0.5 * 79.1 * GIB)
-    assert phases["rollout"].parts["engine: weights"] == 2 * PARAMETERS
-    assert plan.sequences == phases["rollout"].parts["engine: KV cache"] // (57_344 * 2048)
+    assert sum(phases["rollout"].values()) == pytest.approx(0.5 * 79.1 * GIB)
+    assert phases["rollout"]["engine: weights"] == 2 * PARAMETERS
+    assert plan.sequences == phases["rollout"]["engine: KV cache"] // (57_344 * 2048)
     # 64 x 8 / 8 rows of 2048 tokens, 16384 tokens at a time: 8 micro-batches, so gradients add up whole
     assert plan.micro_batches == 8
-    assert phases["update"].parts["gradients before their reduction"] == 4 * PARAMETERS
-    assert "engine: weights" not in phases["update"].parts, "the engine sleeps"
-    assert plan.worst.name == "update"
+    assert phases["update"]["gradients before their reduction"] == 4 * PARAMETERS
+    assert "engine: weights" not in phases["update"], "the engine sleeps"
+    assert plan.worst == "update"
     config = grpo()
     config.actor.fsdp_config.reduce_every_micro_batch = True
-    [update] = [phase for phase in memory_plan(config, Networks(SEVEN), 8, H100).phases if phase.name == "update"]
+    update = memory_plan(config, Networks(SEVEN), 8, H100).phases["update"]
     root, layer = 2 * 152_064 * 3584 + 3584, SEVEN.layer_parameters
-    assert update.parts["gradients before their reduction"] == 6 * (root + 2 * layer), "bf16, and its fp32 copy"
-    assert update.parts["gradients, this rank's shard"] == PARAMETERS / 2
+    assert update["gradients before their reduction"] == 6 * (root + 2 * layer), "bf16, and its fp32 copy"
+    assert update["gradients, this rank's shard"] == PARAMETERS / 2
 
 
 def test_what_is_offloaded_comes_for_its_phase_and_is_on_the_host_else() -> None:
@@ -68,8 +68,9 @@ def test_what_is_offloaded_comes_for_its_phase_and_is_on_the_host_else() -> None
     plan = memory_plan(config, Networks(SEVEN), 8, H100)
     assert plan.always == {}
     assert plan.host == {"actor: weights": PARAMETERS / 2, "actor: AdamW's moments": PARAMETERS}
-    phases = {phase.name: phase.parts for phase in plan.phases}
+    phases = plan.phases
     assert phases["update"]["AdamW's moments, from the host"] == PARAMETERS
+    assert "AdamW's moments, from the host" not in phases["old log-probs"], "they come when it trains"
     assert phases["weight sync"]["weights, from the host"] == PARAMETERS / 2
     assert "AdamW's moments, from the host" not in phases["weight sync"]
     on_cpu = memory_plan(config, Networks(SEVEN), 8, CPU)
@@ -80,7 +81,7 @@ def test_an_engine_that_does_not_sleep_is_there_in_every_phase() -> None:
     config = grpo()
     config.rollout.free_cache_engine = False
     plan = memory_plan(config, Networks(SEVEN), 8, H100)
-    assert all("engine: KV cache" in phase.parts for phase in plan.phases)
+    assert all("engine: KV cache" in parts for parts in plan.phases.values())
 
 
 def test_reference_critic_and_reward_model_are_held_beside() -> None:
@@ -94,7 +95,7 @@ def test_reference_critic_and_reward_model_are_held_beside() -> None:
     assert plan.always["reward model: weights"] == 2 * of_scorer / 8
     assert plan.always["critic: AdamW's moments"] == of_scorer
     names = ["rollout", "reward model", "old log-probs", "reference log-probs", "values", "critic update"]
-    assert [phase.name for phase in plan.phases] == [*names, "update", "weight sync"]
+    assert list(plan.phases) == [*names, "update", "weight sync"]
 
 
 def test_disk_is_weights_and_moments_of_what_learns(tmp_path: Path) -> None:
@@ -110,15 +111,23 @@ def test_disk_is_weights_and_moments_of_what_learns(tmp_path: Path) -> None:
 
 def test_twice_the_devices_halve_the_passes() -> None:
     config, networks = grpo(), Networks(SEVEN)
-    one = stage_seconds(config, networks, 8, H100)
-    two = stage_seconds(config, networks, 16, H100)
+
+    def seconds(slots: int, mean: Lengths | None = None) -> dict[str, float]:
+        stages = step_stages(config, networks, slots, H100, mean)
+        return {name: stage.seconds for name, stage in stages.items()}
+
+    one, two = seconds(8), seconds(16)
     assert two["old log-probs"] == pytest.approx(one["old log-probs"] / 2)
     assert two["update"] == pytest.approx(one["update"] / 2)
     assert one["update"] == pytest.approx(4 * one["old log-probs"]), "forward, backward twice, and forward again"
-    config.model.enable_gradient_checkpointing = False
-    assert stage_seconds(config, networks, 8, H100)["update"] == pytest.approx(3 * one["old log-probs"])
-    short = stage_seconds(config, networks, 8, H100, response_length=100)
+    short = seconds(8, Lengths(512, 100))
     assert short["generation: answers"] < one["generation: answers"] / 15
+    # half the prompt is less than half of its arithmetic, as attention falls with the square
+    half = seconds(8, Lengths(256, 1536))
+    assert 0.4 < half["generation: prompts"] / one["generation: prompts"] < 0.5
+    assert half["update"] < one["update"] and half["generation: answers"] < one["generation: answers"]
+    config.model.enable_gradient_checkpointing = False
+    assert seconds(8)["update"] == pytest.approx(3 * one["old log-probs"])
 
 
 def folder_with_config(tmp_path: Path) -> str:
@@ -127,9 +136,7 @@ def folder_with_config(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_the_command_plans_a_cluster_from_a_config_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_plans_a_cluster_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["rollout.n=8", "trainer.n_gpus_per_node=8", "trainer.nnodes=16"]
     options.append(f"model.path={folder_with_config(tmp_path)}")
     assert main(options) == 0
@@ -138,6 +145,9 @@ def test_the_command_plans_a_cluster_from_a_config_alone(
     assert main([*options, "--memory_gb", "2", "rollout.name=vllm"]) == 1
     told = capsys.readouterr().out
     assert "does not fit 2.0 GiB" in told and "not on a GPU" in told
+    assert re.search("generation: answers .* reading weights, keys and values", told)
+    assert main([*options, "--mean_prompt", "100", "--mean_response", "700"]) == 0
+    assert "prompts of 100 tokens (--mean_prompt), answers of 700 (--mean_response)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -149,6 +159,10 @@ def test_the_command_plans_a_cluster_from_a_config_alone(
         (
             ["--like", "qwen2.5-7b", "rollout.n=8", "--mean_response", "9999"],
             "--mean_response 9999: expected a number above 0 and at most",
+        ),
+        (
+            ["--like", "qwen2.5-7b", "--mean_prompt", "9999"],
+            "--mean_prompt 9999: expected a number above 0 and at most",
         ),
         (["--like", "qwen2.5-7b", "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
         (["--like", "qwen2.5-7b", "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
@@ -203,7 +217,7 @@ def test_answers_to_one_prompt_share_its_tokens_but_not_in_attention() -> None:
     kept = "kept activations"
 
     def update(config: PPOConfig) -> dict[str, float]:
-        return {phase.name: phase.parts for phase in memory_plan(config, Networks(SEVEN), 1, H100).phases}["update"]
+        return memory_plan(config, Networks(SEVEN), 1, H100).phases["update"]
 
     assert distinct_prompts(config, 16, 2) == 2 and distinct_prompts(config, 1, 2) == 1
     shared = update(config)

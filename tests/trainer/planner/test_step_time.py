@@ -8,10 +8,11 @@ from trainer.planner import step_time
 from trainer.planner.memory import Accelerator
 from trainer.planner.model_shape import config_like, shape_of
 from trainer.planner.step_time import (
+    READING,
     Generation,
     Spread,
     forward_flops,
-    generation_seconds,
+    generation_stages,
     pass_seconds,
     reduction_seconds,
     sync_seconds,
@@ -36,10 +37,12 @@ def test_a_forward_is_two_operations_for_each_number_and_causal_attention() -> N
 
 def test_decoding_reads_weights_once_and_all_keys_and_values() -> None:
     run = Generation(512, 64, prompt_length=100, response_length=200, at_once=256, size=2)
-    prefill, decode = generation_seconds(SEVEN, run, DEVICE)
-    assert prefill == pytest.approx(6400 * (2 * 7_070_285_824 + 2 * 28 * 3584 * 100) / 1e15)
+    prefill, decode = generation_stages(SEVEN, run, DEVICE)
+    assert prefill.seconds == pytest.approx(6400 * (2 * 7_070_285_824 + 2 * 28 * 3584 * 100) / 1e15)
     # two waves of 200 steps; a step reads 15.2 GB of weights and 256 contexts of 200 tokens x 57,344 bytes
-    assert decode == pytest.approx(400 * (2 * 7_615_616_512 + 256 * 200 * 57_344) / 4e12)
+    assert decode.bound == READING and decode.seconds == pytest.approx(
+        400 * (2 * 7_615_616_512 + 256 * 200 * 57_344) / 4e12
+    )
 
 
 def test_weights_and_gradients_travel_within_a_copy_and_then_over_copies() -> None:

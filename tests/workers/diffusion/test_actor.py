@@ -97,12 +97,6 @@ def test_metrics_of_a_batch_with_a_sample_that_does_not_count(path: str) -> None
     assert samples["counted"].sum() == 2
 
 
-def test_learning_on_fixed_samples(path: str) -> None:
-    worker, data = worker_of(path, lr=3e-2, eps=1e-8, kl_loss_coef=0.1), part(2, 2)
-    scores = [values(worker.train_step(data).meta_info["metrics"])["actor/face_score"] for _ in range(8)]
-    assert abs(scores[0]) < 0.01 and scores[-1] > 0.025
-
-
 def test_frames_of_the_last_step_are_those_it_was_trained_on(path: str) -> None:
     worker = worker_of(path)
     data = part(3, 2)

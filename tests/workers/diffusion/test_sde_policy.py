@@ -83,12 +83,6 @@ def test_without_noise_it_is_the_ode_and_has_no_probability(path: str) -> None:
     assert torch.equal(first["frames"], second["frames"])
 
 
-def test_stored_paths_are_judged_as_they_were_sampled(path: str) -> None:
-    data = paths_of(path, ROWS)
-    found = inferred(engine_of(config_of(path)), data, 4, steps=STEPS, noise_level=LEVEL)
-    torch.testing.assert_close(found["log_probs"], data.batch["old_log_probs"].clone(), atol=1e-6, rtol=1e-6)
-
-
 def test_on_policy_every_ratio_is_exactly_one(path: str) -> None:
     config, data = config_of(path), paths_of(path, ROWS)
     data.batch.pop("old_log_probs")
