@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +22,6 @@ FPS = 16
 """Wan's, and ROLL's."""
 
 CODEC = "libx264"
-WAITING_BYTES = 2**30
 _BT601 = 6  # what PyAV makes of RGB; without the word players take 720 lines and more for BT.709
 
 
@@ -50,10 +47,10 @@ def as_frames(video: torch.Tensor) -> Frames:
 
 
 class VideoWriter:
-    """Writes clips as FOLDER/NAME.mp4 in a thread; a context that waits for the last of them.
+    """Writes the clips of a step into FOLDER/step_N in a thread; a context that waits for the last of them.
 
-    What waits is bounded in bytes: a clip that finds no room is dropped. An encoder that fails costs its own clip. A
-    file has its final name only when it is whole.
+    A step that comes before the clips of the last one are written loses its own. An encoder that fails costs its clip.
+    A file has its final name only when it is whole.
 
     Args:
         tell: takes a sentence for the user, one for each kind of trouble; called from the thread too.
@@ -62,12 +59,11 @@ class VideoWriter:
         UserError: PyAV or its H.264 encoder is missing.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[str], None], *, waiting_bytes: int = WAITING_BYTES) -> None:
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         if CODEC not in require_av().codecs_available:
             raise UserError(f"The installed PyAV cannot write {CODEC}: pip install av, or set trainer.video_freq=0")
-        self.folder, self.waiting_bytes = Path(folder), waiting_bytes
-        self.written, self.lost, self._names = 0, Counter[str](), Counter[str]()
-        self._tell, self._bytes, self._lock = tell, 0, threading.Lock()
+        self.folder, self._tell, self._told = Path(folder), tell, set[str]()
+        self._writing: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="video-writer")
 
     def __enter__(self) -> VideoWriter:
@@ -76,43 +72,31 @@ class VideoWriter:
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown()
 
-    def write(self, name: str, video: torch.Tensor) -> None:
-        """Takes a clip (F, 3, H, W) in [0, 1], copied here. Never waits.
+    def write(self, step: int, rows: Sequence[int], videos: torch.Tensor) -> None:
+        """Takes clips (n, F, 3, H, W) in [0, 1] of these rows, copied here. Never waits."""
+        if self._writing is not None and not self._writing.done():
+            self._lose("dropped", f"step {step}: the clips before are still being written")
+            return
+        names = [f"row_{row}" + f"_{rows[:place].count(row)}" * (row in rows[:place]) for place, row in enumerate(rows)]
+        paths = [self.folder / f"step_{step}" / f"{name}.mp4" for name in names]
+        self._writing = self._pool.submit(self._write, dict(zip(paths, map(as_frames, videos), strict=True)))
 
-        Args:
-            name: without the suffix, may have folders; one that came before gets a number, NAME_1.
-        """
-        frames = as_frames(video)
-        self._names[name] += 1
-        if self._names[name] > 1:
-            name = f"{name}_{self._names[name] - 1}"
-        with self._lock:
-            has_room = not self._bytes or self._bytes + frames.nbytes <= self.waiting_bytes
-            self._bytes += frames.nbytes * has_room
-        if has_room:
-            self._pool.submit(self._write, name, frames)
-        else:
-            self._lose("dropped", f"{name}.mp4: the writer is {self.waiting_bytes / 2**20:.0f} MiB behind")
-
-    def _write(self, name: str, frames: Frames) -> None:
-        final = self.folder / f"{name}.mp4"
-        draft = final.with_name(f".{final.name}.part")
-        try:
-            draft.parent.mkdir(parents=True, exist_ok=True)
-            write_mp4(draft, frames)
-            draft.replace(final)
-            self.written += 1
-        except Exception as error:  # a lost clip must not end a run, whatever the encoder raises
-            self._lose("failed", f"{final}: {type(error).__name__}: {error}")
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
-        with self._lock:
-            self._bytes -= frames.nbytes
+    def _write(self, clips: Mapping[Path, Frames]) -> None:
+        for path, frames in clips.items():
+            draft = path.with_name(f".{path.name}.part")
+            try:
+                draft.parent.mkdir(parents=True, exist_ok=True)
+                write_mp4(draft, frames)
+                draft.replace(path)
+            except Exception as error:  # a lost clip must not end a run, whatever the encoder raises
+                self._lose("failed", f"{path}: {type(error).__name__}: {error}")
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
 
     def _lose(self, how: str, what: str) -> None:
-        self.lost[how] += 1
-        if self.lost[how] == 1:
-            self._tell(f"videos: {how}, {what}. The run goes on without this clip and others of which this is true")
+        if how not in self._told:
+            self._told.add(how)
+            self._tell(f"videos: {how}, {what}. The run goes on without these clips and others of which this is true")
 
 
 class Strip(NamedTuple):

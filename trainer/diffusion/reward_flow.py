@@ -80,8 +80,7 @@ class RewardFlowTrainer(DiffusionTrainer):
         if self.videos is not None and self.steps.due(self.config.trainer.video_freq):
             with self.timed("videos"):
                 samples = self.actor.last_frames()
-                for row, frames in zip(samples.batch["row"].tolist(), samples.batch["frames"], strict=True):
-                    self.videos.write(f"step_{step}/row_{row}", frames)
+                self.videos.write(step, samples.batch["row"].tolist(), samples.batch["frames"])
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
         """The mean score over the samples that count, and the share of those that do not."""

@@ -127,27 +127,26 @@ def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
 
 def _on_policy_row(config: PPOConfig) -> PlanRow:
     """Whether all that is learnt from was sampled with the weights that learn, and if not, why."""
-    name, correction = "strictly on-policy", config.algorithm.rollout_correction
+    correction, why = config.algorithm.rollout_correction, "later optimizer steps learn from samples of older weights"
     if config.is_agentic and config.agentic.async_generation_ratio:
         corrected = correction.rollout_is is not None or correction.bypass_mode
         how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
-        return PlanRow(name, "no", f"samples are of earlier weights, {how}")
-    if is_on_policy(config):
-        return PlanRow(name, "yes", "one optimizer step per batch")
-    return PlanRow(name, "no", "later optimizer steps learn from samples of older weights")
+        why = f"samples are of earlier weights, {how}"
+    elif is_on_policy(config):
+        return PlanRow("strictly on-policy", "yes", "one optimizer step per batch")
+    return PlanRow("strictly on-policy", "no", why)
 
 
 def _score_rows(config: PPOConfig) -> Iterator[PlanRow]:
     """What an answer's score is made of, where it has several parts."""
     reward, model, has_function = config.reward, config.reward_model, needs_reward_function(config)
     functions = reward_parts(reward.functions) if has_function else []
-    terms = " + ".join(f"{part.weight:g} {part.label}" for part in functions)
-    if not model.enable:
-        yield from [PlanRow("score of an answer", terms, "reward.functions")] if terms else []
-        return
-    function = f"{reward.function_weight:g} function{f' ({terms})' if terms else ''} + " if has_function else ""
-    options = "reward.function_weight, reward_model.weight"
-    yield PlanRow("score of an answer", f"{function}{model.weight:g} model", options)
+    terms, options = " + ".join(f"{part.weight:g} {part.label}" for part in functions), "reward.functions"
+    if model.enable:
+        function = f"{reward.function_weight:g} function{f' ({terms})' if terms else ''} + " if has_function else ""
+        terms, options = f"{function}{model.weight:g} model", "reward.function_weight, reward_model.weight"
+    if terms:
+        yield PlanRow("score of an answer", terms, options)
 
 
 def _passes_row(config: PPOConfig) -> PlanRow:
@@ -159,8 +158,9 @@ def _passes_row(config: PPOConfig) -> PlanRow:
         "values": needs_critic(config),
     }
     passes = [name for name, is_needed in needed.items() if is_needed]
-    is_bypassed = config.algorithm.rollout_correction.bypass_mode
-    reason = "bypass_mode takes the rollout's" if is_bypassed else "on-policy, the update's own are the same"
-    skipped = [] if needed["old log-probs"] else [f"old log-probs skipped: {reason}"]
-    told = "; ".join([*([", ".join(passes)] if passes else []), *skipped])
-    return PlanRow("passes before the update", f"{len(passes)}", told)
+    told = [", ".join(passes)] if passes else []
+    if not needed["old log-probs"]:
+        is_bypassed = config.algorithm.rollout_correction.bypass_mode
+        why = "bypass_mode takes the rollout's" if is_bypassed else "on-policy, the update's own are the same"
+        told.append(f"old log-probs skipped: {why}")
+    return PlanRow("passes before the update", f"{len(passes)}", "; ".join(told))

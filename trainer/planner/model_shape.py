@@ -60,19 +60,15 @@ class ModelShape:
 
     @property
     def kv_per_token(self) -> int:
-        """Numbers of the KV cache for one token."""
+        """Numbers of the KV cache."""
         return 2 * self.layers * self.kv
-
-    @property
-    def _matrices(self) -> int:
-        return 2 * self.hidden * (self.query + self.kv)
 
     @property
     def layer_parameters(self) -> int:
         """Of one layer, which FSDP gathers at one time."""
-        attention = self.qkv_bias * (self.query + 2 * self.kv) + self.head_norms * 2 * self.head_dim
+        attention = 2 * self.hidden * (self.query + self.kv) + self.qkv_bias * (self.query + 2 * self.kv)
         mlps = max(1, self.experts) * 3 * self.hidden * self.inner + self.experts * self.hidden
-        return self._matrices + attention + mlps + 2 * self.hidden
+        return attention + self.head_norms * 2 * self.head_dim + mlps + 2 * self.hidden
 
     @property
     def embedding(self) -> int:
@@ -93,8 +89,8 @@ class ModelShape:
     @property
     def multiplied(self) -> int:
         """Numbers that each token is multiplied with: without the embedding's, and of a mixture the chosen experts."""
-        mlps = 3 * self.hidden * self.active_inner + self.experts * self.hidden
-        return self.layers * (self._matrices + mlps) + (self.embedding if self.has_head else self.hidden)
+        attention, mlps = 2 * (self.query + self.kv), 3 * self.active_inner + self.experts
+        return self.layers * self.hidden * (attention + mlps) + (self.embedding if self.has_head else self.hidden)
 
     def adapter_parameters(self, rank: int) -> int:
         """Of an adapter of this rank on all linear layers but the output layer (all-linear); experts have none."""
@@ -110,6 +106,7 @@ class ModelShape:
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 151936}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "head_dim": 128}
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+_OF_128 = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] = {
     "qwen2.5-0.5b": (_QWEN2, (896, 24, 14, 2, 4864, True)),
     "qwen2.5-1.5b": (_QWEN2, (1536, 28, 12, 2, 8960, True)),
@@ -120,11 +117,7 @@ _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] =
     "qwen2.5-72b": (_QWEN2 | {"vocab_size": 152064}, (8192, 80, 64, 8, 29568, False)),
     "qwen3-0.6b": (_QWEN3, (1024, 28, 16, 8, 3072, True)),
     "qwen3-8b": (_QWEN3, (4096, 36, 32, 8, 12288, False)),
-    "qwen3-30b-a3b": (
-        _QWEN3
-        | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        (2048, 48, 32, 4, 6144, False),
-    ),
+    "qwen3-30b-a3b": (_QWEN3 | _OF_128, (2048, 48, 32, 4, 6144, False)),
     "llama-3.1-8b": (_LLAMA, (4096, 32, 32, 8, 14336, False)),
     "llama-3.1-70b": (_LLAMA, (8192, 80, 64, 8, 28672, False)),
 }

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from functools import cache
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.workers.diffusion.tiny_wan import tiny_pipeline
 from trainer import diffusion_plan
-from trainer.planner.diffusion import UMT5_XXL, count, launch_plan, plan, published_shape, read_shape
-from trainer.planner.memory import GIB, MemoryPlan
+from trainer.planner.diffusion import count, launch_plan, plan, published_shape, read_shape
+from trainer.planner.memory import GIB
 from verl_lite.config import load_schema, schema_of
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 
 pytest.importorskip("diffusers")
+SHARD = "low-noise expert, this rank's shard"
 A14B, TI2V = "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"
 
 
-def config(**options: Any) -> RewardFlowConfig:
-    """Clips of 5 frames of 64 x 64, unless others are asked for."""
+def config(num_frames: int = 5, **options: Any) -> RewardFlowConfig:
+    """Clips of 5 frames of 64 x 64, unless longer ones are asked for. options: of model."""
     made = RewardFlowConfig()
-    made.data.num_frames = options.pop("num_frames", 5)
-    if made.data.num_frames == 5:
+    made.data.num_frames = num_frames
+    if num_frames == 5:
         made.data.height = made.data.width = 64
     for name, value in options.items():
         assert hasattr(made.model, name)
@@ -34,32 +35,35 @@ def config(**options: Any) -> RewardFlowConfig:
     return made
 
 
-@cache
-def planned(name: str = A14B, slots: int = 1, **options: Any) -> MemoryPlan:
-    return plan(config(**options), published_shape(name), slots)
-
-
-def test_counts_are_the_published_ones_and_frozen_parts_by_hand() -> None:
+def test_counts_are_the_published_ones() -> None:
     """Wan2.2's names say 14 B and 5 B; Wan-VAE has 127 M, Wan2.2-VAE 705 M, umt5-xxl's encoder 5.68 B. bf16: 2 bytes
-    each; of the adapter 12 (weight and two moments)."""
-    shard = "low-noise expert, this rank's shard"
-    one, eight = planned(), planned(slots=8, offload_frozen=True)
-    expert, adapter = 2 * 14_288_901_184, 40 * 32 * (8 * (5120 + 5120) + 2 * (5120 + 13824))
-    assert one.always[shard] == one.always["high-noise expert"] == eight.host["high-noise expert"] == expert
-    assert one.always["text encoder"] == eight.host["text encoder"] == 2 * 5_680_910_336
-    assert one.always["adapter, Adam"] == 12 * adapter and eight.always[shard] == expert / 8
-    assert not one.host and "high-noise expert" not in eight.always
-    assert planned(TI2V).always[shard] == 2 * 4_999_787_712
+    each; of the adapter 12 (weight and two moments). Blocks recomputed, steps not: of each of 4 steps are kept 40
+    inputs of 32 tokens x 5120 in bf16, and 512 tokens of text."""
+    a14b = plan(config(checkpoint_steps=False), published_shape(A14B), 1)
+    adapter = 40 * 32 * (8 * (5120 + 5120) + 2 * (5120 + 13824))
+    assert a14b.always[SHARD] == a14b.always["high-noise expert"] == 2 * 14_288_901_184
+    assert a14b.always["text encoder"] == 2 * 5_680_910_336 and a14b.always["adapter, Adam"] == 12 * adapter
+    kept = a14b.phases["decoding"]["kept of the steps"]
+    assert kept == pytest.approx(4 * 2 * 5120 * (40 * 32 + 512), rel=0.06)
+    assert plan(config(), published_shape(TI2V), 1).always[SHARD] == 2 * 4_999_787_712
     for name, autoencoder in ((A14B, 127e6), (TI2V, 705e6)):
         assert count(published_shape(name).vae) == pytest.approx(autoencoder, rel=2e-3)
 
 
-def test_what_the_steps_keep_by_hand() -> None:
-    """Blocks recomputed, steps not: of each of 4 steps 40 inputs of its tokens x 5120 in bf16, and little besides."""
-    some = planned(checkpoint_steps=False)
-    tokens = 2 * 4 * 4
-    assert some.phases["decoding"]["kept of the steps"] == pytest.approx(4 * 40 * tokens * 5120 * 2, rel=0.15)
-    assert planned().peak < some.peak < planned(checkpoint_steps=False, checkpoint_decode=False).peak
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_pipeline(tmp_path_factory.mktemp("wan"), vae="wan")
+
+
+def test_what_is_offloaded_sharded_and_recomputed(folder: str) -> None:
+    shape = read_shape(folder)
+    one, eight = plan(config(), shape, 1), plan(config(offload_frozen=True), shape, 8)
+    assert eight.always[SHARD] == one.always[SHARD] / 8
+    moved = ("high-noise expert", "text encoder")
+    assert eight.host == {name: one.always[name] for name in moved} and not one.host
+    assert not set(moved) & set(eight.always)
+    off = dict.fromkeys(("checkpoint_steps", "checkpoint_decode", "enable_gradient_checkpointing"), False)
+    assert one.peak < plan(config(**off), shape, 1).peak
 
 
 @pytest.mark.slow
@@ -71,37 +75,19 @@ def test_planned_is_what_a_step_takes(tmp_path: Path) -> None:
     assert found.planned == pytest.approx(found.live, rel=0.05)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--like", TI2V, "data.num_frames=5", "data.height=64", "data.width=64", "--memory_gb"]
-    assert diffusion_plan.main([*arguments, "8"]) == 1
+def test_the_command_and_wrong_input(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"model.path={folder}", "data.num_frames=5", "data.height=64", "data.width=64", "--memory_gb"]
+    assert diffusion_plan.main([*arguments, "0.1"]) == 1
     out = capsys.readouterr().out
-    assert "clip 5 x 64 x 64; 1 device" in out and "does not fit 8.0 GiB" in out and "not on a GPU" in out
+    assert "clip 5 x 64 x 64; 1 device" in out and "does not fit 0.1 GiB" in out and "not on a GPU" in out
     assert diffusion_plan.main([*arguments, "0"]) == 2
-
-
-def test_shapes_from_a_folder(tmp_path: Path) -> None:
-    """Config files alone."""
-    wan = ["diffusers", "WanTransformer3DModel"]
-    vae = ["diffusers", "AutoencoderKLWan"]
-    files: dict[str, dict[str, Any]] = {
-        "model_index.json": {"vae": vae, "text_encoder": ["transformers", "UMT5EncoderModel"], "transformer_2": wan},
-        "transformer/config.json": {
-            "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40,
-            "in_channels": 36, "out_channels": 16, "text_dim": 4096, "patch_size": [1, 2, 2],
-        },
-        "vae/config.json": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4]},
-        "text_encoder/config.json": UMT5_XXL,
-    }  # fmt: skip
-    files["model_index.json"]["boundary_ratio"] = 0.9
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
     made = config()
-    made.model.path = str(tmp_path)
-    assert launch_plan(made, 1) == f"{planned().device_bytes / GIB:.0f} GiB (calculated)"
-    (tmp_path / "text_encoder" / "config.json").unlink()
+    made.model.path = str(tmp_path / "copy")
+    shutil.copytree(folder, tmp_path / "copy")
+    assert launch_plan(made, 1) == "1 GiB (calculated)"
+    (tmp_path / "copy" / "text_encoder" / "config.json").unlink()
     with pytest.raises(UserError, match=r"text_encoder.*config.json is missing.*--like"):
-        read_shape(str(tmp_path))
+        read_shape(str(tmp_path / "copy"))
     assert launch_plan(made, 1) == ""
 
 

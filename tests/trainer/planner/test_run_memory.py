@@ -146,8 +146,8 @@ def test_the_command_plans_a_cluster_from_a_config_alone(tmp_path: Path, capsys:
     told = capsys.readouterr().out
     assert "does not fit 2.0 GiB" in told and "not on a GPU" in told
     assert re.search("generation: answers .* reading weights, keys and values", told)
-    assert main([*options, "--mean_prompt", "100", "--mean_response", "700"]) == 0
-    assert "prompts of 100 tokens (--mean_prompt), answers of 700 (--mean_response)" in capsys.readouterr().out
+    assert main([*options, "--mean_prompt", "100", "--mean_response", "300"]) == 0
+    assert "prompts of 100 tokens (--mean_prompt), answers of 300 (--mean_response)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
