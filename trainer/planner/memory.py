@@ -166,13 +166,13 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     """The memory of a training step on one of `slots` devices."""
     on_cpu, is_vllm = device.name == "cpu", resolve_engine_name(config.rollout.name) == "vllm"
     plan = MemoryPlan({}, {}, WORKER_BYTES + VLLM_BYTES * is_vllm if on_cpu else None)
-    networks_held = dict(_held(config, networks, slots, device))
-    weights: dict[str, dict[str, float]] = {role: {} for role in networks_held}  # that come for the phases of a role
-    moments: dict[str, dict[str, float]] = {role: {} for role in networks_held}  # that come for its update alone
-    for role, (network, fsdp) in networks_held.items():
+    held = dict(_held(config, networks, slots, device))
+    weights: dict[str, dict[str, float]] = {role: {} for role in held}  # that come for the phases of a role
+    moments: dict[str, dict[str, float]] = {role: {} for role in held}  # that come for its update alone
+    for role, network in held.items():
         for name, size, is_offloaded, moved in (
-            ("weights", network.weights, fsdp.param_offload, weights),
-            ("AdamW's moments", network.moments, fsdp.optimizer_offload, moments),
+            ("weights", network.weights, network.fsdp.param_offload, weights),
+            ("AdamW's moments", network.moments, network.fsdp.optimizer_offload, moments),
         ):
             if size and is_offloaded and not on_cpu:
                 plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
@@ -180,7 +180,6 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
                 plan.always[f"{role}: {name}"] = size
     rollout = plan.phases["rollout"] = _rollout_parts(config, networks.policy, device, plan, slots)
     asleep = config.rollout.free_cache_engine and not on_cpu
-    held = {role: network for role, (network, _) in networks_held.items()}
     for name, role, parts in _train_phases(config, held, slots, plan):
         brought = weights[role] | (moments[role] if name.endswith("update") else {})
         plan.phases[name] = {**({} if asleep else rollout), **brought, **parts}
@@ -218,16 +217,15 @@ def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
     return slots if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
 
 
-def _held(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator
-) -> Iterator[tuple[str, tuple[HeldNetwork, FSDPConfig]]]:
+def _held(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> Iterator[tuple[str, HeldNetwork]]:
     """Networks of the training engines by role."""
 
-    def held(shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> tuple[HeldNetwork, FSDPConfig]:
-        precision, reshard, each = fsdp.mixed_precision, fsdp.reshard_after_forward, fsdp.reduce_every_micro_batch
-        compute, reduce = (compute_size(name, device) for name in (precision.param_dtype, precision.reduce_dtype))
-        ranks = ranks_of_a_copy(fsdp, slots)
-        return HeldNetwork(shape, ranks, compute, reduce, trained, adapter, reshard, each), fsdp
+    def held(shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> HeldNetwork:
+        compute, reduce = (
+            compute_size(name, device)
+            for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
+        )
+        return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp)
 
     yield "actor", held(networks.policy, config.actor.fsdp_config, *trained_parameters(config, networks.policy))
     if needs_reference_model(config):
@@ -336,8 +334,7 @@ class HeldNetwork:
     """A network as an FSDP engine holds it.
 
     ranks: over which one copy is spread. compute, reduce: bytes of a number in passes, and where gradients are summed.
-    trained: numbers that learn: all, an adapter's, or 0 of a frozen one. adapter: those of an adapter. reshard: whole
-    weights are freed after the forward. reduces_each: gradients are reduced after each micro-batch.
+    trained: numbers that learn: all, an adapter's, or 0 of a frozen one. adapter: those of an adapter.
     """
 
     shape: ModelShape
@@ -346,8 +343,7 @@ class HeldNetwork:
     reduce: int = FP32
     trained: int = 0
     adapter: int = 0
-    reshard: bool = True
-    reduces_each: bool = False
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
     @property
     def weights(self) -> float:
@@ -363,7 +359,7 @@ class HeldNetwork:
     @property
     def gathered(self) -> float:
         """Whole weights in a pass: of the root (embedding, output layer) and two layers, or of all layers."""
-        shape, layers = self.shape, GATHERED_LAYERS if self.reshard else self.shape.layers
+        shape, layers = self.shape, GATHERED_LAYERS if self.fsdp.reshard_after_forward else self.shape.layers
         per_layer = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
         return self.compute * shape.root_parameters + min(layers, shape.layers) * per_layer
 
@@ -375,7 +371,7 @@ class HeldNetwork:
         those of the root and of two layers exist together, on their way.
         """
         shape, shard = self.shape, FP32 * self.trained / self.ranks
-        if micro_batches > 1 and not self.reduces_each:
+        if micro_batches > 1 and not self.fsdp.reduce_every_micro_batch:
             whole = float(self.reduce * self.trained)
             return whole, max(0.0, shard - whole)
         if self.adapter or not self.trained:
