@@ -222,8 +222,7 @@ def _held(config: PPOConfig, networks: Networks, slots: int, device: Accelerator
 
     def held(shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> HeldNetwork:
         compute, reduce = (
-            compute_size(name, device)
-            for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
+            compute_size(name, device) for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
         )
         return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp)
 
