@@ -60,17 +60,14 @@ from workers.rewards.pool import RewardPool
 from workers.rollout.base import resolve_engine_name
 
 GIB = 1 << 30
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The tokenizer and the datasets of a run; train is None where agents act in environments, val where there are no
-    validation files.
+    """The tokenizer and the datasets of a run; train is None where agents act in environments, val without files.
 
-    epoch_prompts: training prompts of one epoch, None without train. reward_inputs: what the reward model reads, None
-    without one.
+    epoch_prompts: training prompts of one epoch. reward_inputs: what the reward model reads, None without one.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -81,15 +78,13 @@ class RunData:
 
 
 def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) -> RunData:
-    """Reads, checks and tokenises the data, and tries the reward on two rows: all that can fail cheaply. For agents:
-    tries their environments. trains: a run that only answers has no other prompts than those of the validation. scores:
-    whether rewards are asked for."""
+    """Reads, checks and tokenises the data, and tries the reward on two rows, or the environments: all that can fail
+    cheaply. trains, scores: see `RayPPOTrainer`."""
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     if config.is_agentic:
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
-    check_engine(config)
     has_function, files = scores and needs_reward_function(config), config.data
 
     def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
@@ -143,16 +138,13 @@ class PPOJob(Job[PPOConfig]):
         self.kind.check_folder(self.config, self.data.val, self.run_dir)
 
     def plan(self) -> str:
-        if not self.kind.trains:
-            return ""
         config, slots, steps = self.config, self.slots, self.total_steps
-        return launch_table(config, slots, steps, expected_rows(config, slots, steps))
+        return launch_table(config, slots, steps, expected_rows(config, slots, steps)) if self.kind.trains else ""
 
     def full_plan(self) -> tuple[str, bool]:
-        config, slots = self.config, self.slots
-        networks, device = read_networks(config), launch_device(config)
+        config, slots, device = self.config, self.slots, launch_device(self.config)
         memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
-        plan = memory_plan(config, networks, slots, device)
+        plan = memory_plan(config, read_networks(config), slots, device)
         return "\n".join([self.plan(), *plan.lines(device.name, memory)]), plan.fits(memory * GIB)
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
@@ -191,25 +183,12 @@ def check_context(config: PPOConfig) -> None:
         )
 
 
-def check_engine(config: PPOConfig) -> None:
-    """Raises UserError for heads that vLLM's attention on a CPU does not have, which it says only after its start."""
-    model = load_model_config(config.model).get_text_config()
-    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    on_cpu = device_type(config.trainer.device) == "cpu"
-    if on_cpu and resolve_engine_name(config.rollout.name) == "vllm" and size not in VLLM_CPU_HEAD_SIZES:
-        raise UserError(
-            f"rollout.name={config.rollout.name}: model.path={config.model.path!r} has heads of {size}, and vLLM on a "
-            f"CPU knows {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: say rollout.name=hf"
-        )
-
-
 def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> None:
     """Raises UserError for a prompt with a token that the model has no embedding for, as another model's tokenizer
     writes them."""
     size = load_model_config(config.model).get_text_config().vocab_size
     for data in datasets:
-        largest = data.largest_token()
-        if largest >= size:
+        if (largest := data.largest_token()) >= size:
             raise UserError(
                 f"data.{data.split}_files: a prompt has the token {largest}, and model.path={config.model.path!r} "
                 f"knows the tokens 0 to {size - 1}: give the tokenizer that belongs to it in model.tokenizer_path"
@@ -248,11 +227,10 @@ def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> Ser
     if not needs_reward_function(config):
         return None
     handed_over(config.reward)
+    number, modules = config.reward.num_workers, reward_modules()
     pool = start_service(
         config.trainer.backend,
-        ClassWithInitArgs(
-            RewardPool, config.reward, config.reward.num_workers, modules=reward_modules(), log_dir=str(log_dir)
-        ),
+        ClassWithInitArgs(RewardPool, config.reward, number, modules=modules, log_dir=str(log_dir)),
         env=worker_environment(cpu=True, threads=1),
         log_dir=log_dir,
         max_concurrency=REWARD_CALLS_AT_ONCE,
@@ -323,7 +301,6 @@ def build_trainer(
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
         reference = groups.get("ref", groups["actor_rollout"])
         folders = trainer.rollout_data_dir, trainer.validation_data_dir
-        samples = SampleFiles(run_dir, trainer.samples_max_mb << 20, tracking.note, *folders)
         yield kind(
             config,
             actor=actor,
@@ -331,7 +308,7 @@ def build_trainer(
             critic=critic,
             tokenizer=data.tokenizer,
             tracking=tracking,
-            samples=samples,
+            samples=SampleFiles(run_dir, trainer.samples_max_mb << 20, tracking.note, *folders),
             saver=Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
             **parts,

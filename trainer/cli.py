@@ -25,12 +25,8 @@ from verl_lite.errors import ClusterLostError, UserError, circumstances
 
 NOTHING_LEFT = "nothing is left to do"  # said of a run that has all its steps
 WRONG_INPUT = 2
-INTERRUPTED = 130
-"""Exit status of a run that its user stopped, as shells have it."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; what schedulers send before they take a machine back; what comes when the terminal is closed."""
-
-
+INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; schedulers; the terminal is closed
 WORKERS = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
     **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"),
@@ -48,15 +44,14 @@ DRIVER = {
 
 
 def worker_environment(cpu: bool, threads: int) -> dict[str, str]:
-    """What a worker process is started with. threads: compute threads of the process (two OpenMP pools on two cores
-    slow each other 40 times)."""
+    """What a worker process is started with. threads: of its computing (two pools on two cores slow each other 40
+    times)."""
     return {**WORKERS, "OMP_NUM_THREADS": str(threads)} | ({"TORCHDYNAMO_DISABLE": "1"} if cpu else {})
 
 
 def prepare_driver() -> None:
     """Sets this process's environment; what the user has set stays."""
-    for name, value in (WORKERS | DRIVER).items():
-        os.environ.setdefault(name, value)
+    os.environ |= WORKERS | DRIVER | os.environ
 
 
 def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
@@ -158,15 +153,14 @@ def print_failure(kind: type[BaseException], error: BaseException, trace: Traceb
 def failure_text(error: BaseException) -> str:
     """What to print about the error that ended a run: where the driver was, what else is known, then the traceback of
     the worker that raised it, and in the last line role, rank, phase and the error itself."""
-    place = circumstances(error)
+    place, notes = circumstances(error), getattr(error, "__notes__", [])
     told = traceback.TracebackException.from_exception(error)
-    notes, told.__notes__ = getattr(error, "__notes__", []), None
+    told.__notes__ = None
     parts = ["".join(told.format()).rstrip()]
     parts += [note for note in notes if place.traceback is None or place.traceback not in note]
     if place.traceback is not None:
         parts.append(f"The first cause, {place}:\n{place.traceback}")
-    first_line = (str(error).splitlines() or [""])[0]
-    summary = f"The run failed: {place}: " if str(place) else "The run failed: "
+    known, first_line = f"{place}: " if str(place) else "", str(error).partition("\n")[0]
     log = f"\n  its log: {place.log}" if place.log else ""
-    parts.append(f"{summary}{type(error).__name__}: {first_line}{log}")
+    parts.append(f"The run failed: {known}{type(error).__name__}: {first_line}{log}")
     return "\n" + "\n\n".join(parts)

@@ -252,9 +252,6 @@ def resolve_slots(config: RunOptions) -> int:
     return trainer.n_gpus_per_node * trainer.nnodes
 
 
-# -------------------------------------------------------------------------------------------------------- run folder
-
-
 def run_folder(config: RunOptions) -> Path:
     """Where the run folder is, or will be."""
     return Path(config.trainer.default_local_dir).expanduser().absolute()

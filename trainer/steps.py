@@ -23,8 +23,7 @@ class StepCounter:
     global_step: int = 0
     epoch: int = 0
     stop_asked = False
-    stopping = False
-    """Whether the step that runs now is the last one although there were more."""
+    stopping = False  # the step that runs now is the last one although there are more
 
     def stop(self) -> None:
         """Asks the run to end after the step that runs now, at any instant, even from a signal's handler."""
@@ -122,10 +121,6 @@ class TrainingSteps(StepCounter):
         """Tells a sampler what became of the step's batch, once a step and before its checkpoint; gives what it wants
         logged."""
         return self.order.update(batch)
-
-    def end_at(self, step: int) -> None:
-        """That step was the last: there is nothing to go on with."""
-        self.total = self.global_step = step
 
     def only(self, step: int, epoch: int, prompts: DataProto) -> None:
         """Leaves one step to do, with these prompts."""
