@@ -1,10 +1,10 @@
 """`python -m tests.killed_saves --kills 25`: kill -9 within the saves of a real run, and what is left of them.
 
 A tiny model is trained inline, with a checkpoint after each step and two of them kept. The run is killed with SIGKILL
-at instants spread over its saves (the files of the models, data.pt, the rename, the marker, the pruning), started again
-with trainer.resume_mode=auto, killed again, and so on; half of the kills with trainer.async_save. After each kill every
-folder called global_step_N has to be equal, bit for bit, to that of a run that nobody killed, and the newest one has to
-be of the save that was hit or of the one before. At last the run is left alone and has to end equal as well.
+at instants spread over its saves, started again with trainer.resume_mode=auto, killed again, and so on; half of the
+kills with trainer.async_save. After each kill every folder called global_step_N has to be equal, bit for bit, to that
+of a run that nobody killed, and the newest one has to be of the save that was hit or of the one before. At last the run
+is left alone and has to end equal as well.
 """
 
 from __future__ import annotations
@@ -12,79 +12,43 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.forked_runs import ACTOR, Runs, differences, driver_state, models_of
 from trainer.checkpoint import MARKER, find_checkpoint, saved_steps
 
-AIMS = ("anywhere", "sync", "rename", "prune", "anywhere")  # in turn
 KEPT = 2
-FIRST_GUESS_S = 0.2
 PATIENCE_S = 300.0
 BETWEEN = "between two saves"
-NAME = re.compile(r"(\.?)global_step_(\d+)\.?(draft|old|gone|)$")
+Kill = tuple[int, float]
+"""Saves of the process that are left alone, and the share of the next one's duration after which it is killed."""
 
 
-@dataclass(frozen=True)
-class Kill:
-    """One kill. aim: an instant drawn from the whole save, or right when its last file appears (sync), at its rename
-    or at its pruning. share: of the save's duration, for the first. saves_before: of this process, left alone."""
-
-    aim: str
-    share: float
-    saves_before: int
+def drafts(run_dir: Path) -> list[int]:
+    """Steps whose checkpoint is being written."""
+    return [int(path.stem.rpartition("_")[2]) for path in run_dir.glob(".global_step_*.draft")]
 
 
-@dataclass(frozen=True)
-class Listing:
-    """What the names in a run folder say: steps of whole checkpoints, of drafts, of those being deleted; the marker."""
+def newest(run_dir: Path) -> int:
+    """The newest whole checkpoint; 0 = none."""
+    return max(saved_steps(run_dir), default=0)
 
-    saved: frozenset[int]
-    drafts: frozenset[int]
-    gone: frozenset[int]
-    marked: int
-    has_driver_state: bool
 
-    @classmethod
-    def of(cls, run_dir: Path) -> Listing:
-        steps: dict[str, set[int]] = {"": set(), "draft": set(), "gone": set(), "old": set()}
-        for match in filter(None, map(NAME.match, os.listdir(run_dir) if run_dir.exists() else ())):
-            steps[match[3]].add(int(match[2]))
-        marker = run_dir / MARKER
-        marked = int(marker.read_text()) if marker.exists() else 0
-        state = any((run_dir / f".global_step_{step}.draft" / "data.pt").exists() for step in steps["draft"])
-        return cls(frozenset(steps[""]), frozenset(steps["draft"]), frozenset(steps["gone"]), marked, state)
-
-    @property
-    def newest(self) -> int:
-        return max(self.saved, default=0)
-
-    def has(self, what: str, step: int) -> bool:
-        """Whether the save of a step, or its deletion, has come so far, or farther."""
-        is_saved = self.newest >= step
-        match what:
-            case "draft":
-                return is_saved or step in self.drafts
-            case "state":
-                return is_saved or (step in self.drafts and self.has_driver_state)
-            case "gone":
-                return step in self.gone or step not in self.saved
-        return is_saved
-
-    def phase(self) -> str:
-        """Of the save that was under way."""
-        if self.drafts:
-            return "data.pt, sync, before the rename" if self.has_driver_state else "files of the models"
-        if self.newest > self.marked:
-            return "renamed, before the marker"
-        return "pruning" if self.gone else BETWEEN
+def phase(run_dir: Path) -> str:
+    """Of the save that was under way."""
+    if steps := drafts(run_dir):
+        has_state = (run_dir / f".global_step_{steps[0]}.draft" / "data.pt").exists()
+        return "data.pt, sync, before the rename" if has_state else "files of the models"
+    marker = run_dir / MARKER
+    if newest(run_dir) > (int(marker.read_text()) if marker.exists() else 0):
+        return "renamed, before the marker"
+    return "pruning" if any(run_dir.glob(".global_step_*.gone")) else BETWEEN
 
 
 class KilledRun:
@@ -93,64 +57,56 @@ class KilledRun:
     def __init__(self, folder: Path, kills: int, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.folder = folder
-        self.kills = [Kill(AIMS[i % len(AIMS)], rng.uniform(0.0, 0.9), rng.choice((0, 0, 1, 2))) for i in range(kills)]
-        total = sum(kill.saves_before + 1 for kill in self.kills) + 3
-        self.runs = Runs(folder, 12, 4, [f"trainer.total_training_steps={total}"])
-        self.total, self.duration_s = total, FIRST_GUESS_S
+        self.kills: list[Kill] = [(rng.choice((0, 0, 1, 2)), rng.uniform(0.0, 0.9)) for _ in range(kills)]
+        self.total = sum(before + 1 for before, _ in self.kills) + 3
+        self.runs = Runs(folder, 12, 4, [f"trainer.total_training_steps={self.total}"])
+        self.duration_s = 0.2  # of a save; measured when one is left alone
         self.whole = self.runs.finish("whole")
 
-    def survive(self, name: str, kills: list[Kill], *options: str) -> Counter[str]:
+    def survive(self, name: str, kills: Sequence[Kill], *options: str) -> Counter[str]:
         """Kills a run of that name again and again; gives how often each phase of a save was hit."""
         options = (*options, f"trainer.max_actor_ckpt_to_keep={KEPT}", "trainer.resume_mode=auto")
         hit: Counter[str] = Counter()
         for kill in kills:
-            left = self._kill(name, kill, options)
-            hit[left.phase()] += 1
-            self._check(self.folder / name, left)
+            self._kill(name, kill, options)
+            hit[phase(self.folder / name)] += 1
+            self._check(self.folder / name)
         run_dir = self.runs.finish(name, *options)
-        assert max(saved_steps(run_dir)) == self.total
-        self._check(run_dir, Listing.of(run_dir))
+        assert newest(run_dir) == self.total
+        self._check(run_dir)
         return hit
 
-    def _kill(self, name: str, kill: Kill, options: tuple[str, ...]) -> Listing:
-        """Starts the run and kills it; gives what its folder looks like then."""
+    def _kill(self, name: str, kill: Kill, options: tuple[str, ...]) -> None:
+        """Starts the run and kills it."""
         process, run_dir, log = self.runs.start(name, *options)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, (before, share) = time.monotonic() + PATIENCE_S, kill
 
-        def wait_for(what: str, step: int) -> None:
-            while not Listing.of(run_dir).has(what, step):
+        def wait_for(is_so: Callable[[], bool]) -> None:
+            while not is_so():
                 assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0 if what == "gone" else 0.0002)  # a small folder is gone soon
+                time.sleep(0.0002)
 
-        first = Listing.of(run_dir).newest + 1
-        for step in range(first, first + kill.saves_before):
-            wait_for("draft", step)
-            began = time.monotonic()
-            wait_for("saved", step)
-            self.duration_s = time.monotonic() - began
-        step = first + kill.saves_before
-        wait_for("draft", step)
-        oldest = min(Listing.of(run_dir).saved, default=step)
-        if kill.aim == "anywhere":
-            time.sleep(kill.share * self.duration_s)
-        elif kill.aim == "prune" and step - oldest >= KEPT:
-            wait_for("gone", oldest)
-        else:
-            wait_for("state" if kill.aim == "sync" else "saved", step)
+        first = newest(run_dir) + 1
+        for step in range(first, first + before + 1):
+            wait_for(lambda step=step: step in drafts(run_dir) or newest(run_dir) >= step)  # type: ignore[misc]
+            if step < first + before:
+                began = time.monotonic()
+                wait_for(lambda step=step: newest(run_dir) >= step)  # type: ignore[misc]
+                self.duration_s = time.monotonic() - began
+        time.sleep(share * self.duration_s)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL, log.read_text()[-4000:]
-        return Listing.of(run_dir)
 
-    def _check(self, run_dir: Path, left: Listing) -> None:
+    def _check(self, run_dir: Path) -> None:
         """All that is there is whole, and nothing is lost but the save that was hit."""
-        hit = max(left.drafts | left.saved, default=0)
+        hit = max([*drafts(run_dir), newest(run_dir)])
         found = find_checkpoint(run_dir, "auto", None)
-        newest = 0 if found is None else int(found.name.removeprefix("global_step_"))
+        last = 0 if found is None else int(found.name.removeprefix("global_step_"))
         # in the background the files of one save are hashed while those of the next are begun
-        assert newest in (hit - 2, hit - 1, hit), f"the save of step {hit} was hit, and {found} is the newest"
-        assert not [path.name for path in run_dir.iterdir() if path.name.startswith(".global_step")]
+        assert last in (hit - 2, hit - 1, hit), f"the save of step {hit} was hit, and {found} is the newest"
+        assert not list(run_dir.glob(".global_step*"))
         for step, folder in saved_steps(run_dir).items():
             expected = self.whole / f"global_step_{step}"
             assert differences(models_of(folder, ACTOR), models_of(expected, ACTOR)) == [], folder

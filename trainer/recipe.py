@@ -47,8 +47,8 @@ def load_recipe(name: str) -> ModuleType:
     elif is_recipe_path(name):
         module_name = _module_at(name)
     else:
-        stem = Path(RECIPE_FILE).stem
-        module_name = next((one for one in (f"{name}.{stem}", name) if "." in name and _file_of(one)), "")
+        found = (one for one in (f"{name}.{Path(RECIPE_FILE).stem}", name) if _called(partial(_file_of, one), name))
+        module_name = next(found, "") if "." in name else ""
     if not module_name:
         here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
         raise UserError(

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
+from tests.trainer import tiny_run
 from trainer import main_sft
 from trainer.build import run_ppo, worker_classes
 from trainer.export import main as export
@@ -21,34 +22,16 @@ from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 
 OPTIONS = [
-    "actor.use_kl_loss=true", "actor.optim.lr=1e-2", "actor.ppo_mini_batch_size=4", "data.train_batch_size=4",
-    "trainer.backend=inline", "trainer.device=cpu", "rollout.name=hf", "rollout.n=2", "reward.num_workers=0",
-    "data.max_prompt_length=24", "data.max_response_length=6", "trainer.save_freq=1", "trainer.logger=[jsonl]",
-    "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.total_epochs=9",
-    "reward.custom_reward_function.name=reward_by_length",
-    "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
-    "actor_rollout_ref.model.target_modules=all-linear",
+    "actor.use_kl_loss=true", "actor.optim.lr=1e-2", "trainer.save_freq=1", "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_alpha=8", "actor_rollout_ref.model.target_modules=all-linear",
 ]  # fmt: skip
-CODE = """
-def reward_by_length(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 7
-"""
 TOKENS = torch.tensor([[3, 9, 30, 11]])
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    row = {"data_source": "task", "reward_model": {"ground_truth": "1"}}
-    rows = [row | {"prompt": [{"role": "user", "content": f"{number}+{number}"}]} for number in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "reward.py").write_text(CODE)
-    return [
-        *OPTIONS,
-        f"model.path={tiny_qwen2(tmp_path / 'model')}",
-        f"data.train_files={tmp_path / 'train.jsonl'}",
-        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
-    ]
+    tiny_run.write_files(tmp_path, [f"{number}+{number}" for number in range(8)])
+    return [*tiny_run.options_of(tmp_path), *OPTIONS]
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -77,7 +60,7 @@ def test_a_run_with_an_adapter_is_its_own_reference_and_exports_both_ways(
 
     assert export([str(run_dir), "--to", str(tmp_path / "merged")]) == 0
     assert export([str(run_dir), "--adapter", "--to", str(tmp_path / "adapter")]) == 0
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     start = logits(base)
     with_adapter = logits(peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -293,19 +292,3 @@ def test_neither_batch_nor_configuration_is_changed() -> None:
     assert set(data.batch.keys()) == keys and data.meta_info == before.meta_info
     for name in keys:
         torch.testing.assert_close(data.batch[name], before.batch[name], equal_nan=True, rtol=0, atol=0)
-
-
-def test_values_under_the_mask_never_matter() -> None:
-    mean_types, std_types = ("group", "batch"), ("group", "batch", None)
-    for mean_type, std_type in itertools.product(mean_types, std_types):
-        results = []
-        for filler in (0.0, 50.0):
-            data = kl_batch()
-            outside = data.batch["response_mask"] == 0
-            for name in ("old_log_probs", "ref_log_prob"):
-                data.batch[name] = torch.where(outside, filler, data.batch[name])
-            config = options(norm_mean_type=mean_type, norm_std_type=std_type, use_kl_in_reward=True, kl_penalty="k1")
-            data, _ = reward_postprocess(data, config)
-            data, _ = compute_token_reward(data, config, FixedKLController(0.1))
-            results.append(advantages_of(data, "reinforce", whiten_advantages=True))
-        assert torch.equal(*results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import failure_text, run_command, stopping_on_signal
-from verl_lite.errors import UserError, add_circumstances, circumstances, during
+from verl_lite.errors import UserError, add_circumstances, during
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -88,15 +87,6 @@ def test_the_first_cause_is_printed_last() -> None:
     ]
 
 
-def test_circumstances_travel_and_the_innermost_stays() -> None:
-    error = LookupError("x")
-    add_circumstances(error, role="actor", rank=0, method="update")
-    add_circumstances(error, role="service", method="call", phase="adv")
-    found = circumstances(pickle.loads(pickle.dumps(error)))
-    assert (found.role, found.rank, found.method, found.phase) == ("actor", 0, "update", "adv")
-    assert str(found) == "actor, rank 0, in update (phase adv)"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_asks_second_interrupts(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
@@ -106,11 +96,6 @@ def test_first_asks_second_interrupts(number: signal.Signals) -> None:
         assert asked[1:] == ["stop"] and number.name in asked[0]
         os.kill(os.getpid(), signal.SIGTERM)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_no_signal_no_change() -> None:
-    with stopping_on_signal(lambda: pytest.fail("stopped"), print):
-        pass
 
 
 def test_in_another_thread_nothing_is_touched() -> None:

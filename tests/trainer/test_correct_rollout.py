@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.test_fit import PROMPTS, Parts, make
+from tests.trainer.test_fit import PROMPTS, QUIET, Parts, make
 from trainer.requirements import needs_old_log_prob
 from trainer.roles import ActorRole
 from verl_lite.config import PPOConfig, RolloutCorrectionConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
-QUIET = {"trainer__val_before_train": False, "trainer__test_freq": 0}
 SHIFTS = torch.tensor([[0.5], [-0.1], [0.1]]).repeat(2, 1)  # of the rows of a step: trainer less rollout, per token
 
 
@@ -69,16 +68,6 @@ def test_weights_are_made_on_the_driver_and_sent(tmp_path: Path) -> None:
     assert logged["rollout_corr/rollout_is_max"] == pytest.approx(float((SHIFTS * lengths).exp().max()))
     assert logged["rollout_corr/kl"] == pytest.approx(-float((SHIFTS * lengths).sum() / lengths.sum()))
     assert "actor/train_infer_ratio_token_mean" in logged
-
-
-def test_without_weights_none_are_sent_and_the_distance_is_logged(tmp_path: Path) -> None:
-    parts = Shifted(RolloutCorrectionConfig(), on_policy=False)
-    batch = parts.fit(tmp_path)
-    assert "rollout_is_weights" not in batch.batch.keys()
-    assert "rollout_is_weights" not in parts.sent[-1].batch.keys()
-    assert {"rollout_corr/kl", "rollout_corr/chi2_seq", "training/rollout_probs_diff_max"} <= dict(parts.logged)[
-        3
-    ].keys()
 
 
 def test_a_rejected_answer_has_no_weight_anywhere(tmp_path: Path) -> None:

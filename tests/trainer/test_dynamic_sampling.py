@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import RESPONSE, Parts, make
-from trainer.build import try_rewards
-from trainer.data.order import MixtureBatches, build_train_loader
 from trainer.dynamic_sampling import FilterBudgetExceeded, PromptLoader, collect_groups, joined, refill_size
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.groups import check_entries, group_shares, groups_of
@@ -54,18 +52,6 @@ class FakeData:
         )
 
 
-class SameUids(FakeData):
-    """A prompt that stands in a batch again has another uid there, as in `PromptDataset`."""
-
-    def __getitems__(self, positions: Sequence[int]) -> DataProto:
-        batch = super().__getitems__(positions)
-        seen: list[int] = []
-        for row, place in enumerate(positions):
-            batch.non_tensor_batch["uid"][row] += f"+{seen.count(place)}" if place in seen else ""
-            seen.append(place)
-        return batch
-
-
 def configured(batch: int, budget: int = 10, steps: int = 100) -> PPOConfig:
     config = PPOConfig()
     config.data.train_batch_size, config.rollout.n, config.data.max_response_length = batch, 2, RESPONSE
@@ -103,22 +89,6 @@ def test_each_prompt_is_asked_once_an_epoch_and_none_twice_in_a_step() -> None:
     inside = sum(asked, [])
     assert set(inside[:rows]) == {f"p{i}" for i in range(rows)}
     assert steps.epoch == 3  # 72 prompts of 23: the fourth epoch
-
-
-def test_a_small_source_with_a_large_share_does_not_pile_up() -> None:
-    """Two prompts of the source `hard` fill half of each batch, again and again: a few wait, never more."""
-    steps = stream(42, 8)
-    order = MixtureBatches(
-        {"easy": np.arange(2, 42), "hard": np.arange(2)}, {"easy": 1.0, "hard": 1.0}, 42, 8,
-        shuffle=True, seed=0, fingerprint="fake",
-    )  # fmt: skip
-    steps.order, steps.loader = order, build_train_loader(SameUids(42), steps.config, order)  # type: ignore[arg-type]
-    for _ in steps:
-        steps.more(5)
-        waiting = steps.state_dict()["waiting"]
-        assert waiting is None or len(waiting["others"]["uid"]) <= 16
-        if steps.global_step == 20:
-            break
 
 
 @pytest.mark.parametrize("rows", [7, 12, 40])
@@ -390,38 +360,3 @@ def test_a_mini_batch_is_whole_prompts() -> None:
     assert rows_of_prompts(batch, 2, n=8) == [5, 6, 3]
     assert rows_of_prompts(batch, 9, n=8) == [14]
     assert rows_of_prompts(batch.select(batch_keys=[]), 2, n=8) == 16
-
-
-def test_a_row_of_each_source_is_tried_for_the_metric_before_the_run(tmp_path: Path) -> None:
-    """The fourth row is the first of its source; its reward has no such entry."""
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return {'score': 1.0, 'acc': 1.0} if data_source == 'a' else {'score': 1.0, 'format': 0.5}\n"
-    )
-    rows = [
-        {"data_source": source, "prompt": [], "reward_model": {"ground_truth": "1"}, "extra_info": {}}
-        for source in "aaab"
-    ]
-
-    class Rows:
-        split = "train"
-        row = staticmethod(rows.__getitem__)
-
-        def __len__(self) -> int:
-            return len(rows)
-
-        def data_sources(self) -> list[str]:
-            return ["a", "b"]
-
-        def positions_by_source(self) -> dict[str, np.ndarray]:
-            return {"a": np.arange(3), "b": np.array([3])}
-
-    data: Any = Rows()
-    config = configured(2)
-    config.reward.num_workers = 0
-    config.reward.custom_reward_function.path = str(tmp_path / "reward.py")
-    config.algorithm.filter_groups.metric = "acc"
-    with pytest.raises(UserError, match="metric=acc: the reward of data_source='b' returns no such number but format"):
-        try_rewards(config, [data])
-    config.algorithm.filter_groups.metric = None
-    try_rewards(config, [data])

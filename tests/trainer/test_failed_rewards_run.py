@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiny_model import tiny_qwen2
-from trainer.build import run_ppo
+from tests.trainer import tiny_run
+from tests.trainer.tiny_run import samples
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import RewardFailure
 from verl_lite.protocol import DataProto
@@ -34,16 +34,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    tiny_qwen2(folder / "policy", hidden=32, layers=1)
-    rows = [
-        {"data_source": "talk", "prompt": [{"role": "user", "content": text}],
-         "reward_model": {"ground_truth": "truth"}, "extra_info": {"index": index}}
-        for index, text in enumerate(QUESTIONS)
-    ]  # fmt: skip
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    return tiny_run.write_files(tmp_path_factory.mktemp("run"), QUESTIONS, REWARD, hidden=32, layers=1)
 
 
 class Watched(RayPPOTrainer):
@@ -59,29 +50,24 @@ class Watched(RayPPOTrainer):
 def run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
     """One step of eight prompts and four answers each; its metrics."""
     Watched.batches = []
-    argv = [
-        f"model.path={folder}/policy", f"data.train_files={folder}/prompts.jsonl", "data.train_batch_size=8",
-        "data.max_prompt_length=48", "data.max_response_length=6", "data.shuffle=false",
-        "actor.ppo_mini_batch_size=8", "actor.optim.lr=1e-2", "rollout.n=4", "rollout.name=hf",
-        f"reward.custom_reward_function.path={folder}/reward.py", "reward.timeout_s=1", "reward.max_error_rate=1",
-        "trainer.backend=inline", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1",
-        "trainer.save_freq=0", "trainer.logger=jsonl", f"trainer.default_local_dir={folder}/{name}",
-        f"trainer.rollout_data_dir={folder}/{name}/samples", *options,
+    given = [
+        "data.train_batch_size=8", "data.shuffle=false", "actor.ppo_mini_batch_size=8", "actor.optim.lr=1e-2",
+        "rollout.n=4", "~reward.num_workers", "reward.timeout_s=1", "reward.max_error_rate=1",
+        "trainer.total_training_steps=1",
     ]  # fmt: skip
-    assert run_ppo(argv, trainer_class=Watched) == 0
-    return [json.loads(line)["data"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return tiny_run.run(folder, name, *given, *options, trainer_class=Watched)
 
 
 def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [metrics] = run(folder, "broken")
     [batch] = Watched.batches
-    samples = [json.loads(line) for line in (folder / "broken" / "samples" / "1.jsonl").read_text().splitlines()]
-    answers = [sample["output"] for sample in samples]
+    kept_samples = samples(folder, "broken", 1)
+    answers = [sample["output"] for sample in kept_samples]
     cases = np.array([sum(map(ord, answer)) % 9 for answer in answers])
     lost, late = cases <= 4, cases == 4
     assert 5 < lost.sum() < 27 and late.any(), "the test needs both kinds"
     assert batch.non_tensor_batch["reward_failed"].tolist() == lost.tolist()
-    assert [sample["score"] is None for sample in samples] == lost.tolist()
+    assert [sample["score"] is None for sample in kept_samples] == lost.tolist()
     assert (batch.batch["response_mask"].sum(1).numpy() == 0).tolist() == lost.tolist(), "out of every loss"
 
     scores = np.array([sum(map(ord, answer)) % 5 / 5 for answer in answers])

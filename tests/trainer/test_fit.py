@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,11 +22,12 @@ from trainer.saving import Saver
 from trainer.steps import StepCounter, TrainingSteps
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric
-from verl_lite.protocol import DataProto
+from verl_lite.protocol import DataProto, as_column
 from workers.rollout.base import Completion
 from workers.rollout.single_turn import lay_out
 
 PROMPTS, RESPONSE = 3, 4
+QUIET = {"trainer__val_before_train": False, "trainer__test_freq": 0}
 
 
 class Parts:
@@ -121,19 +121,14 @@ class Parts:
 
 
 def prompts(count: int = PROMPTS) -> DataProto:
-    def column(values: list[Any]) -> np.ndarray:
-        array = np.empty(len(values), dtype=object)
-        array[:] = values
-        return array
-
     return DataProto.from_dict(
         tensors={"prompts": torch.full((count, 2), 7), "prompt_mask": torch.ones(count, 2, dtype=torch.long)},
         non_tensors={
-            "uid": column([f"p{i}" for i in range(count)]),
-            "data_source": column(["task"] * count),
-            "raw_prompt": column([[{"role": "user", "content": f"question {i}"}] for i in range(count)]),
-            "reward_model": column([{"style": "rule", "ground_truth": "text"}] * count),
-            "extra_info": column([{}] * count),
+            "uid": as_column([f"p{i}" for i in range(count)]),
+            "data_source": as_column(["task"] * count),
+            "raw_prompt": as_column([[{"role": "user", "content": f"question {i}"}] for i in range(count)]),
+            "reward_model": as_column([{"style": "rule", "ground_truth": "text"}] * count),
+            "extra_info": as_column([{}] * count),
         },
     )
 
@@ -230,18 +225,9 @@ def test_on_policy_order_skips_the_old_log_prob_pass(tmp_path: Path) -> None:
 
 def test_reference_and_critic_take_part_when_they_exist(tmp_path: Path) -> None:
     parts = Parts(on_policy=False)
-    make(tmp_path, parts, ref=True, critic=True, trainer__val_before_train=False, trainer__test_freq=0).fit()
-    expected = [
-        "generate train",
-        "reward",
-        "old_log_prob",
-        "ref",
-        "values",
-        "update_critic",
-        "update",
-        "update_weights",
-    ]
-    assert parts.calls[1 : 1 + len(expected)] == expected
+    make(tmp_path, parts, ref=True, critic=True, **QUIET).fit()
+    stages = ["reward", "old_log_prob", "ref", "values", "update_critic", "update", "update_weights"]
+    assert parts.calls[1:9] == ["generate train", *stages]
 
 
 def test_critic_warm_up_leaves_the_actor_alone(tmp_path: Path) -> None:
@@ -255,7 +241,7 @@ def test_critic_warm_up_leaves_the_actor_alone(tmp_path: Path) -> None:
 
 def test_columns_of_the_update(tmp_path: Path) -> None:
     parts = Parts()
-    make(tmp_path, parts, trainer__val_before_train=False, trainer__test_freq=0).fit()
+    make(tmp_path, parts, **QUIET).fit()
     batch = parts.batches["update"]
     assert len(batch) == PROMPTS * 2
     for name in ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
@@ -273,7 +259,7 @@ def test_columns_of_the_update(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_does_the_steps_that_are_left(tmp_path: Path) -> None:
-    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2}
+    settings = QUIET | {"trainer__save_freq": 2}
     first = make(tmp_path, Parts(), **settings)
     first.steps.total = 2
     first.kl_ctrl.value = 0.25
@@ -298,7 +284,7 @@ def test_history_is_logged_before_the_checkpoint_that_continues_it(tmp_path: Pat
 
 def test_a_save_in_the_background_is_complete_when_the_next_one_begins_or_the_run_ends(tmp_path: Path) -> None:
     parts = Parts()
-    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__async_save": True}
+    settings = QUIET | {"trainer__async_save": True}
     make(tmp_path, parts, critic=True, trainer__save_freq=1, **settings).fit()
     saving = [call for call in parts.calls if call in ("update", "finish save", "finish critic") or "save" in call]
     once = ["save in the background", "update", "finish save", "finish critic"]
@@ -343,7 +329,7 @@ def test_a_stop_that_comes_when_the_checkpoint_is_decided_is_for_the_next_step(t
 
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts()
-    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2}
+    settings = QUIET | {"trainer__save_freq": 2}
     free = iter([0, 10**9, 10**9])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
     run = make(tmp_path, parts, **settings)
@@ -360,8 +346,8 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pyte
 
 def test_running_moments_of_scores_are_saved_and_restored(tmp_path: Path) -> None:
     """Two steps, a checkpoint, one more: as three steps in one go."""
-    settings = {
-        "trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__save_freq": 2,
+    settings = QUIET | {
+        "trainer__save_freq": 2,
         "algorithm__adv_estimator": "reinforce", "algorithm__norm_mean_type": "running",
         "algorithm__norm_std_type": "running",
     }  # fmt: skip
@@ -384,7 +370,7 @@ def test_running_moments_of_scores_are_saved_and_restored(tmp_path: Path) -> Non
 
 
 def test_pf_ppo_draws_what_is_learnt_from_and_logs_what_was_sampled(tmp_path: Path) -> None:
-    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "algorithm__adv_estimator": "gae"}
+    settings = QUIET | {"algorithm__adv_estimator": "gae"}
     batches = []
     for _ in range(2):
         parts = Parts(on_policy=False)
@@ -401,7 +387,7 @@ def test_pf_ppo_draws_what_is_learnt_from_and_logs_what_was_sampled(tmp_path: Pa
 
 def test_shaped_rewards_and_their_metrics_reach_the_log(tmp_path: Path) -> None:
     parts = Parts(on_policy=False)
-    settings = {"trainer__val_before_train": False, "trainer__test_freq": 0, "algorithm__adv_estimator": "reinforce"}
+    settings = QUIET | {"algorithm__adv_estimator": "reinforce"}
     shaping = {"algorithm__reward_clip": 0.75, "algorithm__advantage_clip": 0.5, "algorithm__use_kl_in_reward": True}
     make(tmp_path, parts, ref=True, **settings, **shaping).fit()
     logged = dict(parts.logged)[1]
@@ -411,9 +397,6 @@ def test_shaped_rewards_and_their_metrics_reach_the_log(tmp_path: Path) -> None:
     assert logged["critic/score/max"] == 1.0 and logged["critic/rewards/max"] == pytest.approx(0.75, abs=1e-3)
     assert logged["critic/advantages/max"] == 0.5 and logged["critic/returns/max"] == pytest.approx(0.75, abs=1e-3)
     assert logged["critic/advantage_clip_frac"] == pytest.approx(0.5), "all tokens of the answers of score 1"
-
-
-QUIET = {"trainer__val_before_train": False, "trainer__test_freq": 0}
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae", "rloo", "reinforce_plus_plus"])
@@ -432,9 +415,3 @@ def test_a_step_whose_rewards_all_failed(tmp_path: Path, estimator: str) -> None
     assert logged["reward/error_rate"] == 1.0
     assert all(math.isfinite(value) for value in logged.values())
     assert "critic/score/mean" not in logged, "a mean over nothing is left out"
-
-
-def test_such_a_step_is_an_error_unless_it_is_allowed(tmp_path: Path) -> None:
-    parts = Parts(failing=("/0", "/1"))
-    with pytest.raises(RuntimeError, match=r"reward\.max_error_rate=0\.1 allows 2"):
-        make(tmp_path, parts, **QUIET).fit()

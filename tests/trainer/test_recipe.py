@@ -50,17 +50,11 @@ def test_every_recipe_here_is_found_by_its_name_and_by_its_path() -> None:
         assert load_recipe(str(Path(module.__file__ or "").parent)) is module  # not a second copy of it
 
 
-@pytest.mark.parametrize("form", ["folder", "file", "relative", "home"])
-def test_a_path_from_anywhere(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = written(tmp_path / "my-recipe")
+@pytest.mark.parametrize("name", ["HERE/my-recipe", "HERE/my-recipe/recipe.py", "./my-recipe", "~/my-recipe"])
+def test_a_path_from_anywhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, name = written(tmp_path / "my-recipe"), name.replace("HERE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    name = {
-        "folder": str(folder),
-        "file": str(folder / "recipe.py"),
-        "relative": "./my-recipe",
-        "home": "~/my-recipe",
-    }[form]
     config = config_of(name)
     assert config.actor.optim.lr == 0.25
     assert load_recipe(name).__name__ == "my-recipe.recipe"
@@ -108,19 +102,14 @@ def test_what_the_command_line_says_wins_and_prepare_sees_it(tmp_path: Path) -> 
         ("./listing", r"overrides\(\) returned list, a dictionary is expected"),
         ("./v1.2", r"v1\.2 cannot be a package's name; rename it"),
         ("./json", r"would be imported as json\.recipe, but there is a module json already; rename the folder"),
-        ("./wrong_key", r"actor\.optim\.lrr=1 \(recipe:.*did you mean actor\.optim\.lr"),
+        ("./wrong_key", r"actor\.optim\.lrr=0.25 \(recipe:.*did you mean actor\.optim\.lr"),
     ],
 )
 def test_what_is_wrong_is_said(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("")
-    for folder, code in (
-        ("silent", ""),
-        ("listing", "def overrides():\n    return [1]\n"),
-        ("v1.2", SETTINGS),
-        ("json", SETTINGS),
-        ("wrong_key", "def overrides():\n    return {'actor.optim.lrr': 1}\n"),
-    ):
+    codes = {"silent": "", "listing": "def overrides():\n    return [1]\n", "v1.2": SETTINGS, "json": SETTINGS}
+    for folder, code in (codes | {"wrong_key": SETTINGS.replace("lr'", "lrr'")}).items():
         written(tmp_path / folder, code)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):

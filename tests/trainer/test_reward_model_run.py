@@ -4,50 +4,40 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.tiny_model import tiny_qwen2, tiny_reward_model
-from trainer.build import run_ppo
+from tests.tiny_model import tiny_reward_model
+from tests.trainer import tiny_run
+from tests.trainer.tiny_run import samples
 
-QUESTIONS = ["1+2=", "3+4=", "5+1=", "sort 31"]
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {'score': float(len(solution_str)), 'acc': float('1' in solution_str)}
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """policy/, reward/, and prompts.jsonl without anything that a reward function could compare to."""
+    """Its prompts have nothing that a reward function could compare to."""
     folder = tmp_path_factory.mktemp("run")
-    tiny_qwen2(folder / "policy", hidden=32, layers=1)
+    tiny_run.write_files(folder, ["1+2=", "3+4=", "5+1=", "sort 31"], FUNCTION, hidden=32, layers=1)
     tiny_reward_model(folder / "reward")
-    rows = [{"data_source": "talk", "prompt": [{"role": "user", "content": text}]} for text in QUESTIONS]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "function.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': float(len(solution_str)), 'acc': float('1' in solution_str)}\n"
-    )
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    (folder / "with_truth.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    without = [json.dumps({name: row[name] for name in ("data_source", "prompt")}) for row in rows]
+    (folder / "prompts.jsonl").write_text("\n".join(without))
     return folder
 
 
 def run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
     """Two steps of four prompts and three answers each; the metrics of each logged step."""
-    argv = [
-        f"model.path={folder}/policy", f"data.train_files={folder}/prompts.jsonl", "data.train_batch_size=4",
-        f"data.val_files={folder}/prompts.jsonl", "data.max_prompt_length=48", "data.max_response_length=6",
-        "actor.ppo_mini_batch_size=4", "actor.optim.lr=1e-2", "rollout.n=3", "rollout.name=hf",
-        "reward.num_workers=0", "reward_model.enable=true", f"reward_model.model.path={folder}/reward",
-        "trainer.backend=inline", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_epochs=2",
-        "trainer.save_freq=0", "trainer.logger=jsonl", f"trainer.default_local_dir={folder}/{name}",
-        f"trainer.rollout_data_dir={folder}/{name}/samples", *options,
-    ]  # fmt: skip
-    assert run_ppo(argv) == 0
-    return [json.loads(line)["data"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def samples(folder: Path, name: str, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name / "samples" / f"{step}.jsonl").read_text().splitlines()]
+    return tiny_run.run(
+        folder, name, f"data.val_files={folder}/prompts.jsonl", "actor.optim.lr=1e-2", "rollout.n=3",
+        "reward_model.enable=true", f"reward_model.model.path={folder}/reward", "trainer.total_epochs=2", *options,
+    )  # fmt: skip
 
 
 def test_a_reward_model_alone_needs_neither_function_nor_ground_truth(folder: Path) -> None:
@@ -66,14 +56,8 @@ def test_a_reward_model_alone_needs_neither_function_nor_ground_truth(folder: Pa
 
 
 def test_beside_a_function_the_parts_are_added_and_logged(folder: Path) -> None:
-    rows = (folder / "prompts.jsonl").read_text().splitlines()
-    truth = [json.dumps(json.loads(row) | {"reward_model": {"ground_truth": "1"}}) for row in rows]
-    (folder / "with_truth.jsonl").write_text("\n".join(truth))
-    files = f"{folder}/with_truth.jsonl"
-    logged = run(
-        folder, "both", "reward.function_weight=2", f"reward.custom_reward_function.path={folder}/function.py",
-        f"data.train_files={files}", f"data.val_files={files}",
-    )  # fmt: skip
+    files = [f"data.{split}_files={folder}/with_truth.jsonl" for split in ("train", "val")]
+    logged = run(folder, "both", "reward.function_weight=2", *files)
     for row in (row for row in logged if "actor/pg_loss" in row):
         assert row["critic/score/mean"] == pytest.approx(2 * row["reward/function/mean"] + row["reward/model/mean"])
     assert "val-core/talk/acc/mean@1" in logged[0], "what the function calls accuracy stays the headline"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_model import tiny_qwen2
-from trainer.build import run_ppo
+from tests.trainer import tiny_run
 from workers.rollout.base import Completion
 from workers.rollout.hf_engine import HFEngine
 
@@ -29,36 +27,14 @@ class ShiftedEngine(HFEngine):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    tiny_qwen2(folder / "policy", hidden=32, layers=1)
-    rows = [
-        {
-            "data_source": "talk",
-            "prompt": [{"role": "user", "content": f"{i}+{i}="}],
-            "reward_model": {"ground_truth": "1"},
-        }
-        for i in range(4)
-    ]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "function.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return sum(map(ord, solution_str)) % 7 / 7\n"
-    )
-    return folder
+    questions = [f"{i}+{i}=" for i in range(4)]
+    return tiny_run.write_files(tmp_path_factory.mktemp("run"), questions, hidden=32, layers=1)
 
 
 def step_of(folder: Path, name: str, *options: str) -> dict[str, float]:
     """The metrics of one training step."""
-    argv = [
-        f"model.path={folder}/policy", f"data.train_files={folder}/prompts.jsonl", "data.train_batch_size=4",
-        "data.max_prompt_length=24", "data.max_response_length=6", "actor.ppo_mini_batch_size=4", "rollout.n=3",
-        "rollout.name=tests.trainer.test_rollout_correction_run:ShiftedEngine", "reward.num_workers=0",
-        f"reward.custom_reward_function.path={folder}/function.py", "trainer.backend=inline", "trainer.device=cpu",
-        "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.logger=jsonl",
-        f"trainer.default_local_dir={folder}/{name}", *options,
-    ]  # fmt: skip
-    assert run_ppo(argv) == 0
-    [row] = [json.loads(line)["data"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    engine = "rollout.name=tests.trainer.test_rollout_correction_run:ShiftedEngine"
+    [row] = tiny_run.run(folder, name, engine, "rollout.n=3", "trainer.total_training_steps=1", *options)
     return row
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from tests.tiny_model import tiny_qwen2
-from trainer.build import run_ppo
+from tests.trainer import tiny_run
 from trainer.score import score
 
 JUDGE = """
@@ -23,31 +22,24 @@ async def judge(data_source, solution_str, ground_truth, extra_info, prompt=None
 
 @pytest.mark.slow
 def test_parts_are_logged_saved_and_scored_again(tmp_path: Path) -> None:
-    tiny_qwen2(tmp_path / "policy", hidden=32, layers=1)
-    texts = ["1+2=", "3+4=", "5+1=", "sort 31"]
+    tiny_run.write_files(tmp_path, [], JUDGE, hidden=32, layers=1)
     rows = [
         {"data_source": "exact_match", "prompt": [{"role": "user", "content": text}],
-         "reward_model": {"ground_truth": {"text": text}}, "extra_info": {"index": index}}
-        for index, text in enumerate(texts)
+         "reward_model": {"ground_truth": {"text": text}}}
+        for text in ("1+2=", "3+4=", "5+1=", "sort 31")
     ]  # fmt: skip
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "judge.py").write_text(JUDGE)
     functions = (
-        f"{{right: {{weight: 2}}, judge: {{path: {tmp_path}/judge.py, name: judge, kwargs: {{scale: 3}}}}, "
+        f"{{right: {{weight: 2}}, judge: {{path: {tmp_path}/reward.py, name: judge, kwargs: {{scale: 3}}}}, "
         "letters: {reward: regex, weight: 0.5, kwargs: {pattern: '[a-z]', mode: search}}}"
     )
-    argv = [
-        f"model.path={tmp_path}/policy", f"data.train_files={tmp_path}/prompts.jsonl", "data.train_batch_size=4",
-        f"data.val_files={tmp_path}/prompts.jsonl", "data.max_prompt_length=48", "data.max_response_length=6",
-        "actor.ppo_mini_batch_size=4", "rollout.n=2", "rollout.name=hf", f"reward.functions={functions}",
-        "trainer.backend=inline", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1",
-        "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.val_before_train=false", "trainer.test_freq=1",
-        f"trainer.default_local_dir={tmp_path}/run", f"trainer.rollout_data_dir={tmp_path}/kept",
-    ]  # fmt: skip
-    assert run_ppo(argv) == 0
-    lines = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = tiny_run.run(
+        tmp_path, "run", "~reward.custom_reward_function", f"reward.functions={functions}", "~reward.num_workers",
+        f"data.val_files={tmp_path}/prompts.jsonl", "trainer.total_training_steps=1",
+        "trainer.val_before_train=false", "trainer.test_freq=1",
+    )  # fmt: skip
     metrics = {name: value for line in lines for name, value in line.items()}
-    samples = [json.loads(line) for line in (tmp_path / "kept" / "1.jsonl").read_text().splitlines()]
+    samples = tiny_run.samples(tmp_path, "run", 1)
     assert len(samples) == 8
     for name in ("right", "judge", "letters", "acc", "judge.asked"):
         values = [sample["extra"][name] for sample in samples]

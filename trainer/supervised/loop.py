@@ -1,7 +1,7 @@
 """Training without a rollout: the loop, job and worker that supervised fine-tuning and reward models share.
 
 Rows are drawn in epochs, collated, planned once for all ranks and given to workers, whose network and loss are the
-caller's. The frame is that of every run (`trainer.run`); the result is a folder in Hugging Face format, RUN/hf.
+caller's. The result is a folder in Hugging Face format, RUN/hf.
 """
 
 from __future__ import annotations
@@ -176,8 +176,7 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
 
     def _validate(self, result: Trained) -> None:
         result.val, step = self._dispatch(self.group.measure, self.task.val), self.steps.global_step
-        metrics = {f"val/{name}": value for name, value in result.val.items()}
-        self.tracking.log(metrics, step=step)
+        self.tracking.log({f"val/{name}": value for name, value in result.val.items()}, step=step)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in result.val.items())
         self.tracking.show(f"validation after step {step}: {shown}")
 
@@ -212,15 +211,9 @@ class SupervisedJob(Job[Options]):
                 f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}: the longest row has {longest} tokens, "
                 "which a micro-batch has to hold; raise it, or lower data.max_length"
             )
-        rows = len(self.task.train)
+        rows, size = len(self.task.train), data.train_batch_size
         rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
-        options = self.config.trainer
-        self.steps = EpochSteps(rows, data.train_batch_size, options, shuffle=data.shuffle, dataset=f"{rows} rows")
-        if self.steps.total < 1:
-            raise UserError(
-                f"trainer.total_training_steps={options.total_training_steps}, trainer.total_epochs="
-                f"{options.total_epochs}: there is no step to train"
-            )
+        self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=f"{rows} rows")
         return self.steps.total
 
     def check_folder(self) -> None:
@@ -243,8 +236,7 @@ class SupervisedJob(Job[Options]):
         if result.shards is None:
             return Report()
         shown = "".join(f", validation {name} {value:.3f}" for name, value in result.val.items())
-        folder = self.export(result)
-        return Report([f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}{shown}"])
+        return Report([f"wrote {self.export(result)} after {result.steps} steps, loss {result.loss:.3f}{shown}"])
 
     def export(self, result: Trained) -> Path:
         """Writes the trained model in Hugging Face format; returns its folder. The workers have ended."""

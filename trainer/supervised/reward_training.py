@@ -43,12 +43,8 @@ def pair_loss(
     chosen, rejected = outputs["scores"].sum(1).view(-1, 2)[counts].unbind(1)
     losses = bradley_terry(chosen, rejected, center_coefficient)
     margins = (chosen - rejected).detach()
-    pairs = len(margins)
-    metrics = {
-        "loss": Metric.mean(float(losses.detach().sum()), pairs),
-        "accuracy": Metric.mean(float((margins > 0).sum()), pairs),
-        "margin": Metric.mean(float(margins.sum()), pairs),
-    }
+    found = {"loss": losses.detach(), "accuracy": margins > 0, "margin": margins}
+    metrics = {name: Metric.mean(float(values.sum()), len(margins)) for name, values in found.items()}
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
 
