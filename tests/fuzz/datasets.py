@@ -64,7 +64,7 @@ def draw_dataset(seed: int, index: int, root: Path) -> Case:
     rows: list[Any] = [good_row(row) for row in range(rng.choice([0, 1, 3, 30, 30, 30]))]
     spoilers = rng.choice([0, 1, 1, 1, 2])
     for _ in range(spoilers):
-        rng.choice(ROW_SPOILERS)(rng, rows)
+        spoil(rng, rows)
     content: bytes | None = as_bytes(rng, rows, kind)
     if spoilers == 0 or rng.random() < 0.15:
         content = rng.choice(BYTE_SPOILERS)(rng, content or b"")
@@ -94,39 +94,24 @@ def make_no_file(rng: random.Random, place: Path) -> None:
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
-def odd_value(rng: random.Random, rows: list[Any]) -> None:
-    """Something odd in one place of one row, or of all."""
+def spoil(rng: random.Random, rows: list[Any]) -> None:
+    """Something odd in one place of one row, or of all; a column less; rows that are no mappings."""
     place, value = rng.choice(PLACES), rng.choice(ODD_VALUES)
+    kind, length = rng.choice(["value", "value", "value", "column", "length", "row"]), rng.choice([30, 1000, 200_000])
     for row in some(rng, rows):
-        put(row, place, copy.deepcopy(value))
-
-
-def without_column(rng: random.Random, rows: list[Any]) -> None:
-    name = rng.choice(["prompt", "data_source", "reward_model", "extra_info"])
-    for row in some(rng, rows):
-        if isinstance(row, dict):
-            row.pop(name, None)
-
-
-def long_prompts(rng: random.Random, rows: list[Any]) -> None:
-    length = rng.choice([30, 1000, 200_000])
-    for row in some(rng, rows):
-        put(row, ("prompt", 0, "content"), "1+" * length)
-
-
-def no_rows_at_all(rng: random.Random, rows: list[Any]) -> None:
-    """Rows that are no mappings."""
-    for place in range(len(rows)):
-        if rng.random() < 0.5:
-            rows[place] = rng.choice([None, 5, "text", [], [{"prompt": 1}], True])
-
-
-ROW_SPOILERS = [odd_value, odd_value, odd_value, odd_value, without_column, long_prompts, no_rows_at_all]
+        if kind == "value":
+            put(row, place, copy.deepcopy(value))
+        elif kind == "column" and isinstance(row, dict):
+            row.pop(place[0], None)
+        elif kind == "length":
+            put(row, ("prompt", 0, "content"), "1+" * length)
+        elif kind == "row":
+            rows[rows.index(row)] = rng.choice([None, 5, "text", [], [{"prompt": 1}], True])
 
 
 def some(rng: random.Random, rows: list[Any]) -> list[Any]:
     """All rows, the first, the last, or one somewhere."""
-    return [rows, rows[:1], rows[-1:], [rng.choice(rows)] if rows else []][rng.randrange(4)]
+    return [rows[:], rows[:1], rows[-1:], [rng.choice(rows)] if rows else []][rng.randrange(4)]
 
 
 def put(row: Any, place: tuple[str | int, ...], value: Any) -> None:
