@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,14 +28,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.forked_runs import PRELOADED
 from tests.fuzz.cases import OVERLAY, Case, make_good_files
 from tests.fuzz.configs import draw_config
 from tests.fuzz.datasets import draw_dataset
 
 ROOT = str(Path(__file__).resolve().parents[2])
 MEMORY_BYTES = 16 << 30
-START_S = 600.0
-CASES_OF_A_PROCESS = 150
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(PRELOADED)
 DRAWS = {"config": draw_config, "dataset": draw_dataset}
 
 
@@ -86,51 +87,36 @@ def folder_of(case: Case, root: Path) -> Path:
     return root / "cases" / case.name.replace(":", "-")
 
 
-def fuzz(names: list[str], seed: int, root: Path, time_limit_s: float) -> Iterable[tuple[Case, Result]]:
-    """Runs cases one after the other in a process that is kept; a hang or crash costs it."""
-    process = None
-    for number, name in enumerate(names):
+def fuzz(names: list[str], seed: int, root: Path, time_limit_s: float) -> Iterator[tuple[Case, Result]]:
+    """Runs cases one after the other, each in a process of its own."""
+    for name in names:
         kind, index = name.split(":")
         case = DRAWS[kind](seed, int(index), root)
-        if process is not None and number % CASES_OF_A_PROCESS == 0:
-            process = end(process)
-        if process is None:
-            process, connection = start()
         folder = folder_of(case, root)
-        connection.send((str(folder), case.write(folder)))
-        try:
-            result = connection.recv() if connection.poll(time_limit_s) else Result("failed", "hang")
-        except EOFError:
-            result = Result("failed", "the process ended")
-        if result.kind in ("hang", "the process ended"):
-            process = end(process)
+        result = attempt(str(folder), case.write(folder), time_limit_s)
         if result.outcome == "refused" and not names_what_was_typed(result.message, case):
             result = Result("failed", f"an error that does not name what was typed, in {result.kind}", result.message)
         if result.outcome != "failed":
             shutil.rmtree(folder, ignore_errors=True)
         yield case, result
-    if process is not None:
-        end(process)
 
 
-def start() -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there,))
+def attempt(folder: str, argv: list[str], time_limit_s: float) -> Result:
+    """Runs the command as a process that is forked from one which has imported the libraries."""
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=in_child, args=(folder, argv, there))
     process.start()
     there.close()
-    if not here.poll(START_S) or here.recv() != "ready":
-        raise RuntimeError("the fuzz's process does not start")
-    return process, here
-
-
-def end(process: Any) -> None:
-    """Ends the process and what a case left."""
     try:
-        os.killpg(process.pid, signal.SIGKILL)
+        result = here.recv() if here.poll(time_limit_s) else Result("failed", "hang")
+    except EOFError:
+        result = Result("failed", "the process ended")
+    try:
+        os.killpg(process.pid or 0, signal.SIGKILL)  # and what a case left
     except ProcessLookupError:
         pass
     process.join()
+    return result
 
 
 def names_what_was_typed(message: str, case: Case) -> bool:
@@ -145,11 +131,15 @@ def names_what_was_typed(message: str, case: Case) -> bool:
 # ---------------------------------------------------------------------------------------------- inside a process
 
 
-def serve(connection: Connection) -> None:
-    """Answers cases, each run as the command would, with what became of it; what one prints goes to `output.txt`."""
+def in_child(folder: str, argv: list[str], connection: Connection) -> None:
+    """Sends what became of the command; what it prints goes to `output.txt`."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     faulthandler.enable()
+    os.chdir(folder)
+    file = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
     from trainer.cli import prepare_driver
 
     prepare_driver()
@@ -164,24 +154,8 @@ def serve(connection: Connection) -> None:
         return build(config, *rest)
 
     trainer.build.build_trainer = build_or_stop
-    connection.send("ready")
-    home, environment = os.getcwd(), dict(os.environ)
-    while True:
-        try:
-            folder, argv = connection.recv()
-        except EOFError:
-            os._exit(0)
-        os.chdir(folder)
-        file = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
-            stream.flush()
-            os.dup2(file, descriptor)
-        os.close(file)
-        result = run(argv)
-        os.chdir(home)
-        os.environ.clear()
-        os.environ.update(environment)
-        connection.send(result)
+    connection.send(run(argv))
+    os._exit(0)
 
 
 def run(argv: list[str]) -> Result:

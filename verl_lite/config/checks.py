@@ -33,20 +33,12 @@ FOREIGN_ENGINES = ("sglang", "trtllm")
 TRACKERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
-def validate(
-    config: PPOConfig,
-    *,
-    slots: int | None = None,
-    available: int | None = None,
-    rollout_engines: Collection[str] = ROLLOUT_ENGINES,
-    trackers: Collection[str] = TRACKERS,
-) -> None:
+def validate(config: PPOConfig, *, slots: int | None = None, available: int | None = None) -> None:
     """Checks a whole configuration of `trainer.main_ppo`.
 
     Args:
         slots: devices of the whole run; None = n_gpus_per_node * nnodes.
         available: GPUs of this machine, or its cores where it runs on the CPU; None = not checked.
-        rollout_engines, trackers: names known besides `pkg.module:object`.
 
     Raises:
         ConfigError: all problems together.
@@ -59,9 +51,9 @@ def validate(
             *loss_problems(config.actor),
             *estimator_problems(config),
             *_rewards(config),
-            *_engine(config, rollout_engines, slots),
+            *_engine(config, slots),
             *(_agent(config) if config.is_agentic else ()),
-            *machine_problems(config, slots, available, trackers),
+            *machine_problems(config, slots, available),
             *_models(config),
         ]
     if problems:
@@ -96,8 +88,7 @@ def machine_problems(
     """
     trainer, address = config.trainer, config.ray_kwargs.ray_init.address
     for tracker in trainer.logger:
-        if ":" not in tracker and tracker not in trackers:
-            yield unknown_value("trainer.logger", tracker, trackers)
+        yield from _registered("trainer.logger", tracker, trackers, "Class")
     if trainer.nnodes > 1 and address is None:
         yield f"trainer.nnodes={trainer.nnodes} needs a cluster of Ray: give ray_kwargs.ray_init.address=HOST:PORT"
     if count is None or trainer.nnodes < 1 or count < 1:
@@ -118,8 +109,7 @@ def loss_problems(actor: ActorConfig) -> Problems:
     """The policy loss, and what its registration says that it needs."""
     mode = actor.policy_loss.loss_mode
     facts = POLICY_LOSS_REGISTRY.facts.get(mode, {})
-    if ":" not in mode and mode not in POLICY_LOSS_REGISTRY:
-        yield unknown_value("actor.policy_loss.loss_mode", mode, POLICY_LOSS_REGISTRY) + "; or pkg.module:function"
+    yield from _registered("actor.policy_loss.loss_mode", mode, POLICY_LOSS_REGISTRY, "function")
     for name in facts.get("needs", ()):
         if getattr(actor.policy_loss, name) is None:
             yield f"actor.policy_loss.loss_mode={mode} needs actor.policy_loss.{name}, which is null: give a number"
@@ -133,9 +123,7 @@ def estimator_problems(config: PPOConfig) -> Problems:
     algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
     key, acts = f"algorithm.adv_estimator={chosen}", config.is_agentic
     function, facts = ADV_ESTIMATOR_REGISTRY.get(chosen), ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
-    if ":" not in chosen and function is None:
-        yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
-        return
+    yield from _registered("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY, "function")
     if facts.get("rows") == "step" and not acts:
         yield f"{key} needs the steps of episodes: name environments in agentic.train_env_manager.tags"
     if acts and function is not None and (takes(function, "reward_baselines") or chosen == "gdpo"):
@@ -191,16 +179,15 @@ def reward_problems(reward: Any, alone: bool = True) -> Problems:
         yield "reward.functions: every weight is 0, so nothing scores: give one of the parts a weight"
 
 
-def _engine(config: PPOConfig, engines: Collection[str], count: int | None) -> Problems:
+def _engine(config: PPOConfig, count: int | None) -> Problems:
     rollout, parallel = config.rollout, config.rollout.tensor_model_parallel_size
-    if ":" not in rollout.name and rollout.name not in engines:
-        yield unknown_value("rollout.name", rollout.name, engines) + "; or pkg.module:Class"
+    yield from _registered("rollout.name", rollout.name, ROLLOUT_ENGINES, "Class")
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
     if parallel > 1 and (rollout.name == "hf" or here % parallel):
         fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}, devices of a machine"
         yield f"rollout.tensor_model_parallel_size={parallel}: set {fits}"
     for name, entries in rollout.engine_kwargs.items():
-        if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
+        if name not in (*ROLLOUT_ENGINES, *FOREIGN_ENGINES) or not isinstance(entries, dict):
             yield f"rollout.engine_kwargs.{name}={entries}: below an engine's name is expected: engine_kwargs.vllm.KEY"
 
 
@@ -220,10 +207,9 @@ def _agent(config: PPOConfig) -> Problems:
         if tag in manager.tags and expected and template.by_step is not (expected == "step"):
             shown = f"{at}.env_manager_cls={template.env_manager_cls}"
             yield f"{shown}: algorithm.adv_estimator={chosen} reads rows of one {expected} each: set {expected}"
-    chosen_filter = manager.group_filter_cls
-    if chosen_filter is not None and ":" not in chosen_filter and chosen_filter not in GROUP_FILTERS:
+    if manager.group_filter_cls is not None:
         key = "agentic.train_env_manager.group_filter_cls"
-        yield unknown_value(key, chosen_filter, GROUP_FILTERS) + "; or pkg.module:Class"
+        yield from _registered(key, manager.group_filter_cls, GROUP_FILTERS, "Class")
     ratio = options.async_generation_ratio
     if ratio > 0 and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device):
         yield (
@@ -238,6 +224,12 @@ def _models(config: PPOConfig) -> Problems:
         value = value_of(config, name)
         if value and not Path(value).is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", value):
             yield f"{name}={value}: there is no folder {Path(value).absolute()}"
+
+
+def _registered(key: str, value: str, known: Collection[str], kind: str) -> Problems:
+    """The problem of a name that is neither registered nor a place in a module."""
+    if ":" not in value and value not in known:
+        yield f"{unknown_value(key, value, known)}; or pkg.module:{kind}"
 
 
 def _on_cpu(device: str) -> bool:

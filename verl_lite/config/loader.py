@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config import spellings
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.schema import ConfigError, Path, Schema, convert, is_interpolation, join, schema_of, split
+from verl_lite.config.schema import ConfigError, Path, Schema, convert, is_interpolation, schema_of, split
 from verl_lite.errors import UserError
 
 C = TypeVar("C")
@@ -43,7 +43,7 @@ _PARSER.add_argument("--help-config", nargs="?", const="")
 _PARSER.add_argument("--print-config", action="store_true")
 _PARSER.add_argument("--quiet", dest="verbosity", action="store_const", const="quiet", default="normal")
 _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const="verbose")
-_OVERRIDE = re.compile(r"""(?:\+{0,2}((?:[^="'\s~]|"[^"]*"|'[^']*')+)=(.*)|~([^=\s~]+))""", re.DOTALL)
+_OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Keys whose values are paths: a leading ~/ is the home folder, as the shell leaves it in `key=~/data`."""
 
@@ -59,7 +59,7 @@ class Assignment:
     reset: bool = False
 
     def shown(self) -> str:
-        return f"{join(self.path)}={self.raw if self.raw is not None else self.value} ({self.source})"
+        return f"{'.'.join(self.path)}={self.raw if self.raw is not None else self.value} ({self.source})"
 
 
 @dataclass
@@ -168,10 +168,8 @@ class _Merge:
     problems: list[str] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)  # sentence -> what it is said of
 
-    @property
-    def speaks_verl(self) -> bool:
-        """True where keys of verl's PPO trainer may be given."""
-        return self.schema.root is PPOConfig
+    def __post_init__(self) -> None:
+        self.speaks_verl = self.schema.root is PPOConfig
 
     def value(self, name: str) -> Any:
         """The value of a leaf so far; None where there is no such key."""
@@ -246,7 +244,7 @@ class _Merge:
         if "recipe" not in self.schema.keys or loader is None:
             return []
         named = [one.value for one in given if one.path == ("recipe",)]
-        names = {join(one.path) for one in given if one.value not in (None, [])}
+        names = {".".join(one.path) for one in given if one.value not in (None, [])}
         if default is not None and not named and not names & {"model.path", "data.train_files"}:
             self.set("recipe", default, "default, because neither model.path nor data.train_files is given")
             named = [default]
@@ -329,7 +327,7 @@ class _Merge:
             if is_size and self.value(name) is not None and _rank(self.source(name)) > _rank(self.source(dynamic)):
                 self.set(dynamic, False, f"implied by {name}")
                 self.notes.append(f"{dynamic}=false, because {name}={self.value(name)} is given")
-        critic = [join(path) for path, one in self.given.items() if path[0] == "critic" and _rank(one.source) > 1]
+        critic = [".".join(path) for path, one in self.given.items() if path[0] == "critic" and _rank(one.source) > 1]
         if critic and self.speaks_verl and self.source("algorithm.adv_estimator") == "default":
             self.problems.append(
                 f"{', '.join(critic)}: the default estimator here is grpo, which has no critic (verl's is gae): say "
@@ -369,7 +367,7 @@ class _Merge:
         """The source of each key, and of each entry of a free dictionary."""
         above = {path[:depth] for path in self.given for depth in range(1, len(path))}
         defaults = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
-        return defaults | {join(path): one.source for path, one in self.given.items()}
+        return defaults | {".".join(path): one.source for path, one in self.given.items()}
 
 
 def _without_prefix(path: Path) -> Path:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from verl_lite.config.fields import option_reads, uncounted
 from verl_lite.config.loader import SWITCHES, LoadedConfig
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.schema import Schema, join, schema_of, split, value_of
+from verl_lite.config.schema import Schema, schema_of, value_of
 from verl_lite.errors import UserError
 
 _COMMENT_COLUMN = 64
@@ -56,7 +56,7 @@ def idle_options(loaded: LoadedConfig[Any], elsewhere: Iterable[set[str]] = (), 
     read, schema, idle = option_reads().union(*elsewhere), schema_of(type(loaded.config)), {}
     with uncounted():
         for name in loaded.given():
-            key = schema.find(split(name))
+            key = schema.find(tuple(name.split(".")))
             if key is None or key.name in read or key.read == "load" or (key.read and not at_end):
                 continue
             if (value := value_of(loaded.config, key.name)) != key.default:
@@ -99,7 +99,7 @@ def help_config(root: type = PPOConfig, prefix: str = "") -> str:
 def _render(node: Any, path: tuple[str, ...], sources: dict[str, str], schema: Schema) -> list[str]:
     lines: list[str] = []
     for name, value in node.items():
-        start, dotted = f"{'  ' * len(path)}{_flow(str(name))}:", join((*path, str(name)))
+        start, dotted = f"{'  ' * len(path)}{_flow(str(name))}:", ".".join((*path, str(name)))
         if isinstance(value, dict) and value and (dotted in schema.sections or dotted not in sources):
             lines += [start, *_render(value, (*path, str(name)), sources, schema)]
         else:

@@ -16,12 +16,11 @@ from verl_lite.config.fields import Range
 from verl_lite.errors import UserError
 
 Path = tuple[str, ...]
-"""A key cut at its dots: `("actor", "optim", "lr")`; below a free dictionary a part may itself contain dots."""
+"""A key cut at its dots: `("actor", "optim", "lr")`; below a free dictionary, in a file, a part may have dots."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_PART = r"""(?:"[^"]+"|'[^']+'|[^.\[\]"'\s]+)"""
-_KEY = re.compile(rf"{_PART}(?:\.{_PART}|\[[^\[\]]+\])*")
+_KEY = re.compile(r"""[^.\[\]"'\s]+(\.[^.\[\]"'\s]+)*""")
 
 
 class ConfigError(UserError):
@@ -124,20 +123,11 @@ def _walk(cls: type, prefix: Path) -> Iterator[Key]:
         yield Key(path, kind.__name__, item, optional, default, doc, said.get("expects"), said.get("read"))
 
 
-def join(path: Path) -> str:
-    """A path as text; a part that contains a dot is quoted."""
-    return ".".join(f'"{part}"' if "." in part else part for part in path)
-
-
 def split(text: str) -> Path:
-    """`a.b."c.d"` or `a[b]` -> parts.
-
-    Raises:
-        ValueError: an empty part, a blank, or an open quote or bracket.
-    """
+    """`actor.optim.lr` -> its parts. ValueError for an empty part, a blank, a quote or a bracket."""
     if not _KEY.fullmatch(text := text.strip()):
         raise ValueError(f"{text!r} is not a key: parts separated by single dots are expected, such as actor.optim.lr")
-    return tuple(part.strip("\"'[]") for part in re.findall(rf"\[[^\[\]]+\]|{_PART}", text))
+    return tuple(text.split("."))
 
 
 def is_interpolation(value: Any) -> bool:

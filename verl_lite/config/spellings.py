@@ -16,6 +16,8 @@ from verl_lite.config.schema import is_interpolation, schema_of
 _SCHEMA = schema_of(PPOConfig)
 _CORRECTION = "algorithm.rollout_correction"
 _REWARDS = ("reward", "reward_model")
+_POLICY_GRADIENT = [f"{_CORRECTION}.{name}" for name in ("use_policy_gradient", "use_pure_rollout_correction")]
+_REMOVE_PREVIOUS = ("trainer.remove_previous_ckpt", "trainer.remove_previous_ckpt_in_save")
 
 RENAMED: dict[str, str] = {
     # verl
@@ -30,11 +32,8 @@ RENAMED: dict[str, str] = {
     "critic.fsdp": "critic.fsdp_config",
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "rollout.update_weights_bucket_megabytes",
     f"{_CORRECTION}.bypass_old_logprob_for_rollout": f"{_CORRECTION}.bypass_mode",
-    f"{_CORRECTION}.use_policy_gradient": f"{_CORRECTION}.loss_type",
-    f"{_CORRECTION}.use_pure_rollout_correction": f"{_CORRECTION}.loss_type",
-    "algorithm.rollout_is": f"{_CORRECTION}.rollout_is",
-    "algorithm.rollout_is_threshold": f"{_CORRECTION}.rollout_is_threshold",
-    "custom_reward_function.reward_kwargs": "reward.reward_kwargs",
+    **{name: f"{_CORRECTION}.loss_type" for name in _POLICY_GRADIENT},
+    **{f"algorithm.{name}": f"{_CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold")},
     "custom_reward_function": "reward.custom_reward_function",
     "reward.custom_reward_function.reward_kwargs": "reward.reward_kwargs",
     "reward.reward_model.enable": "reward_model.enable",
@@ -46,8 +45,7 @@ RENAMED: dict[str, str] = {
     **{f"{section}.reward_kwargs.max_resp_len": "data.max_response_length" for section in _REWARDS},
     **{f"reward_model.{name}": f"reward.{name}" for name in ("max_concurrent", "max_rpm", "num_workers")},
     "reward_model.reward_kwargs": "reward.reward_kwargs",
-    "trainer.remove_previous_ckpt_in_save": "trainer.max_actor_ckpt_to_keep",
-    "trainer.remove_previous_ckpt": "trainer.max_actor_ckpt_to_keep",
+    **dict.fromkeys(_REMOVE_PREVIOUS, "trainer.max_actor_ckpt_to_keep"),
     "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
     # ROLL
     **{name: f"agentic.{name}" for name in (
@@ -67,16 +65,13 @@ RENAMED: dict[str, str] = {
     "eval_steps": "trainer.test_freq",
     "critic_warmup": "trainer.critic_warmup",
     "pretrain": "model.path",
-    "prompt_length": "data.max_prompt_length",
-    "response_length": "data.max_response_length",
+    **{f"{part}_length": f"data.max_{part}_length" for part in ("prompt", "response")},
     "lambd": "algorithm.lam",
     "add_token_level_kl": "algorithm.use_kl_in_reward",
     "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
     "kl_horizon": "algorithm.kl_ctrl.horizon",
     "target_kl": "algorithm.kl_ctrl.target_kl",
-    "pg_clip": "actor.clip_ratio",
-    "pg_clip_low": "actor.clip_ratio_low",
-    "pg_clip_high": "actor.clip_ratio_high",
+    **{f"pg_clip{side}": f"actor.clip_ratio{side}" for side in ("", "_low", "_high")},
     "dual_clip_loss": "actor.clip_ratio_c",
     "entropy_loss_coef": "actor.entropy_coeff",
     "max_grad_norm": "actor.optim.clip_grad",
@@ -242,10 +237,8 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 VALUES: dict[str, dict[Any, Any]] = {
     "data.reward_fn_key": {"data_source": None},
     "actor.tis_imp_ratio_cap": {-1: None, 0: None},
-    "trainer.remove_previous_ckpt_in_save": _if_true(1),
-    "trainer.remove_previous_ckpt": _if_true(1),
-    f"{_CORRECTION}.use_policy_gradient": _if_true("reinforce"),
-    f"{_CORRECTION}.use_pure_rollout_correction": _if_true("reinforce"),
+    **{name: _if_true(1) for name in _REMOVE_PREVIOUS},
+    **{name: _if_true("reinforce") for name in _POLICY_GRADIENT},
     "algorithm.rollout_is": _if_true("token"),
     "actor_infer.generating_args.top_k": {0: -1},
     "dual_clip_loss": {True: 1.4, False: 1e9},  # 1 + 2 pg_clip, at ROLL's 0.2

@@ -31,7 +31,7 @@ ARGUMENTS = [
     "trainer.project_name=12:30",
     "+rollout.engine_kwargs.vllm.compilation_config={level: 3, sizes: [1, 2], name: 'yes'}",
     "+rollout.engine_kwargs.vllm.empty={}",
-    "data.apply_chat_template_kwargs.\"a.b\"='x # y'",
+    "data.apply_chat_template_kwargs={a.b: 'x # y'}",
     r'reward.reward_kwargs.text="a: b\n\"c\""',
     "data.seed=${actor.ppo_mini_batch_size}",
 ]

@@ -14,66 +14,35 @@ from verl_lite.config.spellings import NO_EFFECT, REFUSED, RENAMED, RENAMED_PART
 # A GRPO run on gsm8k in the manner of verl's examples. Only model, data and engine differ from what one would paste.
 GSM8K = shlex.split(
     """
-    algorithm.adv_estimator=grpo
-    data.train_files=$HOME/data/gsm8k/train.parquet
-    data.val_files="['$HOME/data/gsm8k/test.parquet']"
-    data.train_batch_size=1024
-    data.max_prompt_length=512
-    data.max_response_length=1024
-    data.filter_overlong_prompts=True
-    data.truncation='error'
-    data.return_raw_chat=True
-    data.image_key=images
-    data.prompt_key=prompt
-    data.shuffle=False
-    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
-    actor_rollout_ref.model.use_remove_padding=True
-    actor_rollout_ref.model.enable_gradient_checkpointing=True
-    actor_rollout_ref.actor.strategy=fsdp2
-    actor_rollout_ref.actor.optim.lr=1e-6
-    actor_rollout_ref.actor.optim.warmup_style=constant
-    actor_rollout_ref.actor.grad_clip=0.5
-    actor_rollout_ref.actor.ppo_mini_batch_size=256
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
-    actor_rollout_ref.actor.use_kl_loss=True
-    actor_rollout_ref.actor.kl_loss_coef=0.001
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl
-    actor_rollout_ref.actor.entropy_coeff=0
-    actor_rollout_ref.actor.clip_ratio_low=0.2
-    actor_rollout_ref.actor.clip_ratio_high=0.28
-    actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
+    algorithm.adv_estimator=grpo data.train_files=$HOME/data/gsm8k/train.parquet
+    data.val_files="['$HOME/data/gsm8k/test.parquet']" data.train_batch_size=1024 data.max_prompt_length=512
+    data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error'
+    data.return_raw_chat=True data.image_key=images data.prompt_key=prompt data.shuffle=False
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.warmup_style=constant
+    actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.actor.clip_ratio_low=0.2
+    actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
     actor_rollout_ref.actor.fsdp_config.param_offload=False
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
     actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2
-    actor_rollout_ref.rollout.name=hf
-    actor_rollout_ref.rollout.mode=async
-    actor_rollout_ref.rollout.load_format=safetensors
-    actor_rollout_ref.rollout.layered_summon=True
-    actor_rollout_ref.rollout.multi_turn.format=hermes
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6
-    actor_rollout_ref.rollout.enable_chunked_prefill=False
-    actor_rollout_ref.rollout.n=5
-    actor_rollout_ref.rollout.val_kwargs.n=1
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=hf
+    actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.load_format=safetensors
+    actor_rollout_ref.rollout.layered_summon=True actor_rollout_ref.rollout.multi_turn.format=hermes
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.enable_chunked_prefill=False
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.val_kwargs.n=1
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
-    actor_rollout_ref.ref.fsdp_config.param_offload=True
-    algorithm.use_kl_in_reward=False
-    algorithm.kl_ctrl.kl_coef=0.001
-    custom_reward_function.path=pkg://my.reward
-    custom_reward_function.name=compute_score
-    reward_model.launch_reward_fn_async=True
-    +ray_kwargs.ray_init.runtime_env.py_executable=/usr/bin/python3
-    ray_init.num_cpus=32
-    trainer.critic_warmup=0
-    trainer.logger=['console','file']
-    trainer.project_name='verl_grpo_example_gsm8k'
-    trainer.experiment_name='qwen2_7b_function_rm'
-    trainer.n_gpus_per_node=8
-    trainer.nnodes=1
-    trainer.save_freq=-1
-    trainer.test_freq=5
-    trainer.total_epochs=15
+    actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False
+    algorithm.kl_ctrl.kl_coef=0.001 custom_reward_function.path=pkg://my.reward
+    custom_reward_function.name=compute_score reward_model.launch_reward_fn_async=True
+    +ray_kwargs.ray_init.runtime_env.py_executable=/usr/bin/python3 ray_init.num_cpus=32 trainer.critic_warmup=0
+    trainer.logger=['console','file'] trainer.project_name='verl_grpo_example_gsm8k'
+    trainer.experiment_name='qwen2_7b_function_rm' trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1
+    trainer.test_freq=5 trainer.total_epochs=15
     """.replace("$HOME", "/root")
 )
 
@@ -145,27 +114,13 @@ def test_what_is_said_of_several_keys_is_said_once_and_of_verls_files_too() -> N
 # The critic's part of a PPO run in the manner of verl's examples.
 CRITIC = shlex.split(
     """
-    algorithm.adv_estimator=gae
-    critic.enable=True
-    critic.strategy=fsdp2
-    critic.optim.lr=1e-5
-    critic.optim.lr_warmup_steps_ratio=0.05
-    critic.optim.warmup_style=cosine
-    critic.grad_clip=0.5
-    critic.model.path=~/models/critic
-    critic.model.tokenizer_path=m
-    critic.model.use_remove_padding=True
-    critic.model.enable_gradient_checkpointing=False
-    critic.model.fsdp_config.param_offload=True
-    critic.model.fsdp_config.forward_prefetch=True
-    critic.fsdp.optimizer_offload=True
-    critic.fsdp.dtype=bfloat16
-    critic.ppo_micro_batch_size=64
-    critic.ppo_micro_batch_size_per_gpu=32
-    critic.ulysses_sequence_parallel_size=1
-    critic.rollout_n=5
-    critic.ppo_infer_max_token_len_per_gpu=32768
-    critic.checkpoint.save_contents=['model']
+    algorithm.adv_estimator=gae critic.enable=True critic.strategy=fsdp2 critic.optim.lr=1e-5
+    critic.optim.lr_warmup_steps_ratio=0.05 critic.optim.warmup_style=cosine critic.grad_clip=0.5
+    critic.model.path=~/models/critic critic.model.tokenizer_path=m critic.model.use_remove_padding=True
+    critic.model.enable_gradient_checkpointing=False critic.model.fsdp_config.param_offload=True
+    critic.model.fsdp_config.forward_prefetch=True critic.fsdp.optimizer_offload=True critic.fsdp.dtype=bfloat16
+    critic.ppo_micro_batch_size=64 critic.ppo_micro_batch_size_per_gpu=32 critic.ulysses_sequence_parallel_size=1
+    critic.rollout_n=5 critic.ppo_infer_max_token_len_per_gpu=32768 critic.checkpoint.save_contents=['model']
     """
 )
 
@@ -186,23 +141,14 @@ def test_a_pasted_critic_loads() -> None:
 
 REWARD_MODEL = shlex.split(
     """
-    reward_model.enable=True
-    reward_model.strategy=fsdp2
-    reward_model.model.path=~/models/reward
-    reward_model.model.input_tokenizer=~/models/policy
-    reward_model.model.use_remove_padding=True
-    reward_model.model.external_lib=null
-    reward_model.model.use_shm=False
-    reward_model.model.fsdp_config.param_offload=True
-    reward_model.model.fsdp_config.forward_prefetch=False
-    reward_model.model.fsdp_config.wrap_policy.min_num_params=10
-    reward_model.micro_batch_size=null
-    reward_model.micro_batch_size_per_gpu=32
-    reward_model.max_length=null
-    reward_model.ulysses_sequence_parallel_size=1
-    reward_model.forward_max_token_len_per_gpu=98304
-    reward_model.reward_manager=naive
-    reward_model.launch_reward_fn_async=False
+    reward_model.enable=True reward_model.strategy=fsdp2 reward_model.model.path=~/models/reward
+    reward_model.model.input_tokenizer=~/models/policy reward_model.model.use_remove_padding=True
+    reward_model.model.external_lib=null reward_model.model.use_shm=False
+    reward_model.model.fsdp_config.param_offload=True reward_model.model.fsdp_config.forward_prefetch=False
+    reward_model.model.fsdp_config.wrap_policy.min_num_params=10 reward_model.micro_batch_size=null
+    reward_model.micro_batch_size_per_gpu=32 reward_model.max_length=null
+    reward_model.ulysses_sequence_parallel_size=1 reward_model.forward_max_token_len_per_gpu=98304
+    reward_model.reward_manager=naive reward_model.launch_reward_fn_async=False
     """
 )
 
