@@ -138,15 +138,17 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
     """`value` (as YAML understood it) in the type of `key`; `raw` is the text of a command line.
 
     A single value becomes a list of one where a list is expected, nested lists of files are flattened, numbers that
-    YAML read as text (`"1e-6"`) become numbers, and a text that YAML read as something else (`experiment_name=0012`)
-    stays the text that was typed, with any # and line end in it. Interpolations pass: they are converted when they are
-    resolved.
+    YAML read as text (`"1e-6"`) become numbers, and a text stays what was typed (`0012`, `{prompt} #`), unless that is
+    quoted or null. Interpolations pass: they are converted when they are resolved.
 
     Raises:
         ValueError: the value cannot have that type.
     """
-    if key.kind == "str" and raw is not None and _is_typed_text(value, raw.strip()):
-        return raw.strip()
+    if key.kind == "str" and raw is not None and not is_interpolation(value):
+        text = raw.strip()
+        is_null = value is None and text[:1] not in ("", "#")
+        if not is_null and text[:1] not in ("'", '"'):
+            return text
     if key.kind == "dict" and isinstance(value, dict | None):
         return value or {}
     if value is None and (key.optional or key.kind == "list"):
@@ -158,15 +160,6 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
         flat = [one for item in items for one in (item if isinstance(item, list) else [item])]
         return [_scalar(key.item, item) for item in flat]
     return _scalar(key.kind, value)
-
-
-def _is_typed_text(value: Any, text: str) -> bool:
-    """True where `text` is meant as typed: a # begins no comment there, and {prompt} is a place in a text."""
-    if isinstance(value, dict):
-        return text[:1] not in "{[" or (text[:1] == "{" and set(value.values()) == {None})
-    if value is None:
-        return text[:1] in ("", "#")
-    return not isinstance(value, list) and text[:1] not in tuple("'\"|>&!") and not is_interpolation(value)
 
 
 def _scalar(kind: str, value: Any) -> Any:
