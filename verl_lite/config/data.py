@@ -25,17 +25,11 @@ class CustomClassConfig(Options):
     path: str | None = opt(None, "Python file, or pkg://module, with a dataset class of your own; null = ours")
     name: str | None = opt(None, "its name")
 
-    def check(self) -> Problems:
-        yield from named_class("data.custom_cls.path", self.path, "data.custom_cls.name", self.name)
-
 
 @dataclass
 class SamplerConfig(Options):
     class_path: str | None = opt(None, "Python file, or pkg://module, with a sampler; null = data.shuffle")
     class_name: str | None = opt(None, "its name")
-
-    def check(self) -> Problems:
-        yield from named_class("data.sampler.class_path", self.class_path, "data.sampler.class_name", self.class_name)
 
 
 @dataclass
@@ -93,7 +87,6 @@ class DataConfig(Options):
         if not groups:
             shown = f"data.ground_truth_regex={self.ground_truth_regex!r}"
             yield f"{shown}: a regular expression with a group is expected, as '#### (.+)'"
-        yield from python_file("data.tools_path", self.tools_path)
         problems = list(_source_problems(self.sources))
         yield from problems
         if self.sampler.class_path and not problems and any(entry.get("weight") for entry in self.sources.values()):
@@ -104,13 +97,6 @@ def python_file(name: str, place: str | None) -> Problems:
     """The problem of a missing file of the user's; a module (pkg://package.module) is not looked for."""
     if place is not None and not place.startswith("pkg://") and not Path(place).expanduser().is_file():
         yield f"{name}={place}: there is no file {Path(place).expanduser().absolute()} (a module is pkg://package.module)"
-
-
-def named_class(path_key: str, path: str | None, name_key: str, name: str | None) -> Problems:
-    """The problem of a class of which only the file or only the name is given."""
-    yield from python_file(path_key, path)
-    if (path is None) != (name is None):
-        yield f"{path_key}={path} with {name_key}={name}: both are expected, the Python file and the class in it"
 
 
 def _place(name: str, place: str) -> Problems:
