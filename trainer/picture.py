@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,26 +14,26 @@ from trainer.final_report import validation_means
 from trainer.reports.run_data import OUTSIDE, Steps, stage_seconds
 from trainer.tracking import read_metrics
 
-Panel = Callable[[Axes, Steps], None]
+Panel = tuple[str, str, Mapping[str, str]]
+"""Metrics over the steps: title, what the values are, and what each metric is called in the picture."""
+REWARD: Panel = ("Reward in training, mean over the samples of a step", "score", {"critic/score/mean": ""})
+LENGTH: Panel = ("Response length", "tokens", {f"response_length/{name}": name for name in ("mean", "max", "min")})
 
 
-def draw_curve(run_dir: Path) -> Path | None:
-    """Writes RUN/curve.png and returns its path; None if the run has no training step to show."""
-    lengths = {"response_length/mean": "mean", "response_length/max": "max", "response_length/min": "min"}
-    reward = series_panel("Reward in training, mean over the samples of a step", "score", {"critic/score/mean": ""})
-    length = series_panel("Response length", "tokens", lengths)
-    return draw_panels(run_dir, (reward, draw_validation, length, draw_time))
-
-
-def draw_panels(run_dir: Path, panels: Sequence[Panel]) -> Path | None:
-    """The same with any four panels, each of which draws what it finds in the metrics."""
+def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> Path | None:
+    """Writes RUN/curve.png, these two panels beside validation and time, and returns its path; None if the run has no
+    training step to show."""
     steps = read_metrics(Path(run_dir) / "metrics.jsonl")
     if not any("timing_s/step" in metrics or "critic/score/mean" in metrics for metrics in steps.values()):
         return None
     figure = Figure(figsize=(12, 7.5), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    for axes, draw in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        draw(axes, steps)
+    panels = figure.subplots(2, 2).flat
+    _draw_series(panels[0], steps, *first)
+    _draw_validation(panels[1], steps)
+    _draw_series(panels[2], steps, *second)
+    _draw_time(panels[3], steps)
+    for axes in panels:
         axes.set(xlabel="training step", xlim=(0, max(1.0, max(steps) * 1.02)))
         axes.grid(axis="y", color="#e4e6e9", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -46,27 +46,22 @@ def draw_panels(run_dir: Path, panels: Sequence[Panel]) -> Path | None:
     return path
 
 
-def series_panel(title: str, label: str, names: Mapping[str, str]) -> Panel:
-    """A panel of metrics over the steps. names: what each is called in the picture, by metric; of a single one the
-    values are shown beside their running mean."""
-
-    def draw(panel: Axes, steps: Steps) -> None:
-        panel.set(title=title, ylabel=label)
-        for name, shown in names.items():
-            points = [(step, metrics[name]) for step, metrics in steps.items() if name in metrics]
-            x, y = np.array(points).reshape(-1, 2).T
-            window = max(5, len(x) // 20) if len(names) == 1 and len(x) > 20 else 1
-            if window > 1:
-                panel.plot(x, y, alpha=0.3, linewidth=1)
-                shown = f"mean of the last {window} steps"
-            mean = [y[max(0, place - window) : place].mean() for place in range(1, len(y) + 1)]
-            panel.plot(x, mean, linewidth=2, label=shown or None, marker="" if len(x) > 20 else "o", markersize=3)
-
-    return draw
+def _draw_series(panel: Axes, steps: Steps, title: str, label: str, names: Mapping[str, str]) -> None:
+    """Of a single metric the values are shown beside their running mean."""
+    panel.set(title=title, ylabel=label)
+    for name, shown in names.items():
+        points = [(step, metrics[name]) for step, metrics in steps.items() if name in metrics]
+        x, y = np.array(points).reshape(-1, 2).T
+        window = max(5, len(x) // 20) if len(names) == 1 and len(x) > 20 else 1
+        if window > 1:
+            panel.plot(x, y, alpha=0.3, linewidth=1)
+            shown = f"mean of the last {window} steps"
+        mean = [y[max(0, place - window) : place].mean() for place in range(1, len(y) + 1)]
+        panel.plot(x, mean, linewidth=2, label=shown or None, marker="" if len(x) > 20 else "o", markersize=3)
 
 
-def draw_validation(panel: Axes, steps: Steps) -> None:
-    """A panel of the core measure of each source of the validation."""
+def _draw_validation(panel: Axes, steps: Steps) -> None:
+    """The core measure of each source of the validation."""
     curves: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     names = set()
     for step, metrics in steps.items():
@@ -81,14 +76,15 @@ def draw_validation(panel: Axes, steps: Steps) -> None:
         panel.set_ylim(-0.02, 1.02)
 
 
-def draw_time(panel: Axes, steps: Steps) -> None:
-    """A panel of the seconds of a step, by stage, without validation and saving, which not every step does."""
+def _draw_time(panel: Axes, steps: Steps) -> None:
+    """Seconds of a step by stage, without validation and saving, which not every step does."""
     panel.set(title="Time per step, by stage (without validation and saving)", ylabel="seconds")
     places, stages = stage_seconds(steps, most=120)
-    bottom, width = np.zeros(len(places)), (places[-1] - places[0]) / max(1, len(places) - 1) or 1.0 if places else 1.0
+    if not places:
+        return
+    bottom, width = np.zeros(len(places)), (places[-1] - places[0]) / max(1, len(places) - 1) or 1.0
     for name, seconds in stages.items():
         if name not in OUTSIDE:
             panel.bar(places, seconds, width, bottom=bottom, label=name, linewidth=0)
             bottom += seconds
-    if places:
-        panel.set_ylim(0, 1.15 * float(np.percentile(bottom, 98)) or None)
+    panel.set_ylim(0, 1.15 * float(np.percentile(bottom, 98)) or None)

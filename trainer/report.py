@@ -41,7 +41,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     from trainer.reports.run_data import read_run
 
     first = folders[0].absolute()
-    study = read_study(first) if (first / "trials.csv").is_file() else None
+    study = read_study(first) if (first / "study.json").is_file() else None
     runs = [read_run(folder) for folder in (folders if study is None else study.pop("runs"))]
     data = page_data(runs, study)
     title = " · ".join(run["title"] for run in data["runs"]) if study is None else f"Sweep {first.name}"

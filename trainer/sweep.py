@@ -35,17 +35,17 @@ def main(argv: list[str]) -> int:
     from trainer.sweeps.study import locked
 
     options = read_options(argv)
-    study, resources = find_study(options), options.resources
+    study = find_study(options)
     device = load(study.question, next(combinations(study.question.space, corners=True))).trainer.device
     from trainer.sweeps.tuning import places, run_study  # Ray and Tune: only now, since importing them takes a while
 
-    with places(resources, device, tell) as place:
+    with places(options, device, tell) as place:
         check_sweep(study.question, study.search, place.gpus)
         study.save()
         with locked(study.folder):
             tell(f"study {study.folder}; the same command goes on with it")
             try:
-                run_study(study, place, resources, tell)
+                run_study(study, place, options, tell)
             finally:
                 study.write_csv()
                 print(f"\n{summary(study, shlex.join(['python', '-m', 'trainer.sweep', *argv]))}", flush=True)
@@ -55,19 +55,17 @@ def main(argv: list[str]) -> int:
 def find_study(options: Options) -> Study:
     """The study that is asked for, new or as it was begun, with the search of now."""
     from trainer.sweeps.question import Search, read_files
-    from trainer.sweeps.study import Study, usual_folder
+    from trainer.sweeps.study import DESCRIPTION, Study, usual_folder
 
     question, folder = options.question, options.folder
     if folder is None:
         assert question is not None, "one of the two is given"
         folder = usual_folder(question)
-    if question is not None and not (folder / "study.json").exists():
+    if question is not None and not (folder / DESCRIPTION).exists():
         return Study(folder, question, options.search or Search())
     study = Study.load(folder)
     study.refuse_another(question or dataclasses.replace(study.question, files=read_files(study.question.files)))
-    if options.search is not None:
-        most = max(study.search.trials or 0, options.search.trials or 0) or None
-        study.search = dataclasses.replace(options.search, trials=options.search.trials and most)
+    study.search = options.search or study.search
     return study
 
 

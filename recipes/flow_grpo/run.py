@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, draw_before_and_after, fingerprint
-from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
+from trainer.picture import REWARD, draw_curve
 from trainer.recipe import recipe_modules
 from trainer.run import Report
 from trainer.saving import Saver
@@ -27,15 +27,10 @@ from workers.diffusion.sde_policy import FlowActorWorker
 NAME = "flow_grpo"
 SHOWN_PROMPTS = 6
 """That the picture of before and after shows."""
-PANELS = (
-    series_panel("Reward in training, mean over the samples of a step", "score", {"critic/score/mean": ""}),
-    draw_validation,
-    series_panel(
-        "Denoising steps outside the clip range",
-        "share",
-        {"actor/ppo_ratio_clipfrac": "all", "actor/pg_clipfrac": "those without gradient"},
-    ),
-    draw_time,
+CLIPPED = (
+    "Denoising steps outside the clip range",
+    "share",
+    {"actor/ppo_ratio_clipfrac": "all", "actor/pg_clipfrac": "those without gradient"},
 )
 
 NOT_HERE = ("values", "reward_baselines", "sum_pi_squared", "traj_id", "state_hash")
@@ -112,7 +107,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
         n = self.config.rollout.val_kwargs.n
         groups = [(text, slice(row * n, row * n + n)) for row, text in enumerate(self.val_prompts[:SHOWN_PROMPTS])]
         pictures = {
-            "curve": draw_panels(self.run_dir, PANELS),
+            "curve": draw_curve(self.run_dir, REWARD, CLIPPED),
             "samples": draw_before_and_after(self.run_dir, result, groups, columns=8),
         }
         module, _, network = str(self.config.model.network).partition(":")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.evaluate.sample import Sample
 from trainer.evaluate.sample_files import SampleFiles
+from trainer.sweeps.question import Question, Search
+from trainer.sweeps.study import Study
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- \x1b[2J\u2028 <img src=x onerror=alert(1)>"
 SAMPLE = Sample(
@@ -48,20 +49,20 @@ def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float =
 
 
 def make_study(folder: Path, error: str = "out of memory") -> Path:
-    """A sweep of four trials: the second is best, the third far below, the last failed."""
-    columns = ("trial", "state", "value", "half_width", "lr", "kind", "steps", "seconds", "error", "runs", "command")
-    rows = []
-    for number, (state, value, lr) in enumerate(
-        (("complete", 0.4, 1e-3), ("complete", 0.9, 2e-3), ("pruned", -9.0, 5e-3), ("failed", "", 1e-2))
-    ):
-        runs = f"{number:04}/run" if number < 3 else ""
-        if runs:
-            make_run(folder / runs, lr=lr)
-        kind = "a" if number < 3 else "b"
-        failure = error if state == "failed" else ""
-        rows.append((number, state, value, 0.1, lr, kind, 4, 6.5, failure, runs, "cmd 1\ncmd 2"))
-    with (folder / "trials.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([columns, *rows])
-    asked = {"metric": "val-core/sums/acc/mean@1", "mode": "max", "command": "trainer.main_ppo"}
-    (folder / "study.json").write_text(json.dumps(asked))
+    """A sweep of four trials with two seeds: the second is best, the third was pruned, the last failed."""
+    words = ["lr=0.001,0.002,0.005,0.01", "kind=a,b"]
+    study = Study(folder, Question(words, {}, [1, 2], "val-core/sums/acc/mean@1", "max"), Search())
+    study.save()
+    for number, (state, value) in enumerate((("done", 0.4), ("done", 0.9), ("pruned", -9.0), ("failed", None))):
+        lr = (1e-3, 2e-3, 5e-3, 1e-2)[number]
+        trial = study.begin({"lr": f"{lr:g}", "kind": "a" if number < 3 else "b"})
+        for place, run in enumerate(trial.runs if value is not None else []):
+            make_run(run.folder, lr=lr)
+            if state == "done":
+                study.end(trial, run, "done", value=value + 0.02 * place - 0.01, steps=4, seconds=6.5)
+            else:
+                study.judge(trial, place + 1, value, prune=place == 1)
+        if value is None:
+            study.end(trial, trial.runs[0], "failed", error=error)
+    study.write_csv()
     return folder

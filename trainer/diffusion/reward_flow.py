@@ -19,7 +19,7 @@ import torch
 from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds
 from trainer.clips.writing import VideoWriter
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionTrainer, draw_before_and_after, plan_samples
-from trainer.picture import draw_panels, draw_time, draw_validation, series_panel
+from trainer.picture import draw_curve
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.run import Report
@@ -40,11 +40,9 @@ LORA = "lora"
 """The folder of a checkpoint that diffusers' `load_lora_weights` reads."""
 
 SHOWN_CLIPS = 3
-PANELS = (
-    series_panel("Score in training, mean over the samples of a step", "score", {"actor/face_score": ""}),
-    draw_validation,
-    series_panel("Divergence from the base model", "KL", {"actor/kl_loss": ""}),
-    draw_time,
+CURVES = (
+    ("Score in training, mean over the samples of a step", "score", {"actor/face_score": ""}),
+    ("Divergence from the base model", "KL", {"actor/kl_loss": ""}),
 )
 
 
@@ -184,7 +182,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         clips = trainer.validation[:SHOWN_CLIPS]
         groups = [(str(prompt), slice(row, row + 1)) for row, prompt in enumerate(clips.non_tensor_batch["prompt"])]
         pictures = {
-            "picture": draw_panels(self.run_dir, PANELS),
+            "picture": draw_curve(self.run_dir, *CURVES),
             "frames": draw_before_and_after(self.run_dir, result, groups, clips.batch["video"]),
         }
         has_two = (Path(str(self.config.model.path)).expanduser() / "transformer_2").is_dir()

@@ -8,18 +8,16 @@ over the steps and long texts are cut; `notes` say so, and the page shows them.
 from __future__ import annotations
 
 import base64
-import csv
-import json
 import math
 import re
-import shlex
 import time
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.console import format_seconds
 from trainer.final_report import ValidationMean, all_validation_means
@@ -28,6 +26,9 @@ from trainer.reports.health import findings_of
 from trainer.reports.run_data import METRICS, Run, run_titles, stage_seconds
 from trainer.reports.samples import Answer, Group, groups
 from trainer.tracking.record import read_metrics
+
+if TYPE_CHECKING:
+    from trainer.sweeps.study import Trial
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
 MAX_POINTS, MAX_BARS = 1500, 120
@@ -110,35 +111,33 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
 
 
 def read_study(folder: Path) -> Json:
-    """What the page shows of the folder of a sweep, with trials.csv and study.json, which may still run; `runs` has the
-    run folders of its best trials, each trial's first."""
-    asked = json.loads((folder / "study.json").read_text(encoding="utf-8"))
-    metric, sign = asked["metric"], -1 if asked["mode"] == "max" else 1
-    with (folder / "trials.csv").open(encoding="utf-8", newline="") as lines:
-        rows: list[Json] = [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(lines)]
-    own = ("trial", "state", "value", "half_width", "steps", "seconds", "error", "runs", "command")
-    parameters = [name for name in rows[0] if name not in own] if rows else []
-    best = [row for row in rows if row["state"] == "complete" and row["value"] is not None]
-    best.sort(key=lambda row: sign * row["value"])
-    columns = ("trial", "state", "value", "half_width", *parameters, "steps", "seconds", "error", "runs")
-    curves = []
-    for row in rows:
-        for run in filter(None, str(row["runs"] or "").split(";")):
-            steps = {step: x[metric] for step, x in read_metrics(folder / run / METRICS).items() if metric in x}
-            line = {"color": COLORS[row["trial"] % len(COLORS)]}
-            curves.append({"x": list(steps), "y": list(steps.values()), "line": line, "name": _told(row, parameters)})
-    varied = [name for name in parameters if len({row[name] for row in rows}) > 1]
-    command = asked.get("command", "")
-    firsts = [folder / str(row["runs"]).split(";")[0] for row in best[:4]]
+    """What the page shows of a sweep, which may still run; `runs` has the run folders of its best trials, each trial's
+    first."""
+    from trainer.sweeps.study import Study
+
+    study = Study.load(folder)
+    metric, mode, best = study.question.metric, study.question.mode, study.finished()
+    parameters = [parameter.name for parameter in study.question.space]
+    columns = ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"]
+    rows, curves = [], []
+    for trial in study.trials:
+        own = [_number_of(trial.parameters[name]) for name in parameters]
+        steps, seconds = max(run.steps for run in trial.runs), sum(run.seconds for run in trial.runs)
+        rows.append([trial.number, trial.state, trial.value, trial.half_width, *own, steps, seconds, trial.error])
+        for run in trial.runs:
+            points = {step: x[metric] for step, x in read_metrics(run.folder / METRICS).items() if metric in x}
+            line = {"color": COLORS[trial.number % len(COLORS)]}
+            curves.append({"x": list(points), "y": list(points.values()), "line": line, "name": _told(trial)})
+    varied = [name for name in parameters if len({trial.parameters[name] for trial in study.trials}) > 1]
+    firsts = [trial.runs[0].folder for trial in best[:4]]
     return {
-        "command": command if isinstance(command, str) else shlex.join(command),
-        "facts": {"trials": len(rows), **Counter(row["state"] for row in rows), asked["mode"]: metric},
-        "best": [[_told(row, parameters), str(row["command"] or "").splitlines()] for row in best[:5]],
+        "facts": {"trials": len(rows), **Counter(trial.state for trial in study.trials), mode: metric},
+        "best": [[_told(trial), trial.commands] for trial in best[:5]],
         "columns": columns,
-        "trials": [[row[name] for name in columns] for row in rows],
+        "trials": _short(rows),
         "charts": [
             _chart(metric, "a line for each run", curves, True, {"hovermode": "closest"}),
-            *(_effect(rows, name, metric, parameters) for name in varied),
+            *(_effect(study.trials, name, metric) for name in varied),
         ],
         "runs": [run for run in firsts if (run / METRICS).is_file()],
     }
@@ -233,16 +232,16 @@ def _validation_charts(runs: Sequence[Run]) -> list[Json]:
     return [_chart(title, "with 95% interval", traces, len(traces) > 2) for title, traces in charts.items()]
 
 
-def _effect(rows: list[Json], name: str, metric: str, parameters: list[str]) -> Json:
+def _effect(trials: Sequence[Trial], name: str, metric: str) -> Json:
     """The value of each trial against a parameter."""
-    own = [row for row in rows if row["value"] is not None and row[name] is not None]
-    x, y = [row[name] for row in own], [row["value"] for row in own]
-    is_log = all(isinstance(value, float | int) and value > 0 for value in x) and max(x) >= 20 * min(x)
-    trace: Json = {"x": x, "y": y, "mode": "markers", "text": [_told(row, parameters) for row in own]}
-    trace["marker"] = {"size": 8, "color": [COLORS[row["trial"] % len(COLORS)] for row in own]}
-    trace["error_y"] = {"array": [row["half_width"] or 0 for row in own], "thickness": 1}
-    axis = {"xaxis": {"type": "log"}} if is_log else {}
-    return _chart(name, metric, [trace], layout={"hovermode": "closest", **axis})
+    own = [trial for trial in trials if trial.value is not None]
+    x = [_number_of(trial.parameters[name]) for trial in own]
+    numbers = [value for value in x if isinstance(value, float)]
+    is_log = 0 < len(numbers) == len(x) and max(numbers) >= 20 * min(numbers) > 0
+    trace: Json = {"x": x, "y": [trial.value for trial in own], "mode": "markers", "text": [_told(one) for one in own]}
+    trace["marker"] = {"size": 8, "color": [COLORS[trial.number % len(COLORS)] for trial in own]}
+    trace["error_y"] = {"array": [trial.half_width or 0 for trial in own], "thickness": 1}
+    return _chart(name, metric, [trace], layout={"hovermode": "closest", "xaxis": {"type": "log"} if is_log else {}})
 
 
 # ----------------------------------------------------------------------------------------------- numbers and texts
@@ -269,18 +268,18 @@ def _short(value: Any) -> Any:
     return value
 
 
-def _value(text: str | None) -> float | int | str | None:
-    try:
-        value = float(text or "")
-        return (int(value) if value.is_integer() else value) if math.isfinite(value) else None
-    except ValueError:
-        return text or None
+def _number_of(value: str | int | float) -> str | float:
+    """A choice of a parameter, as a number where it is one."""
+    with suppress(ValueError):
+        return float(value)
+    return value
 
 
-def _told(row: Json, parameters: list[str]) -> str:
-    interval = f" ±{row['half_width']:.3g}" if row["half_width"] else ""
-    given = ", ".join(f"{name}={row[name]}" for name in parameters)
-    return f"trial {row['trial']} ({row['state']}): {row['value']}{interval}, {given}".replace("<", "‹")
+def _told(trial: Trial) -> str:
+    interval = f" ±{trial.half_width:.3g}" if trial.half_width else ""
+    given = ", ".join(f"{name}={value}" for name, value in trial.parameters.items())
+    value = "-" if trial.value is None else f"{trial.value:.4g}"
+    return f"trial {trial.number} ({trial.state}): {value}{interval}, {given}".replace("<", "‹")
 
 
 def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[Answer]]:

@@ -49,7 +49,8 @@ def planned(question: Question, search: Search) -> list[dict[str, Value]] | None
 
 def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
     """Everything that can be told before a sweep starts; prepares the recipe. Raises UserError."""
-    ends = [word for parameter in question.space for value in parameter.ends() for word in parameter.words(value)]
+    values = [(parameter, value) for parameter in question.space for value in parameter.values(ends=True) or ()]
+    ends = [word for parameter, value in values for word in parameter.words(value)]
     keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*question.words, *ends))
     problems = [f"{key}: a sweep gives it to each run itself; leave it out" for key in keys if key in OWN_KEYS]
     if question.seeds is not None and "trainer.seed" in keys:
@@ -84,16 +85,17 @@ def check_metric_name(metric: str) -> None:
     if find(metric) is not None:
         return
     known = [name for documented in metrics() for name in documented.names]
-    family, slash, rest = metric.partition("/")
-    if family in ("val-core", "val-aux"):
-        names = [name for name in known if name.startswith(f"{family}/") and "@" in name and "ci95" not in name]
-        raise UserError(f"--metric {metric}: names of {family}/ are {', '.join(names)}")
+    family, _, rest = metric.partition("/")
     families = {name.partition("/")[0] for name in known if "/" in name}
     near = difflib.get_close_matches(metric, known, n=1, cutoff=0.9)
-    if not near and slash and family not in families:
-        near = [f"{found}/{rest}" for found in difflib.get_close_matches(family, families, n=1, cutoff=0.6)]
+    if family in ("val-core", "val-aux"):
+        near = [name for name in known if name.startswith(f"{family}/") and "@" in name and "ci95" not in name]
+    elif rest and family not in families:
+        near = near or [f"{found}/{rest}" for found in difflib.get_close_matches(family, families, n=1, cutoff=0.6)]
     if near:
-        raise UserError(f"--metric {metric}: no metric is called so; did you mean {near[0]}? METRICS.md has all")
+        raise UserError(
+            f"--metric {metric}: no metric is called so; did you mean {', '.join(near)}? METRICS.md has all"
+        )
 
 
 def missing_metric(metric: str, names: Collection[str], run: str) -> str:

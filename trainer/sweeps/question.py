@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from trainer.sweeps.space import Space, Value, as_text, read_parameter
+from trainer.sweeps.space import Parameter, Value, as_text, read_parameter
 from verl_lite.config import parse_value
 from verl_lite.errors import UserError
 
@@ -20,16 +20,6 @@ STOP = "stop"
 """A file that asks runs to end: in the study's folder all of them, in a trial's those of the trial."""
 
 _ASHA = ("grace_period", "reduction_factor", "brackets")
-_GONE = {
-    "--command": "a trial is one trainer.main_ppo",
-    "--options": "a trial is one trainer.main_ppo",
-    "--take": "the last value of a run counts",
-    "--again": "to run failed trials once more give the study another name: --study NAME",
-    "--skip-invalid": "leave out values that the command would refuse",
-    "--share": "--slots and --per-trial say what runs use",
-    "--threads": "write OMP_NUM_THREADS=N before the command",
-    "--wait": "begin when a device is free, or name others with CUDA_VISIBLE_DEVICES",
-}
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Question:
     mode: str
 
     @cached_property
-    def space(self) -> Space:
+    def space(self) -> tuple[Parameter, ...]:
         """The parameters. Raises UserError for a word that means nothing."""
         return tuple(parameter for word in self.words if (parameter := read_parameter(word)) is not None)
 
@@ -76,23 +66,21 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Resources:
-    """slots: runs at a time. per_trial: GPUs of a run. address: of a Ray cluster. retries: after machine's faults."""
+class Options:
+    """A sweep's command.
 
+    Args:
+        question, search: None where the study says it. folder: None = named after the question.
+        slots: runs at a time. per_trial: GPUs of a run. address: of a Ray cluster. retries: after machine's faults.
+    """
+
+    question: Question | None
+    search: Search | None
+    folder: Path | None
     slots: int | None = None
     per_trial: int = 1
     address: str | None = None
     retries: int = 3
-
-
-@dataclass(frozen=True)
-class Options:
-    """A sweep's command. question: None where the study says it. folder: None = named after the question."""
-
-    question: Question | None
-    search: Search | None
-    resources: Resources
-    folder: Path | None
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -110,12 +98,9 @@ def read_options(argv: Sequence[str]) -> Options:
     if path is not None and len(path.parts) == 1 and not path.is_dir():
         path = Path("runs/sweeps") / path
     kind, trials = line.search or ("grid", None)
-    return Options(
-        question=_question(line) if asks else None,
-        search=Search(kind, trials, _asha(line.pruner)) if asks or line.search else None,
-        resources=Resources(line.slots, line.per_trial, line.ray_address, line.retries),
-        folder=None if path is None else path.absolute(),
-    )
+    search = Search(kind, trials, _asha(line.pruner)) if asks or line.search else None
+    folder, question = None if path is None else path.absolute(), _question(line) if asks else None
+    return Options(question, search, folder, line.slots, line.per_trial, line.ray_address, line.retries)
 
 
 def read_files(names: Iterable[str]) -> dict[str, str]:
@@ -128,18 +113,17 @@ def read_files(names: Iterable[str]) -> dict[str, str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        gone = "".join(f"; {name} is gone: {instead}" for name, instead in _GONE.items() if name in message)
-        raise UserError(f"{message}{gone}; `python -m trainer.sweep --help` lists the options")
+        raise UserError(f"{message}; `python -m trainer.sweep --help` lists the options")
 
 
-def _number(least: int, kind: str = "") -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        if (number := int(text)) < least:
-            raise ValueError
-        return (kind, number) if kind else number
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
 
-    read.__name__ = f"whole number of at least {least}"
-    return read
+
+def _count(kind: str) -> Callable[[str], tuple[str, int]]:
+    return lambda text: (kind, _positive(text))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,17 +137,17 @@ def _parser() -> argparse.ArgumentParser:
     add("words", nargs="*", metavar="key=value", help="key=a,b  key=log(1e-7,1e-5)  key=int(1,8)  key=value")
     add("--file", metavar="YAML", help="a sweep file; the command line wins over it")
     add("--config", action="append", default=[], metavar="YAML", help="configuration of each run")
-    add("--random", dest="search", type=_number(1, "random"), metavar="N", help="N trials at random, in place of all")
-    add("--optuna", dest="search", type=_number(1, "optuna"), metavar="N", help="N trials chosen by Optuna's TPE")
+    add("--random", dest="search", type=_count("random"), metavar="N", help="N trials at random, in place of all")
+    add("--optuna", dest="search", type=_count("optuna"), metavar="N", help="N trials chosen by Optuna's TPE")
     add("--pruner", default="none", help="asha, or asha:grace_period=20,reduction_factor=3,brackets=1; default none")
     add("--metric", default="", help="what is compared, such as val-core/gsm8k/acc/mean@1")
     add("--mode", choices=("max", "min"), default="max", help="which is better; default max")
     add("--seeds", metavar="N", help="runs of each trial, with trainer.seed 1 to N; [1,5,9] names them")
     add("--study", help="folder of the study, or a name in runs/sweeps; with it alone an interrupted study goes on")
-    add("--slots", type=_number(1), metavar="N", help="runs at a time; default 1 on a CPU, else all that fit")
-    add("--per-trial", type=_number(1), default=1, metavar="N", help="GPUs of each run; default 1")
+    add("--slots", type=_positive, metavar="N", help="runs at a time; default 1 on a CPU, else all that fit")
+    add("--per-trial", type=_positive, default=1, metavar="N", help="GPUs of each run; default 1")
     add("--ray-address", metavar="HOST:PORT", help="runs on the machines of this Ray cluster")
-    add("--retries", type=_number(0), default=3, metavar="N", help="of a run that the machine failed; default 3")
+    add("--retries", type=int, default=3, metavar="N", help="of a run that the machine failed; default 3")
     return found
 
 
@@ -179,11 +163,8 @@ def _file_words(name: str) -> Iterator[str]:
         if entry in ("settings", "space") and isinstance(value, dict):
             yield from (_word(key, given, entry == "space") for key, given in value.items())
         else:
-            option = f"--{str(entry).replace('_', '-')}"
-            yield from (
-                f"{option}={as_text(one)}"
-                for one in (value if isinstance(value, list) and entry == "config" else [value])
-            )
+            given = value if isinstance(value, list) and entry == "config" else [value]
+            yield from (f"--{str(entry).replace('_', '-')}={as_text(one)}" for one in given)
 
 
 def _word(key: str, value: Any, is_searched: bool) -> str:

@@ -14,11 +14,11 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from verl_lite.config import split_choices
 from verl_lite.errors import UserError
@@ -34,43 +34,35 @@ _CALL = re.compile(r"([a-z_]+)\((.*)\)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the search. choices: words of a command by label; or else a range."""
+    """A parameter of the search. settings: words of a command by label, where a label is more than a value."""
 
     name: str
-    choices: Mapping[str, list[str]]
-    range: FloatDistribution | IntDistribution | None = None
-
-    @property
-    def distribution(self) -> BaseDistribution:
-        return self.range or CategoricalDistribution(list(self.choices))
+    distribution: CategoricalDistribution | FloatDistribution | IntDistribution
+    settings: Mapping[str, list[str]] = field(default_factory=dict)
 
     def words(self, value: Value) -> list[str]:
         """Of a command, for this value."""
-        return self.choices[str(value)] if self.choices else [f"{self.name}={value}"]
+        return self.settings.get(str(value), [f"{self.name}={value}"])
 
-    def values(self) -> list[Value] | None:
-        """All of them in order; None if there is no end of them."""
-        if isinstance(self.range, IntDistribution) and self.range.high - self.range.low < MOST_LISTED:
-            return list(range(self.range.low, self.range.high + 1))
-        return None if self.range else list(self.choices)
-
-    def ends(self) -> list[Value]:
-        """All choices; of a range both ends."""
-        return [self.range.low, self.range.high] if self.range else list(self.choices)
-
-
-Space = tuple[Parameter, ...]
+    def values(self, *, ends: bool = False) -> list[Any] | None:
+        """All of them in order; None if there is no end of them. ends: of a range both ends."""
+        known = self.distribution
+        if isinstance(known, CategoricalDistribution):
+            return list(known.choices)
+        if ends:
+            return [known.low, known.high]
+        is_listed = isinstance(known, IntDistribution) and known.high - known.low < MOST_LISTED
+        return list(range(int(known.low), int(known.high) + 1)) if is_listed else None
 
 
-def combinations(space: Space, *, corners: bool = False) -> Iterator[dict[str, Value]]:
+def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterator[dict[str, Value]]:
     """All combinations, the last parameter varying fastest; corners: of the ends of ranges.
 
     Raises:
         UserError: a grid with a range that has no end of values, or with more than `MOST_LISTED` combinations.
     """
-    values = [parameter.ends() if corners else parameter.values() for parameter in space]
-    lists = [listed for listed in values if listed is not None]
-    if len(lists) < len(values) or (not corners and math.prod(map(len, lists)) > MOST_LISTED):
+    lists = [listed for p in space if (listed := p.values(ends=corners)) is not None]
+    if len(lists) < len(space) or (not corners and math.prod(map(len, lists)) > MOST_LISTED):
         raise UserError(
             f"a grid needs values, at most {MOST_LISTED:,} combinations: give choices (KEY=A,B,C), or search it with "
             "--random N or --optuna N"
@@ -82,14 +74,14 @@ def read_parameter(word: str) -> Parameter | None:
     """The parameter that a word stands for; None if it has one value. Raises UserError."""
     key, _, raw = word.partition("=")
     if key.startswith("@"):
-        entries = json.loads(raw).items()
-        return Parameter(key[1:], {label: [f"{k}={as_text(v)}" for k, v in one.items()] for label, one in entries})
+        settings = {label: [f"{k}={as_text(v)}" for k, v in one.items()] for label, one in json.loads(raw).items()}
+        return Parameter(key[1:], CategoricalDistribution(list(settings)), settings)
     if (call := _CALL.fullmatch(raw.strip())) is not None:
-        return Parameter(key, {}, _range(call[1], call[2].split(","), word))
+        return Parameter(key, _range(call[1], call[2].split(","), word))
     labels = split_choices(raw.strip())
     if len(labels) > 1 and ("" in labels or len(set(labels)) < len(labels)):
         raise UserError(f"{word}: a choice is empty or there twice; for repetitions give --seeds 3")
-    return Parameter(key, {label: [f"{key}={label}"] for label in labels}) if len(labels) > 1 else None
+    return Parameter(key, CategoricalDistribution(labels)) if len(labels) > 1 else None
 
 
 def as_text(value: Any) -> str:

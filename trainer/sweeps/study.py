@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import io
 import json
-import math
 import os
 import shlex
 import statistics
@@ -27,8 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainer.checkpoint import write_atomically
-from trainer.evaluate.intervals import student_t
+from trainer.evaluate.intervals import half_width
 from trainer.sweeps.question import STOP, Question, Search
 from trainer.sweeps.space import Value
 from verl_lite.errors import UserError
@@ -36,7 +37,7 @@ from verl_lite.errors import UserError
 COMMAND = ("-m", "trainer.main_ppo")
 """What a run is, after python."""
 
-_DESCRIPTION, _LOG = "study.json", "log.jsonl"
+DESCRIPTION, _LOG = "study.json", "log.jsonl"
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Run:
         seed: None where the study has no seeds. words: of its command, after python.
         state: waiting | running | done | failed | stopped.
         values: of the metric by step, as far as this process has seen them; value: the last, once it is done.
+        waits: for what it waits, if it does.
     """
 
     seed: int | None
@@ -58,6 +60,7 @@ class Run:
     seconds: float = 0.0
     steps: int = 0
     values: dict[int, float] = field(default_factory=dict)
+    waits: str = ""
 
 
 @dataclass
@@ -100,10 +103,7 @@ class Trial:
     @property
     def half_width(self) -> float | None:
         """Of the 95% interval of the mean over seeds (Student's t); None with fewer than two."""
-        values = self.values
-        if self.state != "complete" or len(values) < 2:
-            return None
-        return student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        return half_width(np.array(self.values), is_share=False) if self.state == "complete" else None
 
     @property
     def error(self) -> str:
@@ -127,7 +127,7 @@ class Study:
     @classmethod
     def load(cls, folder: Path) -> Study:
         """Raises UserError if there is none, or if it is damaged."""
-        path = folder / _DESCRIPTION
+        path = folder / DESCRIPTION
         if not path.is_file():
             raise UserError(f"--study {folder}: there is no study; to begin one, give KEY=A,B and --metric as well")
         try:
@@ -146,7 +146,7 @@ class Study:
         kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / _DESCRIPTION, json.dumps(kept, indent=1))
+            write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
         except OSError as error:
             raise UserError(f"--study {self.folder}: nothing can be written there: {error.strerror}") from None
 
@@ -197,21 +197,19 @@ class Study:
         number = event["trial"]
         if "parameters" in event:
             folder, parameters = self.folder / "trials" / f"{number:04}", event["parameters"]
-            runs = []
             seeds: list[int | None] = [*self.question.seeds] if self.question.seeds else [None]
-            for seed in seeds:
-                words = [*COMMAND, *self.question.command(parameters, seed)]
-                runs.append(Run(seed, folder / ("run" if seed is None else f"seed-{seed}"), words))
+            names = ["run" if seed is None else f"seed-{seed}" for seed in seeds]
+            words = [[*COMMAND, *self.question.command(parameters, seed)] for seed in seeds]
+            runs = [Run(seed, folder / name, own) for seed, name, own in zip(seeds, names, words, strict=True)]
             self.trials.append(Trial(number, parameters, folder, runs))
-            return
-        trial = self.trials[number]
-        if "mean" in event:
+        elif "mean" in event:
+            trial = self.trials[number]
             trial.means[event["step"]] = event["mean"]
             trial.is_pruned |= event["prune"]
-            return
-        run = next(run for run in trial.runs if run.seed == event["seed"])
-        run.state, run.value, run.error = event["state"], event.get("value"), event.get("error", "")
-        run.seconds, run.steps = event.get("seconds", 0.0), event.get("steps", 0)
+        else:
+            run = next(run for run in self.trials[number].runs if run.seed == event["seed"])
+            run.state, run.value, run.error = event["state"], event.get("value"), event.get("error", "")
+            run.seconds, run.steps = event.get("seconds", 0.0), event.get("steps", 0)
 
     # ------------------------------------------------------------------------------------------------------ results
 
@@ -223,16 +221,15 @@ class Study:
     def write_csv(self) -> None:
         """trials.csv: a line for each trial."""
         names = [parameter.name for parameter in self.question.space]
-        rows = [["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"]]
+        text = io.StringIO(newline="")
+        write = csv.writer(text).writerow
+        write(["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"])
         for trial in self.trials:
             numbers = ["" if number is None else f"{number:.6g}" for number in (trial.value, trial.half_width)]
-            parameters = [str(trial.parameters[name]) for name in names]
             steps, seconds = max(run.steps for run in trial.runs), sum(run.seconds for run in trial.runs)
             folders = ";".join(str(run.folder.relative_to(self.folder)) for run in trial.runs)
-            rest = [str(steps), f"{seconds:.1f}", trial.error.partition("\n")[0], folders, "\n".join(trial.commands)]
-            rows.append([str(trial.number), trial.state, *numbers, *parameters, *rest])
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows(rows)
+            rest = [steps, f"{seconds:.1f}", trial.error.partition("\n")[0], folders, "\n".join(trial.commands)]
+            write([trial.number, trial.state, *numbers, *(trial.parameters[name] for name in names), *rest])
         write_atomically(self.folder / "trials.csv", text.getvalue())
 
 

@@ -7,7 +7,6 @@ log first; from it sampler and pruner are made anew when a sweep goes on.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -31,8 +30,8 @@ from ray.tune.search import Searcher
 
 from trainer.cli import stopping_on_signal
 from trainer.sweeps.checks import missing_metric, planned, problem
-from trainer.sweeps.child import Order, RunActor, clean
-from trainer.sweeps.question import STOP, Resources
+from trainer.sweeps.child import Order, clean, train
+from trainer.sweeps.question import STOP, Options
 from trainer.sweeps.space import Value
 from trainer.sweeps.study import Run, Study, Trial
 from verl_lite.device import device_type
@@ -52,9 +51,6 @@ _QUIET = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------- places
-
-
 @dataclass(frozen=True)
 class Place:
     """Where runs are. gpus: of each; None = on a CPU. environment: that they inherit; None = that of their machine."""
@@ -64,13 +60,13 @@ class Place:
 
 
 @contextmanager
-def places(resources: Resources, device: str, tell: Tell) -> Iterator[Place]:
+def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
     """Inside, Ray is there: of this machine's free devices, or the cluster that was asked for.
 
     Raises:
         UserError: no device is free, nobody answers at the address, or no machine could ever hold a run.
     """
-    address, free, slots = resources.address, list[str](), None
+    address, free, slots = options.address, list[str](), None
     environment = clean(os.environ) if address is None else None
     on_cpu = device == "cpu" or (address is None and device_type(device) == "cpu")
     with ExitStack() as stack:
@@ -79,19 +75,19 @@ def places(resources: Resources, device: str, tell: Tell) -> Iterator[Place]:
             free = [] if on_cpu else free_devices(tell)
             stack.callback(set_environment, set_environment({"CUDA_VISIBLE_DEVICES": ",".join(free)} if free else {}))
             stack.enter_context(guarded())
-            slots = resources.slots or max(1, len(free) // resources.per_trial)
+            slots = options.slots or max(1, len(free) // options.per_trial)
         ray_init: Any = SimpleNamespace(
             address=address, num_cpus=slots, wait_for_nodes_s=_FIRST_ANSWER_S, object_store_memory_mb=80
         )
         stack.enter_context(ray_running(ray_init, f"sweep-{os.getpid()}", num_gpus=len(free), tell=tell))
         there = machines()
         on_cpu = on_cpu or (device == "auto" and not any("GPU" in machine.resources for machine in there))
-        needed = {"CPU": 1.0} | ({} if on_cpu else {"GPU": float(resources.per_trial)})
+        needed = {"CPU": 1.0} | ({} if on_cpu else {"GPU": float(options.per_trial)})
         if not any(machine.has(needed) for machine in there):
             raise UserError(f"--per-trial: each run asks for {needed} on one machine, and none has that")
         if address is not None:
             threading.Thread(target=_watch_head, args=(address,), daemon=True).start()
-        yield Place(None if on_cpu else resources.per_trial, environment)
+        yield Place(None if on_cpu else options.per_trial, environment)
 
 
 def _watch_head(address: str) -> None:
@@ -116,9 +112,6 @@ def free_devices(tell: Tell) -> list[str]:
     return free
 
 
-# --------------------------------------------------------------------------------------------------------- the sweep
-
-
 class Sweep(Searcher):
     """Hands Tune the runs of a study, and takes what is heard of them."""
 
@@ -132,20 +125,15 @@ class Sweep(Searcher):
         known = [trial.parameters for trial in study.trials]
         self._queue = [values for values in plan or [] if values not in known]
         self._draws = 0 if plan is not None else max(0, (search.trials or 0) - len(known))
-        self._asha: AsyncHyperBandScheduler | None = None
-        if search.asha is not None:
-            own: Any = {
-                name: value if name == "reduction_factor" else int(value) for name, value in search.asha.items()
-            }
-            own |= {"max_t": 10**9, "stop_last_trials": False, "mode": study.question.mode}
-            self._asha = AsyncHyperBandScheduler(time_attr="step", metric="value", **own)
+        self._asha = None if search.asha is None else _asha(search.asha, study.question.mode)
         self._judged: set[int] = set()
         for trial in study.trials:
             for step, mean in trial.means.items():
                 self._stops(trial, step, mean)
         self._running: dict[str, tuple[Trial, Run]] = {}
-        self._waits: dict[str, str] = {}
         self.problem: UserError | None = None
+
+    # ------------------------------------------------------------------------------------------------ what runs next
 
     def suggest(self, trial_id: str) -> Any:
         """For Tune's trial of that name: a run of a trial that was begun, else of a new one."""
@@ -155,15 +143,13 @@ class Sweep(Searcher):
         trial, run = self._running[trial_id] = found
         run.state = "running"
         self._tell(f"{_name(trial, run)} starts: {', '.join(f'{k}={v}' for k, v in trial.parameters.items())}")
-        return dataclasses.asdict(self._order(trial, run))
-
-    def _order(self, trial: Trial, run: Run) -> Order:
         own = {"default_local_dir": run.folder, "resume_mode": "auto", "n_gpus_per_node": self._place.gpus}
         own["experiment_name"] = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
         words = [f"trainer.{key}={value}" for key, value in own.items() if value is not None]
-        metric, environment = self._study.question.metric, self._place.environment
-        command = [sys.executable, *run.words, *words]
-        return Order(command, run.folder, os.getcwd(), metric, environment, self._mark, self._place.gpus is not None)
+        command, metric = [sys.executable, *run.words, *words], self._study.question.metric
+        has_gpus = self._place.gpus is not None
+        order = Order(command, run.folder, os.getcwd(), metric, self._place.environment, self._mark, has_gpus)
+        return {"order": order}
 
     def _begun(self) -> tuple[Trial, Run] | None:
         handed_out = [id(run) for _, run in self._running.values()]
@@ -182,22 +168,25 @@ class Sweep(Searcher):
             self._tell(f"trial {trial.number} is not run: {refusal}")
         return None
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        pass  # the scheduler tells more
+    # --------------------------------------------------------------------------------------------- what is heard of it
 
-    def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).touch()  # the study's log is what is kept
-
-    def take(self, trial_id: str, said: dict[str, Any]) -> None:
-        """What a run's actor reports."""
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """What a run reports."""
         trial, run = self._running[trial_id]
+        said = json.loads(result["said"])
         run.values, run.steps = {int(step): value for step, value in said["values"].items()}, said["step"]
-        if said["waits"] and self._waits.get(trial_id) != said["waits"]:
+        if said["waits"] and said["waits"] != run.waits:
             self._tell(f"{_name(trial, run)} waits: {said['waits']}")
-        self._waits[trial_id] = said["waits"]
+        run.waits = said["waits"]
         self._look_at_means(trial)
         if said["ended"] is not None:
             self._end(trial_id, **said["ended"], names=said["names"])
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Its last result said it all."""
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).touch()  # the study's log is what is kept
 
     def hear_of_fault(self, trial_id: str, error: str, is_last: bool) -> None:
         """The machine was at fault; Tune starts the run again, unless it was the last time."""
@@ -219,8 +208,10 @@ class Sweep(Searcher):
 
     def _stops(self, trial: Trial, step: int, mean: float) -> bool:
         """Whether ASHA finds a trial with this mean at this step not worth going on with."""
-        tuner: Any = None  # ASHA does not ask it, and of a trial only its name
-        known: Any = SimpleNamespace(trial_id=str(trial.number))
+        known: Any = SimpleNamespace(
+            trial_id=str(trial.number)
+        )  # all that ASHA asks of a trial; of Tune it asks nothing
+        tuner: Any = None
         if self._asha is None:
             return False
         if trial.number not in self._judged:
@@ -254,45 +245,35 @@ def draw(study: Study) -> dict[str, Value]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     seed, states = len(study.trials), optuna.trial.TrialState
-    is_tpe = study.search.kind == "optuna"
     tpe = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-    sampler = tpe if is_tpe else optuna.samplers.RandomSampler(seed)
+    sampler = tpe if study.search.kind == "optuna" else optuna.samplers.RandomSampler(seed)
     known = optuna.create_study(sampler=sampler, direction="maximize" if study.question.mode == "max" else "minimize")
-    distributions = {parameter.name: parameter.distribution for parameter in study.question.space}
+    space: dict[str, Any] = {parameter.name: parameter.distribution for parameter in study.question.space}
     for trial in study.trials:
-        is_complete = trial.state == "complete"
-        known.add_trial(
-            optuna.trial.create_trial(
-                state=states.COMPLETE if is_complete else states.PRUNED if trial.is_over else states.RUNNING,
-                value=trial.value if is_complete else None,
-                params=trial.parameters,
-                distributions=dict(distributions),
-                intermediate_values=trial.means,
-            )
-        )
-    return dict(known.ask(dict(distributions)).params)
+        value = trial.value if trial.state == "complete" else None
+        state = states.RUNNING if not trial.is_over else states.PRUNED if value is None else states.COMPLETE
+        had: dict[str, Any] = {"params": trial.parameters, "distributions": space, "intermediate_values": trial.means}
+        known.add_trial(optuna.trial.create_trial(state=state, value=value, **had))
+    return dict(known.ask(space).params)
+
+
+def _asha(parameters: dict[str, float], mode: str) -> AsyncHyperBandScheduler:
+    own: Any = {name: value if name == "reduction_factor" else int(value) for name, value in parameters.items()}
+    own |= {"max_t": 10**9, "stop_last_trials": False, "mode": mode}
+    return AsyncHyperBandScheduler(time_attr="step", metric="value", **own)
 
 
 def _name(trial: Trial, run: Run) -> str:
     return f"trial {trial.number}" + ("" if run.seed is None else f" seed {run.seed}")
 
 
-# ---------------------------------------------------------------------------------------------------------- on Tune
-
-
-class RunScheduler(FIFOScheduler):
-    """Tells a sweep what Tune hears of its runs. A run ends by itself, also when it is asked to."""
+class Faults(FIFOScheduler):
+    """Tells a sweep of runs whose machine failed, which a searcher is not told of. A run ends by itself, also when it
+    is asked to."""
 
     def __init__(self, sweep: Sweep) -> None:
         super().__init__()
         self._sweep = sweep
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        self._sweep.take(trial.trial_id, json.loads(result["said"]))
-        return str(FIFOScheduler.CONTINUE)
-
-    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        self._sweep.take(trial.trial_id, json.loads(result["said"]))
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         text = Path(trial.error_file).read_text() if trial.error_file else ""
@@ -301,7 +282,7 @@ class RunScheduler(FIFOScheduler):
         self._sweep.hear_of_fault(trial.trial_id, error, is_last=not trial.should_recover())
 
 
-def run_study(study: Study, place: Place, resources: Resources, tell: Tell) -> None:
+def run_study(study: Study, place: Place, options: Options, tell: Tell) -> None:
     """Runs what is left of a study. Nothing of it runs any more when this returns or raises.
 
     Raises:
@@ -313,20 +294,19 @@ def run_study(study: Study, place: Place, resources: Resources, tell: Tell) -> N
     try:
         with stopping_on_signal(stop.touch, lambda _: tell("stopping: runs save what they have")):
             tune.Tuner(
-                tune.with_resources(RunActor, {"cpu": 1, "gpu": place.gpus or 0}),
+                tune.with_resources(train, {"cpu": 1, "gpu": place.gpus or 0}),
                 tune_config=tune.TuneConfig(
                     search_alg=sweep,
-                    scheduler=RunScheduler(sweep),
+                    scheduler=Faults(sweep),
                     num_samples=-1,
-                    max_concurrent_trials=resources.slots,
+                    max_concurrent_trials=options.slots,
                     reuse_actors=True,
                     trial_dirname_creator=lambda trial: trial.trial_id,
                 ),
                 run_config=tune.RunConfig(
                     name="tune",
                     storage_path=str(study.folder / ".tune"),
-                    failure_config=tune.FailureConfig(max_failures=resources.retries),
-                    checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs have their own
+                    failure_config=tune.FailureConfig(max_failures=options.retries),
                     verbose=0,
                 ),
             ).fit()

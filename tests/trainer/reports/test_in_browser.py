@@ -73,7 +73,7 @@ def test_the_pages_are_drawn_sorted_searched_and_read_and_what_a_model_wrote_sta
     assert hostile["rows"] == 1 and HOSTILE in hostile["texts"] and hostile["marks"] == ["document.title"]
     assert hostile["title"] == "one" and run["foreign"] == sweep["foreign"] == 0 and EVIL in sweep["failure"]
     assert sweep["tabs"][:2] == ["Sweep", "Best runs"] and sweep["charts"] == ["val-core/sums/acc/mean@1", "lr", "kind"]
-    assert sweep["trials"] == ["1", "0", "2", "3"] and sweep["runs"][1:] == ["0001/run", "0000/run"]
+    assert sweep["trials"] == ["1", "0", "2", "3"] and sweep["runs"][1:] == ["0001/seed-1", "0000/seed-1"]
     assert {name: width for name, width in seen["widths"].items() if width} == {}
     for contrast, where in [*run["colours"], *sweep["colours"]]:  # light and dark
         assert contrast >= READABLE, where

@@ -98,13 +98,13 @@ def test_runs_are_compared_by_a_measure_that_they_share(tmp_path: Path) -> None:
 def test_the_page_of_a_sweep_has_its_trials_and_its_best_runs(tmp_path: Path) -> None:
     data = data_of(make_study(tmp_path / "sweep"))
     study = data["study"]
-    assert [run["title"] for run in data["runs"]] == ["0001/run", "0000/run"]
+    assert [run["title"] for run in data["runs"]] == ["0001/seed-1", "0000/seed-1"]
     rows = [dict(zip(study["columns"], row, strict=True)) for row in study["trials"]]
     assert [row["state"] for row in rows] == ["complete", "complete", "pruned", "failed"]
     assert (rows[1]["lr"], rows[1]["kind"], rows[3]["value"], rows[3]["error"]) == (0.002, "a", None, "out of memory")
     assert study["charts"][0]["traces"][0]["y"] == [step / 4 for step in range(5)]
     assert [chart["title"] for chart in study["charts"][1:]] == ["lr", "kind"]
-    assert study["best"][0][0] == "trial 1 (complete): 0.9 ±0.1, lr=0.002, kind=a"
+    assert study["best"][0][0] == "trial 1 (complete): 0.9 ±0.127, lr=0.002, kind=a"
     for chart in [*data["charts"], *study["charts"]]:  # raises for what plotly does not know
         traces = [{**trace, "type": trace.get("type", "scatter")} for trace in chart["traces"]]
         plain = [{name: x for name, x in trace.items() if name not in ("run", "metric")} for trace in traces]

@@ -49,7 +49,7 @@ class Driver:
         order = self.sweep.suggest(name)
         if not isinstance(order, dict):
             return None
-        trial, run = order["folder"].parent, order["folder"].name
+        trial, run = order["order"].folder.parent, order["order"].folder.name
         trial.mkdir(parents=True, exist_ok=True)
         self.active[name] = int(trial.name), None if run == "run" else int(run.removeprefix("seed-"))
         return self.active[name]
@@ -58,7 +58,7 @@ class Driver:
         name = [name for name, known in self.active.items() if known == run][-1]
         names = ["other"] if ended and not values else []
         said = {"values": values, "step": max(values, default=0), "waits": "", "names": names, "ended": ended}
-        self.sweep.take(name, json.loads(json.dumps(said)))
+        self.sweep.on_trial_result(name, {"said": json.dumps(said)})
 
     def end(self, run: Name | None, values: dict[int, float], state: str = "done", error: str = "") -> None:
         self.say(run, values, {"state": state, "seconds": 1.0, "steps": 3} | ({"error": error} if error else {}))

@@ -282,14 +282,13 @@ function configuration() {
 }
 
 function studyTab() {
-  const { best, columns, command, facts, trials } = data.study;
+  const { best, columns, facts, trials } = data.study;
   const shown = best.map(([title, commands], place) =>
     el("details", { open: place === 0 }, el("summary", title), commands.map((text) => el("pre.command", text))));
   const luck = "The best of many is best partly by luck: run it with new seeds before you believe the number.";
   const cell = (value) => el(`span.${value === "failed" ? "bad" : ""}`, format(value));
   const column = (name, at) => ({ name, style: "wrap", value: (row) => row[at], cell: (row) => cell(row[at]) });
   return [
-    el("p", el("code", command)),
     factsOf(facts),
     [el("h2", "Best trials"), el("p.soft", luck), shown, el("h2", "Curves and what they depend on")],
     el("div.charts", data.study.charts.map(chartCard)),
