@@ -26,16 +26,12 @@ from rich.text import Text
 from trainer.cli import command
 from trainer.console import format_seconds
 from trainer.final_report import printable, validation_means, validation_table
-from trainer.reports.health import BAD, LOOK, OK, SCORES, Finding, findings_of, number
+from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
+from trainer.reports.page_data import PANELS
 from trainer.reports.run_data import METRICS, Run, read_run, stage_seconds
 from trainer.reports.samples import Answer, Choice, changed, chosen
 
 EVERY_S = 2.0
-CURVES = (
-    *SCORES, "env/success", "response_length/mean", "actor/entropy", "actor/kl_loss", "actor/pg_clipfrac",
-    "actor/grad_norm", "train/grad_norm", "frac_reward_zero_std", "training/rollout_probs_diff_mean",
-    "perf/throughput", "actor/perf/host_rss_gb",
-)  # fmt: skip
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLES = {BAD: "bold red", LOOK: "yellow", OK: "green"}
 _TEXT = 4000
@@ -85,7 +81,7 @@ def overview(run: Run, width: int) -> RenderableType:
     if validated:
         parts.append(validation_table({f"step {at}": validated[at] for at in (min(validated), max(validated))}))
     table, series = _table("Curves"), run.series()
-    for name in (name for name in CURVES if len(series.get(name, ())) > 1):
+    for name in (name for _, _, names in PANELS for name in names if len(series.get(name, ())) > 1):
         values = [value for _, value in series[name]]
         course = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
         table.add_row(name, number(values[0]), course, Text(number(values[-1]), style="bold"))

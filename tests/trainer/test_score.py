@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +11,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from rich.console import Console
 
 from trainer.evaluate.sample import Sample, plain_value
 from trainer.evaluate.sample_files import SampleFiles
-from trainer.score import SavedAnswer, comparison_table, main, read_saved, score
+from trainer.score import main, read_saved, score
 from verl_lite.config import ConfigError, ScoreConfig, load_config, save_config
 from verl_lite.errors import UserError
-from verl_lite.rewards import RewardItem, RewardResult
+from verl_lite.rewards import RewardItem
 
 PROMPT = [{"role": "user", "content": "What is 70 + 2?"}]
 INLINE = "reward.num_workers=0"
@@ -68,16 +66,6 @@ def test_saved_scores_and_new_ones_of_any_reward(saved: Path, capsys: pytest.Cap
     functions = "reward.functions={accuracy: {weight: 2}, format: {reward: format, weight: 0.5}}"
     assert [row["reward/accuracy"] for row in scored(saved, functions, INLINE)] == [1.0, 0.0, 1.0, 1.0]
     assert [row["score"] for row in scored(saved, "reward=rule/exact_match", INLINE)] == [0.0, 1.0, 0.0, 0.0]
-
-
-def test_numbers_of_the_comparison() -> None:
-    answers = [SavedAnswer(RewardItem(0, "s", "a", "t"), "u", None, score) for score in (1.0, 0.1, 0.5, 0.5, None)]
-    results = [RewardResult(1.0), RewardResult(np.float32(0.1).item()), RewardResult(0.75), RewardResult.failure("x"),
-               RewardResult(0.0)]  # fmt: skip
-    shown = io.StringIO()
-    Console(file=shown, width=200).print(comparison_table(answers, results))
-    # the means of four saved scores and of four new ones; two of the three that have both are the same
-    assert shown.getvalue().split()[-10:] == "s 5 0.5250 0.4625 2 (66.7%) 1 0 1 1".split()
 
 
 def test_a_function_of_ones_own_gets_what_it_got_in_training_and_failures_are_counted(

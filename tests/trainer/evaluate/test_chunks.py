@@ -14,14 +14,12 @@ from trainer.evaluate.chunks import (
     KeptAnswers,
     ValSampling,
     chunk_size,
-    claim_folder,
     content_of,
     generate_in_chunks,
     val_samplings,
 )
 from trainer.evaluate.sample import Sample
 from verl_lite.config import PPOConfig
-from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 
@@ -125,16 +123,6 @@ def test_a_chunk_comes_back_bit_for_bit_or_not_at_all(tmp_path: Path, monkeypatc
     assert KeptAnswers(tmp_path / "answers").load() == FIRST + SECOND
     kept.clear()
     assert kept.load() == []
-
-
-def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
-    settings = {"rollout.val_kwargs.n": 8, "trainer.seed": 1, "data.val_files": ["a.jsonl"]}
-    claim_folder(tmp_path / "answers", settings)
-    claim_folder(tmp_path / "answers", dict(reversed(settings.items())))
-    with pytest.raises(UserError) as error:
-        claim_folder(tmp_path / "answers", settings | {"rollout.val_kwargs.n": 4, "new": True})
-    lines = str(error.value).splitlines()
-    assert lines[1:3] == ["  new: None there, True now", "  rollout.val_kwargs.n: 8 there, 4 now"]
 
 
 def test_contents_tell_files_and_folders_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The numbers of a validation do not depend on data.val_batch_size, the number of ranks, or a killed try before."""
+"""The numbers of a validation do not depend on data.val_batch_size or the number of ranks. (Nor on a killed try before:
+tests/e2e/test_evaluation.py.)"""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.answering import answering, sampled, task, validated
-from trainer.evaluate.evaluation import Evaluation
 from trainer.final_report import FitResult
 from verl_lite.config import PPOConfig
 
@@ -45,37 +45,6 @@ def test_ranks_and_batch_sizes_change_no_bit(config: PPOConfig, tmp_path: Path) 
     for case, (metrics, rows) in found.items():
         assert rows == first_rows, case
         assert metrics == first_metrics, case
-
-
-@pytest.mark.parametrize("killed_after", [0, 3])
-def test_what_a_killed_evaluation_kept_is_not_asked_again(config: PPOConfig, tmp_path: Path, killed_after: int) -> None:
-    """Ended while its chunk number `killed_after` was on its way; continued on other ranks and with other chunks."""
-    config = copy.deepcopy(config)
-    sampled(config, ANSWERS)
-    whole, rows, _ = validated(config, tmp_path / "whole", ranks=1)
-    config.data.val_batch_size = 2
-
-    class Killed(Evaluation):
-        calls = 0
-
-        def generate_for_validation(self, prompts, way):  # type: ignore[no-untyped-def]
-            Killed.calls += 1
-            if Killed.calls > 2 * killed_after:  # two ways to answer each chunk
-                raise KeyboardInterrupt
-            return super().generate_for_validation(prompts, way)
-
-    with pytest.raises(KeyboardInterrupt), answering(config, tmp_path, 1, Killed) as trainer:
-        trainer.validate(FitResult())
-    kept = len(list((tmp_path / "answers").glob("chunk-*")))
-    assert kept == max(0, 2 * killed_after - 1), "all but the one that waited for its rewards"
-    config.data.val_batch_size = 3
-    with answering(config, tmp_path, 2, Evaluation) as trainer:
-        metrics = trainer.validate(FitResult())
-        asked = trainer.rewards.pool.call("seen")  # type: ignore[attr-defined]
-        again: list = trainer.samples.rows  # type: ignore[attr-defined]
-    assert metrics == whole and again == rows
-    answered = sum(2 * (ANSWERS if chunk % 2 == 0 else 1) for chunk in range(kept))
-    assert len(asked) == PROMPTS * (ANSWERS + 1) - answered
 
 
 @pytest.mark.long

@@ -19,7 +19,6 @@ from trainer.evaluate.evaluation import (
     find_targets,
     finished_metrics,
     folder_of,
-    split_arguments,
 )
 from trainer.main_eval import eval_arguments
 from trainer.main_eval import main as main_eval
@@ -78,12 +77,6 @@ def test_wrong_targets_say_what_was_expected(tmp_path: Path, run: Path, capsys: 
     for command in (main_eval, main_generate):
         assert command(["data.val_files=x"]) == 2
         assert "usage: python -m trainer.main_" in capsys.readouterr().err
-
-
-def test_targets_come_before_options() -> None:
-    assert split_arguments(["a", "b", "data.val_files=c", "d"]) == (["a", "b"], ["data.val_files=c", "d"])
-    assert split_arguments(["a", "--config", "c.yaml"]) == (["a"], ["--config", "c.yaml"])
-    assert split_arguments(["~reward"]) == ([], ["~reward"]) and split_arguments([]) == ([], [])
 
 
 @pytest.mark.parametrize(
