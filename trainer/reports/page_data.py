@@ -298,14 +298,9 @@ def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[A
 
 
 def _chosen(group: Group) -> list[int]:
-    """Rows of a step: best, worst, one whose reward failed, then prompts in an order that is the same in all steps, up
-    to 2 answers of each first."""
+    """Rows of a step: best, worst, one whose reward failed, then prompts in an order that is the same in all steps."""
     scores = [math.nan if score is None else score for score in group.scores]
     ranked = sorted((row for row, score in enumerate(scores) if score == score), key=scores.__getitem__)
     failed = [row for row, score in enumerate(scores) if score != score]
-    seen: dict[str, int] = {}
-    order = []
-    for row, uid in enumerate(group.uids):
-        nth = seen[uid] = seen.get(uid, -1) + 1
-        order.append((nth >= 2, zlib.crc32(uid.encode()), nth, row))
-    return list(dict.fromkeys([*ranked[-1:], *ranked[:1], *failed[:1], *(row for *_, row in sorted(order))]))
+    by_prompt = sorted(range(len(scores)), key=lambda row: (zlib.crc32(group.uids[row].encode()), row))
+    return list(dict.fromkeys([*ranked[-1:], *ranked[:1], *failed[:1], *by_prompt]))

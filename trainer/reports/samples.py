@@ -1,15 +1,13 @@
-"""What the policy wrote in a run, read from its folder, scores first and only the rows that are asked for; and which of
-it to show: the best, the worst, those with a text, those to one prompt, and the prompts whose answers changed.
-
-samples/{train,val}/*.parquet (`trainer.evaluate.sample_files`); where there are none, samples.jsonl from validations. A
-run whose samples are no text (reward flow) has neither.
+"""What the policy wrote in a run, read from its samples folder (`trainer.evaluate.sample_files`), scores first and only
+the rows that are asked for; and which of it to show: the best, the worst, those with a text, those to one prompt, and
+the prompts whose answers changed. A run whose samples are no text (reward flow) has none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
-from trainer.tracking.record import SAMPLES, read_samples
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one step and kind. uids, scores: of its rows, None where the reward failed. read: gives answers by
-    their rows; none where the run has deleted the file meanwhile."""
+    """The samples of one step and kind. uids, scores: of its rows, None where the reward failed."""
 
+    file: Path
     kind: str
     step: int
     uids: list[str]
     scores: list[float | None]
-    read: Callable[[Sequence[int]], list[Answer]]
+
+    def read(self, rows: Sequence[int]) -> list[Answer]:
+        """The answers in these rows; none where the run has deleted the file meanwhile."""
+        if (table := _table(self.file)) is None:
+            return []
+        shown = table.select([name for name in table.column_names if not name.endswith(JSON)]).take(list(rows))
+        return [_answer(row, self.kind, self.step) for row in shown.to_pylist()]
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,19 @@ class Choice:
     uid: str | None = None
     order: str = ""
 
+    def fits(self, answer: Answer) -> bool:
+        """Whether it has the text."""
+        texts = (answer.output, answer.gts, *(content for _, content in answer.prompt))
+        return self.text is None or any(self.text.lower() in found.lower() for found in texts)
+
 
 def groups(run_dir: Path, step: int | None = None) -> Iterator[Group]:
     """All samples of a run in the order of steps, training first; step: of this step only."""
     files = [(step_of(x), kind, x) for kind in (TRAIN, VAL) for x in (run_dir / FOLDER / kind).glob("*.parquet")]
     for number, kind, file in sorted(files):
-        if step in (None, number) and (judged := _table(file, ["uid", "score"])) is not None:
-            yield _group(judged.to_pylist(), f"{kind} {file.stem.partition('-')[2]}".strip(), number, file)
-    for number, samples in read_samples(run_dir / SAMPLES).items() if not files else ():
-        if step in (None, number):
-            yield _group([asdict(sample) for sample in samples], VAL, number, None)
+        if step in (None, number) and (table := _table(file, ["uid", "score"])) is not None:
+            uids, scores = (table[name].to_pylist() for name in ("uid", "score"))
+            yield Group(file, f"{kind} {file.stem.partition('-')[2]}".strip(), number, uids, scores)
 
 
 def chosen(folder: Path, choice: Choice, count: int) -> tuple[list[Answer], int]:
@@ -81,7 +87,7 @@ def chosen(folder: Path, choice: Choice, count: int) -> tuple[list[Answer], int]
     for group in groups(folder, choice.step):
         rows = [row for row, uid in enumerate(group.uids) if choice.uid in (None, uid)]
         if choice.text is not None:
-            rows = [row for row, answer in zip(rows, group.read(rows), strict=False) if _has(answer, choice.text)]
+            rows = [row for row, answer in zip(rows, group.read(rows), strict=False) if choice.fits(answer)]
         for row in rows:
             score = group.scores[row]
             rank = sign * (-math.inf if score is None else score) if sign else 0.0
@@ -108,7 +114,7 @@ def changed(folder: Path, choice: Choice, count: int) -> list[tuple[Answer, Answ
         (one, other, change)
         for change, first, a, last, b in (found if choice.text is not None else found[:count])
         for one, other in zip(first.read([a]), last.read([b]), strict=False)
-        if choice.text is None or _has(one, choice.text) or _has(other, choice.text)
+        if choice.fits(one) or choice.fits(other)
     ]
     return pairs[:count]
 
@@ -120,29 +126,9 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
         return None  # the run has deleted it meanwhile
 
 
-def _group(judged: list[dict[str, Any]], kind: str, step: int, file: Path | None) -> Group:
-    """judged: the rows, at least with uid and score; the rest is read from the file when it is asked for."""
-
-    def read(rows: Sequence[int]) -> list[Answer]:
-        if file is None:
-            return [_answer(judged[row], kind, step) for row in rows]
-        if (table := _table(file)) is None:
-            return []
-        shown = table.select([name for name in table.column_names if not name.endswith(JSON)]).take(list(rows))
-        return [_answer(row, kind, step) for row in shown.to_pylist()]
-
-    return Group(kind, step, [str(row["uid"]) for row in judged], [row["score"] for row in judged], read)
-
-
 def _answer(row: dict[str, Any], kind: str, step: int) -> Answer:
-    messages = tuple((str(x.get("role", "")), str(x.get("content", ""))) for x in row.get("prompt") or ())
+    messages = tuple((x["role"], x["content"]) for x in row["prompt"]) or (("user", row["input"]),)
     parts = {name.removeprefix(REWARD): x for name, x in row.items() if name.startswith(REWARD) and x is not None}
-    own: dict[str, Any] = {name: str(row[name]) for name in ("uid", "data_source", "output", "gts", "finish_reason")}
-    own |= {name: row[name] for name in ("score", "response_length", "policy_version")}
-    own |= {"prompt": messages or (("user", str(row["input"])),), "parts": parts | dict(row.get("extra") or {})}
-    return Answer(kind=kind, step=step, timed_out=bool(row.get("timed_out")), **own)
-
-
-def _has(answer: Answer, text: str) -> bool:
-    texts = (answer.output, answer.gts, *(content for _, content in answer.prompt))
-    return any(text.lower() in found.lower() for found in texts)
+    names = ("uid", "data_source", "output", "gts", "score", "response_length", "finish_reason", "policy_version")
+    own: dict[str, Any] = {name: row[name] for name in (*names, "timed_out")}
+    return Answer(kind=kind, step=step, prompt=messages, parts=parts, **own)

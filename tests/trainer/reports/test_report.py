@@ -207,16 +207,6 @@ def test_samples_of_all_steps_and_the_choices_among_them(tmp_path: Path) -> None
     assert (first.uid, first.step, last.step, change) == ("p0", 1, 4, 1.0) and not changed(folder, Choice(text="no"), 9)
 
 
-def test_a_run_without_files_of_samples_shows_what_its_validations_showed(tmp_path: Path) -> None:
-    row = {"uid": "u", "data_source": "s", "input": "q", "output": "a", "gts": "", "score": 0.5, "response_length": 1}
-    row |= {"finish_reason": "stop", "policy_version": 0, "extra": {"acc": 1.0}}
-    lines = [json.dumps(row | {"step": step}) for step in (0, 5, 10, 5)]
-    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + '\n{"st')
-    found = list(groups(tmp_path))
-    assert [(group.step, len(group.uids)) for group in found] == [(0, 1), (5, 1)]
-    assert found[0].read([0])[0].prompt == (("user", "q"),) and found[0].read([0])[0].parts == {"acc": 1.0}
-
-
 # ------------------------------------------------------------------------------------------------------- commands
 
 
