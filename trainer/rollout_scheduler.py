@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from workers.rollout.base import SamplingParams, derive_seed
 from workers.rollout.episodes import EpisodeSpec
 from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
+if TYPE_CHECKING:
+    from trainer.roles import AgentRole
+
 REPLACEMENTS_FROM = 1_000_003
 """The episode_id of a group's n-th replacement is its own plus n times this: a prime, because seeds follow the ids, and
 an environment that takes them modulo the size of a dataset would give the dropped task again."""
@@ -36,15 +39,6 @@ an environment that takes them modulo the size of a dataset would give the dropp
 SEEDS = 2**31
 
 torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # a batch that waits is part of a checkpoint
-
-
-class GroupRunner(Protocol):
-    """Runs groups of episodes on the ranks: starts them, and waits for those begun under a key, one entry a rank; see
-    `trainer.roles.AgentRole`."""
-
-    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
-
-    def finish_groups(self, key: str) -> list[GroupResults]: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class RolloutScheduler:
         self,
         config: PPOConfig,
         manager: EnvManagerConfig,
-        runner: GroupRunner,
+        runner: AgentRole,
         sampling: SamplingParams,
         *,
         purpose: str = "train",
@@ -269,18 +263,12 @@ class RolloutScheduler:
 def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
     """The groups of environments in the order in which they are used: the first few are of all tags already, in the
     proportion that num_groups_partition says. Their ids are ROLL's: those of a tag follow one another."""
+    share, rest = divmod(manager.num_env_groups, len(manager.tags))
+    counts = manager.num_groups_partition or [share + (index < rest) for index in range(len(manager.tags))]
     groups: list[tuple[float, EnvGroup]] = []
-    for tag, count in zip(manager.tags, partition(manager), strict=True):
+    for tag, count in zip(manager.tags, counts, strict=True):
         for rank in range(count):
             group_id = len(groups)
             group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
             groups.append(((rank + 0.5) / count, EnvGroup(group_id, tag, group_seed)))
     return [group for _, group in sorted(groups, key=lambda entry: (entry[0], entry[1].group_id))]
-
-
-def partition(manager: EnvManagerConfig) -> list[int]:
-    """Groups of each tag: num_groups_partition, or equal shares of num_env_groups, the first ones larger by one."""
-    if manager.num_groups_partition:
-        return list(manager.num_groups_partition)
-    share, rest = divmod(manager.num_env_groups, len(manager.tags))
-    return [share + (index < rest) for index in range(len(manager.tags))]

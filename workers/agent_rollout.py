@@ -7,13 +7,13 @@ where some are under way; the weights that they are sampled with do not change m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from verl_lite.config import PPOConfig
 from verl_lite.envs import env_templates
 from verl_lite.group_filters import GroupFilter
 from verl_lite.metrics import Metric
-from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.actor_rollout import ActorRolloutWorker
 from workers.engine.fsdp import FSDPEngine
@@ -21,7 +21,7 @@ from workers.envs.pool import EnvPool
 from workers.phase import Phase
 from workers.policy.tokenizer import stop_token_ids
 from workers.rollout.base import SamplingParams
-from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
+from workers.rollout.episodes import EpisodeRunner, TokenLimits
 from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.rollout.trajectories import trajectory_rows
 
@@ -61,7 +61,13 @@ class AgentRolloutWorker(ActorRolloutWorker):
             format_penalty={purpose: manager.format_penalty for purpose, manager in managers.items()},
             max_live=self._max_live,
         )
-        self.groups = GroupRun(runner, self._rows)
+        rows = partial(
+            trajectory_rows,
+            pad_token_id=self.tokenizer.pad_token_id,
+            prompt_length=data.max_prompt_length,
+            response_length=data.max_response_length,
+        )
+        self.groups = GroupRun(runner, rows)
         for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
             if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
                 trained.between = self.groups.pump
@@ -74,15 +80,6 @@ class AgentRolloutWorker(ActorRolloutWorker):
             -(-manager.num_env_groups // parts) * (manager.group_size + manager.group_size_redundancy)
             for manager in (agentic.train_env_manager, agentic.val_env_manager)
             if manager.tags
-        )
-
-    def _rows(self, trajectories: list[Trajectory]) -> DataProto:
-        data = self.config.data
-        return trajectory_rows(
-            trajectories,
-            pad_token_id=self.tokenizer.pad_token_id,
-            prompt_length=data.max_prompt_length,
-            response_length=data.max_response_length,
         )
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)

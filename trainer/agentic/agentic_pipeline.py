@@ -28,7 +28,6 @@ from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.envs.pool import EnvPool
-from workers.rollout.base import SamplingParams
 from workers.rollout.conversation import ChatJoins
 from workers.rollout.group_run import EpisodeCounts
 
@@ -130,11 +129,15 @@ class AgenticPipeline(RayPPOTrainer):
 
     def validate(self, result: FitResult) -> dict[str, float]:
         """Runs the validation's episodes with the newest weights. Keeps some to show in `result`."""
+        scheduler, metrics = self.val_rollout_scheduler, dict[str, float]()
+        assert scheduler is not None
         self._give_weights(self.steps.global_step, must=True)
-        metrics: dict[str, float] = {}
         for sampling in val_samplings(self.config):
             prefix = sampling.prefix
-            batch = self.run_validation(sampling.params)
+            scheduler.sampling = sampling.params
+            data = DataProto(meta_info={"global_step": self.steps.global_step})
+            batch = scheduler.get_batch(data, self.config.agentic.val_batch_size)
+            self.rewards.score(batch)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
             metrics |= validation_metrics(batch, prefix)
@@ -144,16 +147,6 @@ class AgenticPipeline(RayPPOTrainer):
                 result.samples = episodes[: self.config.trainer.log_val_generations]
                 self.tracking.log_samples(result.samples, step=self.steps.global_step)
         return metrics
-
-    def run_validation(self, sampling: SamplingParams) -> DataProto:
-        """The rows of the validation's episodes."""
-        scheduler = self.val_rollout_scheduler
-        assert scheduler is not None
-        scheduler.sampling = sampling
-        data = DataProto(meta_info={"global_step": self.steps.global_step})
-        batch = scheduler.get_batch(data, self.config.agentic.val_batch_size)
-        self.rewards.score(batch)
-        return batch
 
     # --------------------------------------------------------------------------------------------- logging, the end
 

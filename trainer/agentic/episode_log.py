@@ -6,7 +6,7 @@ folders of the user's, trackers, console and final report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,16 @@ def samples_of(batch: DataProto, step: int) -> list[Sample]:
     a paragraph for each message, after an action its reward, at the end why the episode failed. extra: the
     environment's metrics. response_length: tokens that the policy wrote.
     """
+    return [_sample(batch, rows, step) for rows in rows_by_episode(batch, range(len(batch)))]
+
+
+def rows_by_episode(batch: DataProto, among: Iterable[int]) -> list[list[int]]:
+    """Some rows, those of an episode together, in the order of its steps."""
     by_episode: dict[str, list[int]] = {}
-    for row, name in enumerate(batch.non_tensor_batch["traj_id"]):
-        by_episode.setdefault(name, []).append(row)
+    for row in among:
+        by_episode.setdefault(batch.non_tensor_batch["traj_id"][row], []).append(int(row))
     places = column_of(batch, "step", np.ones(len(batch)))
-    return [_sample(batch, sorted(rows, key=lambda row: places[row]), step) for rows in by_episode.values()]
+    return [sorted(rows, key=lambda row: places[row]) for rows in by_episode.values()]
 
 
 def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer import step_metrics
-from trainer.agentic.episode_log import column_of
+from trainer.agentic.episode_log import column_of, rows_by_episode
 from trainer.evaluate.metrics import name_metrics, process_validation_metrics
 from trainer.step_metrics import summary
 from verl_lite.algos.agentic_rewards import build_state_groups
@@ -47,11 +47,7 @@ class EpisodeTable:
         """Reads traj_id, uid, tags, episode_scores; env_metrics, step and reward_failed where present."""
         columns = batch.non_tensor_batch
         failed = np.asarray(columns.get("reward_failed", np.zeros(len(batch))), dtype=bool)
-        steps = column_of(batch, "step", np.arange(len(batch)))
-        by_episode: dict[str, list[int]] = {}
-        for row in np.flatnonzero(~failed):
-            by_episode.setdefault(columns["traj_id"][row], []).append(int(row))
-        rows = [np.array(sorted(found, key=lambda row: steps[row])) for found in by_episode.values()]
+        rows = [np.array(found) for found in rows_by_episode(batch, np.flatnonzero(~failed))]
         first = [found[0] for found in rows]
         metrics = columns.get("env_metrics")
         return cls(
@@ -64,17 +60,8 @@ class EpisodeTable:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
-    """`trainer.step_metrics.compute_data_metrics`, and for episodes:
-
-    critic/score/{mean,max,min}           sum of an episode's rewards, over episodes (not over rows)
-    frac_reward_zero_std                  share of groups whose episodes all have the same score
-    rollout/{score,num_turns}/{...}       of episodes
-    rollout/{response_length,prompt_length,non_prompt_length}/{...}
-                                          tokens of an episode: written by the policy; of its first prompt; of all
-                                          that follows it, observations included
-    env/{tag}/{metric}, env/{metric}      what environments report, by tag and over all
-    system/state_batch_size/{...}         rows of a task that start from one state (step rows)
-    """
+    """`trainer.step_metrics.compute_data_metrics`, and for episodes: scores, turns, tokens, what environments report by
+    tag and over all, sizes of groups of equal states. Each is explained in trainer/METRICS.md."""
     table = EpisodeTable.of(batch)
     metrics = step_metrics.compute_data_metrics(batch, use_critic)
     metrics |= summary("critic/score", table.scores)
@@ -111,17 +98,9 @@ def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, floa
 
 
 def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
-    """Numbers of a validation.
-
-      val/score/{mean,max,min}              over episodes
-      val/{tag}/score/{mean,max,min}        over the means of a tag's groups
-      val/env/{tag}/{metric}                what environments report
-      val-aux/num_turns/{mean,max,min}      actions of an episode
-      val-core/{tag}/{acc|reward}/mean@N .. as for answers to prompts, where a group is a prompt and N its size: acc is
-                                            the environment's `success`, if all of its episodes report that
-
-    With a `prefix` such as "greedy/" the first three are val/{prefix}..., and the last all val-aux/{tag}/{prefix}...
-    """
+    """Numbers of a validation, each explained in trainer/METRICS.md: of episodes, of a tag's groups, and as for
+    answers to prompts, where a group is a prompt; acc is the environment's `success`, if all of a tag's episodes report
+    that. prefix: such as "greedy/", after val/ or the tag."""
     table = EpisodeTable.of(batch)
     turns = column_of(batch, "num_turns", np.ones(len(batch)))
     metrics = summary(f"val/{prefix}score", table.scores)

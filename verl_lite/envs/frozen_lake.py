@@ -108,8 +108,6 @@ def _fixed_map(map_name: str | None, desc: Sequence[str] | None) -> list[str] | 
         if not rows or len({len(row) for row in rows}) > 1 or set(tiles) - set("SFHG") or tiles.count("S") != 1:
             raise UserError(f"desc={rows!r}: expected rows of equal length of S (once), F, H and G")
         return rows
-    if map_name is None:
-        return None
-    if map_name not in MAPS:
+    if map_name is not None and map_name not in MAPS:
         raise UserError(f"map_name={map_name!r}: expected one of {', '.join(MAPS)}, or null for random maps")
-    return list(MAPS[map_name])
+    return None if map_name is None else list(MAPS[map_name])

@@ -37,11 +37,11 @@ class GuessNumber:
         self.reward_right, self.penalty_for_guess = reward_right, penalty_for_guess
         self.parser = ActionParser(answer_pattern)
         self.instruction = INSTRUCTION.format(low=low, high=high) if env_instruction is None else env_instruction
-        self.secret, self.possible, self.last = low, (low, high), "none"
+        self.secret, self.possible = low, (low, high)
 
     def reset(self, seed: int) -> tuple[str, Info]:
         self.secret = random.Random(seed).randint(self.low, self.high)
-        self.possible, self.last = (self.low, self.high), "none"
+        self.possible = (self.low, self.high)
         return "Your first guess?", {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
@@ -49,7 +49,6 @@ class GuessNumber:
         if content is None or not content.lstrip("-").isdecimal() or len(content) > 12:
             return "That is not a guess.", 0.0, False, False, self._info(valid=False)
         guess = int(content)
-        self.last = content
         effective = self.possible[0] <= guess <= self.possible[1]
         if guess == self.secret:
             return "Right!", self.reward_right, True, False, self._info(effective=True, success=True)
@@ -58,13 +57,8 @@ class GuessNumber:
             self.possible, word = (max(low, guess + 1), high), "higher"
         else:
             self.possible, word = (low, min(high, guess - 1)), "lower"
-        return (
-            f"The number is {word} than {guess}.",
-            self.penalty_for_guess,
-            False,
-            False,
-            self._info(effective=effective),
-        )
+        said = f"The number is {word} than {guess}."
+        return said, self.penalty_for_guess, False, False, self._info(effective=effective)
 
     def sample_random_action(self) -> str:
         return f"<answer>{self.low}</answer>"

@@ -223,11 +223,10 @@ class EpisodeRunner:
             if episode is not None:  # else it was discarded while it was busy
                 self._hear(episode, reply)
         self._admit()
-        if self._engine.unfinished:
-            for completion in self._decode():
-                turn_of = self._requests.pop(completion.request_id, None)
-                if turn_of is not None:
-                    self._act(turn_of, completion)
+        for completion in self._decode() if self.is_decoding else ():
+            turn_of = self._requests.pop(completion.request_id, None)
+            if turn_of is not None:
+                self._act(turn_of, completion)
 
     @property
     def is_decoding(self) -> bool:

@@ -17,44 +17,28 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import tiny_qwen2
 from tests.workers.rollout.test_engines import mixed_requests, plain_log_probs
 
+# torch's C++ warning about NUMA binding can be silenced by the environment only
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 
 
-@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_two_ranks_of_a_trainer(tmp_path: Path, tensor_parallel: int) -> None:
+def test_two_ranks_of_a_trainer_share_an_engine(tmp_path: Path) -> None:
     folder = tiny_qwen2(tmp_path / "model")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.workers.rollout.vllm_rank"]
-            + [str(rank), "2", str(tensor_parallel), folder, str(tmp_path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = []
-    try:
-        printed = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(printed)
+    command = [sys.executable, "-m", "tests.workers.rollout.vllm_rank", folder, str(tmp_path)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [report["sum_of_ranks"] for report in reports] == [3, 3]
     assert [report["left"] for report in reports] == [[], []]
-    results: dict[str, Any] = {result["request_id"]: result for report in reports for result in report["results"]}
-    if tensor_parallel == 2:
-        assert reports[0]["results"] == reports[1]["results"]
-        for report in reports:
-            # buffers of the group, if any, have no name while it runs: killed ranks leave none; Python's own
-            # segment (psm_) has one, which its resource tracker removes if its owner is killed
-            named = [path for path in report["mapped"] if "(deleted)" not in path and "/psm_" not in path]
-            assert named == []
+    assert reports[0]["results"] == reports[1]["results"]
+    for report in reports:
+        # buffers of the group, if any, have no name while it runs: killed ranks leave none; Python's own
+        # segment (psm_) has one, which its resource tracker removes if its owner is killed
+        assert [path for path in report["mapped"] if "(deleted)" not in path and "/psm_" not in path] == []
+    results: dict[str, Any] = {result["request_id"]: result for result in reports[0]["results"]}
     model = AutoModelForCausalLM.from_pretrained(folder)
     for request in mixed_requests(24, max_tokens=16):
         result = results[request.request_id]
@@ -78,8 +62,6 @@ run(engine, mixed_requests(4))
 engine.close()
 print("closed", flush=True)
 """
-    # torch's C++ warning about NUMA binding can be silenced by the environment only
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     lines = [line for line in (result.stdout + result.stderr).splitlines() if line and "Loading weights" not in line]
     assert lines == ["built", "closed"]

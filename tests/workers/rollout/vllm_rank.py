@@ -1,12 +1,13 @@
-"""One rank of a trainer's world that generates with vLLM; run by test_vllm_processes.py.
+"""Two ranks of a trainer's world that generate with one engine of vLLM; run by test_vllm_processes.py.
 
-Arguments: rank, world size, tensor parallel size, model folder, scratch folder. Writes {rank}.json there.
+Arguments: model folder, scratch folder. Each rank, a fork of what has imported vLLM already, writes {rank}.json there.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.workers.rollout.test_engines import load, make_engine, mixed_requests, run
+from workers.rollout.vllm_engine import _prepare_process
+
+RANKS = 2
 
 
 def mapped_shared_memory() -> list[str]:
@@ -23,18 +27,15 @@ def mapped_shared_memory() -> list[str]:
     return sorted({line[line.index("/dev/shm") :] for line in lines if "/dev/shm" in line})
 
 
-def main(rank: int, world_size: int, tensor_parallel: int, folder: str, scratch: str) -> None:
-    store = dist.FileStore(f"{scratch}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    engine = make_engine("vllm", folder, tensor_model_parallel_size=tensor_parallel)
+def generate(rank: int, folder: str, scratch: str) -> None:
+    store = dist.FileStore(f"{scratch}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    engine = make_engine("vllm", folder, tensor_model_parallel_size=RANKS)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    requests = mixed_requests(24, max_tokens=16)
-    # without tensor parallelism each rank has its own half, and one of them a longer one
-    mine = requests if tensor_parallel > 1 else (requests[:6], requests[6:])[rank]
     results = []
     for version in (1, 2):
         load(engine, model, version)
-        results = [vars(result) for result in run(engine, mine).values()]
+        results = [vars(result) for result in run(engine, mixed_requests(24, max_tokens=16)).values()]
     mapped = mapped_shared_memory()
     engine.close()
     gc.collect()
@@ -43,11 +44,19 @@ def main(rank: int, world_size: int, tensor_parallel: int, folder: str, scratch:
     # the trainer's group outlives the engine
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
-    Path(scratch, f"{rank}.json").write_text(
-        json.dumps({"results": results, "mapped": mapped, "left": left, "sum_of_ranks": total.item()})
-    )
+    report = {"results": results, "mapped": mapped, "left": left, "sum_of_ranks": total.item()}
+    Path(scratch, f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    _prepare_process(torch.device("cpu"))
+    import vllm.v1.worker.cpu_worker  # noqa: F401  most of what an engine loads
+
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=generate, args=(rank, *sys.argv[1:])) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
