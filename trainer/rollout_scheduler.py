@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from workers.rollout.base import SamplingParams, derive_seed
 from workers.rollout.episodes import EpisodeSpec
 from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
-if TYPE_CHECKING:
-    from trainer.roles import AgentRole
-
 REPLACEMENTS_FROM = 1_000_003
 """The episode_id of a group's n-th replacement is its own plus n times this: a prime, because seeds follow the ids, and
 an environment that takes them modulo the size of a dataset would give the dropped task again."""
@@ -39,6 +36,14 @@ an environment that takes them modulo the size of a dataset would give the dropp
 SEEDS = 2**31
 
 torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # a batch that waits is part of a checkpoint
+
+
+class GroupRunner(Protocol):
+    """Starts groups of episodes on the ranks, and waits for those of a key: `trainer.roles.AgentRole`."""
+
+    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
+
+    def finish_groups(self, key: str) -> list[GroupResults]: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class RolloutScheduler:
         self,
         config: PPOConfig,
         manager: EnvManagerConfig,
-        runner: AgentRole,
+        runner: GroupRunner,
         sampling: SamplingParams,
         *,
         purpose: str = "train",
