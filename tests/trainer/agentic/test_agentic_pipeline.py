@@ -120,7 +120,7 @@ def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
     val = RolloutScheduler(
         config, config.agentic.val_env_manager, fake, SamplingParams(max_tokens=R), purpose="val",
     )  # fmt: skip
-    return AgenticPipeline(
+    pipeline = AgenticPipeline(
         config,
         train_rollout_scheduler=train,
         val_rollout_scheduler=val,
@@ -135,9 +135,8 @@ def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
         saver=Saver(tmp_path, config, {"actor": fake}, 0, agent.calls.append),
         run_dir=tmp_path,
     )
-
-
-VALIDATION = ["begin val/0", "finish val/0", "log_samples"]
+    pipeline.needs_old_log_prob = agent.needs_old_log_prob
+    return pipeline
 
 
 def test_a_step_runs_its_episodes_and_then_the_trainers_stages(tmp_path: Path) -> None:
