@@ -46,16 +46,12 @@ def dying_after(count: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Iter
         yield weight
 
 
-def dying_loss(*args: Any, **kwargs: Any) -> Any:
-    die()
-    return compute_policy_loss_vanilla(*args, **kwargs)
-
-
-def loss_that_dies_once(*args: Any, **kwargs: Any) -> Any:
-    """In the second step, where the file named by DIED does not exist yet."""
+def loss_that_dies_twice(*args: Any, **kwargs: Any) -> Any:
+    """In the second step, where the file named by DIED does not exist yet, and in the third of the process after it."""
     calls.append(1)
-    if len(calls) == 2 and not os.path.exists(os.environ["DIED"]) and os.environ["RANK"] == "1":
-        open(os.environ["DIED"], "w").close()
+    died = Path(os.environ["DIED"])
+    if os.environ["RANK"] == "1" and len(calls) == (3 if died.exists() else 2):
+        died.touch()
         die()
     return compute_policy_loss_vanilla(*args, **kwargs)
 

@@ -129,7 +129,7 @@ def test_a_step_that_fails_is_run_again_from_its_capsule(
     assert "answers from the dump" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("engine", [pytest.param("hf", marks=pytest.mark.long), "vllm"])
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
 def test_with_ray_the_same_episodes_run_in_processes(engine: str, tmp_path: Path) -> None:
     if engine == "vllm":
         pytest.importorskip("vllm")

@@ -154,6 +154,7 @@ def test_without_a_machine_to_take_its_place_the_run_ends_and_goes_on_with_fewer
     assert list(history(fewer)) == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_kill_9_of_the_driver_leaves_no_worker(site: Site, runs: list[TinyRun]) -> None:
     before = set(site.machines.processes())
     run = site.start_and_pause("orphans", "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
