@@ -4,8 +4,6 @@ Recipes of single algorithms are `settings()` and what makes the algorithm. What
 nothing but the algorithm differs; `python -m recipes.compare` runs them all.
 """
 
-from __future__ import annotations
-
 from recipes.quickstart import recipe as quickstart
 
 SAMPLES = 512

@@ -1,7 +1,5 @@
 """CISPO (2506.13585): a ratio that grew too large is capped as a weight, so that no token loses its gradient."""
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

@@ -4,8 +4,6 @@ Clip-higher, a mean over tokens, a penalty of long answers, and dynamic sampling
 or all wrong are replaced by those to further questions. No KL to a reference.
 """
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

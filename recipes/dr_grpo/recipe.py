@@ -1,7 +1,5 @@
 """Dr.GRPO (2503.20783): GRPO without its two divisions, by the group's deviation and by an answer's length."""
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

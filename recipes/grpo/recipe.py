@@ -1,7 +1,5 @@
 """GRPO (2402.03300): the baseline of an answer is the mean score of the answers to the same question."""
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

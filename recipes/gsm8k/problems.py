@@ -73,7 +73,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """kind, with its numbers."""
+    """A kind with its numbers."""
 
     question: str
     start: int
@@ -89,20 +89,14 @@ def write_data(folder: Path, seed: int) -> None:
         for taken in (list(islice(problems, number)) for number in (TEST_ROWS, TRAIN_ROWS))
     )
     taught = [
-        Question(DATA_SOURCE, "math", problem.question + INSTRUCTION, "").answered(careless(problem, rng))
+        Question(DATA_SOURCE, "math", problem.question + INSTRUCTION, "").answered(solution(problem, rng))
         for problem in islice(problems, DEMONSTRATIONS)
     ]
     write_files(folder, test=test, train=train, taught=taught)
 
 
 def as_question(question: str, answer: str, where: str) -> Question:
-    """With the sentence that asks for the format of the answer.
-
-    Args:
-        answer: a solution whose last line is `#### N`.
-    Raises:
-        UserError: if there is no such line.
-    """
+    """With the sentence that asks for the format of the answer. Raises UserError for one without a line `#### N`."""
     truth = extract_number(answer)
     if truth is None:
         raise UserError(f"{where}: the answer {answer[-80:]!r} has no number behind ####, which is the ground truth")
@@ -118,25 +112,16 @@ def draw(rng: random.Random) -> Iterator[Problem]:
         yield Problem(question, numbers["a"], tuple((sign, numbers[name]) for sign, name in kind.steps))
 
 
-def solution(problem: Problem) -> str:
-    """A line for each step, and `#### N`."""
+def solution(problem: Problem, careless: random.Random | None = None) -> str:
+    """A line for each step, and `#### N`; with `careless` by somebody who goes on with what was wrong."""
     lines, value = [], problem.start
     for sign, number in problem.steps:
+        if careless is not None and careless.random() < WRONG_SIGN:
+            sign = careless.choice("+-*")
         result = OPERATIONS[sign](value, number)
+        if careless is not None and careless.random() < MISCALCULATED:
+            result = max(0, result + careless.choice((-10, -2, -1, 1, 2, 10)))
         lines.append(f"{value}{sign}{number}={result}")
         value = result
-    return "\n".join([*lines, f"#### {value}"])
-
-
-def careless(problem: Problem, rng: random.Random) -> str:
-    """A solution by somebody who goes on with what was wrong."""
-    lines, value = [], problem.start
-    for right_sign, number in problem.steps:
-        sign = rng.choice("+-*") if rng.random() < WRONG_SIGN else right_sign
-        result = OPERATIONS[sign](value, number)
-        if rng.random() < MISCALCULATED:
-            result = max(0, result + rng.choice((-10, -2, -1, 1, 2, 10)))
-        lines.append(f"{value}{sign}{number}={result}")
-        value = result
-    mark = "" if rng.random() < FORGOTTEN_MARK else "#### "
-    return "\n".join([*lines, f"{mark}{value}"])
+    is_marked = careless is None or careless.random() >= FORGOTTEN_MARK
+    return "\n".join([*lines, f"{'#### ' if is_marked else ''}{value}"])

@@ -1,7 +1,5 @@
 """GSPO (2507.18071): ratio and clip of whole answers, since the score is one of the whole answer."""
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

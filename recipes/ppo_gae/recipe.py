@@ -4,8 +4,6 @@ One answer to each question: what GRPO learns from a group of answers, the criti
 step as the quickstart, so that the two compare.
 """
 
-from __future__ import annotations
-
 from recipes.quickstart import recipe as quickstart
 
 RL_STEPS = 130

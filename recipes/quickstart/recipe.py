@@ -4,8 +4,6 @@ A model of 1.1 million parameters learns to sort digits, to add and to spell bac
 `prepare` makes the model, the data and the supervised warm start where the cache does not hold them yet.
 """
 
-from __future__ import annotations
-
 from recipes.embedded import ONE_GROUP, Start
 from recipes.quickstart import data
 

@@ -30,13 +30,14 @@ class Curriculum:
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
         self.pools = pools_of(data_source)
         self.sources = sorted({name for name, _ in self.pools})
+        self.levels_of = {name: [level for other, level in self.pools if other == name] for name in self.sources}
         shares = np.array([SHARES.get(name, min(SHARES.values())) for name in self.sources])
         self.shares = shares / shares.sum()
         self.batch_size = data_config.train_batch_size
         self.length = len(data_source) // self.batch_size * self.batch_size
         self.rng = np.random.default_rng(data_config.seed)
         self.drawn = 0  # of this epoch
-        self.levels = {name: self._levels_of(name)[0] for name in self.sources}
+        self.levels = {name: self.levels_of[name][0] for name in self.sources}
         self.recent: dict[str, list[tuple[float, int]]] = {name: [] for name in self.sources}
         smallest = min(len(pool) for pool in self.pools.values())
         if smallest < self.batch_size:
@@ -45,21 +46,16 @@ class Curriculum:
                 "cannot fill a batch; lower it, or make more questions"
             )
 
-    def _levels_of(self, name: str) -> list[int]:
-        return sorted(level for source, level in self.pools if source == name)
-
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        taken: set[int] = set()
         while self.drawn < len(self):
-            if self.drawn % self.batch_size == 0:
-                taken = set()
-            position = self._draw(taken)
-            taken.add(position)
-            self.drawn += 1
-            yield position
+            taken: set[int] = set()
+            for _ in range(self.batch_size):
+                taken.add(position := self._draw(taken))
+                self.drawn += 1
+                yield position
         self.drawn = 0
 
     def _draw(self, taken: set[int]) -> int:
@@ -67,7 +63,7 @@ class Curriculum:
         name = self.sources[self.rng.choice(len(self.sources), p=self.shares)]
         level = self.levels[name]
         if self.rng.random() < 0.5:
-            opened = [lower for lower in self._levels_of(name) if lower <= level]
+            opened = [lower for lower in self.levels_of[name] if lower <= level]
             level = opened[self.rng.integers(len(opened))]
         pool = self.pools[name, level]
         while (position := int(pool[self.rng.integers(len(pool))])) in taken:
@@ -86,36 +82,32 @@ class Curriculum:
             if answers:
                 self.recent[name] = [*self.recent[name], (right, answers)][-STEPS:]
                 logged[f"{name}/accuracy"] = right / answers
-            rights, counts = sum(right for right, _ in self.recent[name]), sum(count for _, count in self.recent[name])
-            higher = [level for level in self._levels_of(name) if level > self.levels[name]]
+            rights, counts = np.sum(self.recent[name], axis=0) if self.recent[name] else (0, 0)
+            higher = [level for level in self.levels_of[name] if level > self.levels[name]]
             if higher and len(self.recent[name]) == STEPS and rights > BOUND * counts:
                 self.levels[name], self.recent[name] = higher[0], []
             logged[f"{name}/level"] = float(self.levels[name])
         return logged
 
     def state_dict(self) -> dict[str, Any]:
-        recent = {name: list(steps) for name, steps in self.recent.items()}
         random = self.rng.bit_generator.state
-        return {"random": random, "drawn": self.drawn, "levels": dict(self.levels), "recent": recent}
+        return {"random": random, "drawn": self.drawn, "levels": self.levels, "recent": self.recent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rng.bit_generator.state = state["random"]
-        self.drawn, self.levels = state["drawn"], dict(state["levels"])
-        self.recent = {name: [(right, answers) for right, answers in steps] for name, steps in state["recent"].items()}
+        self.drawn, self.levels, self.recent = state["drawn"], dict(state["levels"]), dict(state["recent"])
 
 
 def pools_of(data: PromptDataset) -> dict[tuple[str, int], np.ndarray]:
     """Positions by data source and level. Raises UserError for a row without a level."""
     found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    position = 0
-    for batch in data.batches(batch_size=1000):
-        columns = batch.non_tensor_batch
-        for name, info in zip(columns["data_source"], columns["extra_info"], strict=True):
-            if not isinstance(level := info.get("level"), int):
-                raise UserError(
-                    f"data.sampler: the curriculum needs extra_info['level'] in every row, a whole number; row "
-                    f"{position} of data.train_files has {level!r}"
-                )
-            found[name, level].append(position)
-            position += 1
+    batches = [batch.non_tensor_batch for batch in data.batches(batch_size=1000)]
+    rows = [row for batch in batches for row in zip(batch["data_source"], batch["extra_info"], strict=True)]
+    for position, (name, info) in enumerate(rows):
+        if not isinstance(level := info.get("level"), int):
+            raise UserError(
+                f"data.sampler: the curriculum needs extra_info['level'] in every row, a whole number; row {position} "
+                f"of data.train_files has {level!r}"
+            )
+        found[name, level].append(position)
     return {key: np.array(places) for key, places in sorted(found.items())}

@@ -4,8 +4,6 @@ learns.
 `curriculum.py` is the sampler; `mixed.yaml` beside this file takes it away and draws all levels from the beginning.
 """
 
-from __future__ import annotations
-
 from recipes.embedded import Start
 from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import data

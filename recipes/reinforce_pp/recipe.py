@@ -1,7 +1,5 @@
 """REINFORCE++ (2501.03262): one answer to a question, and the whole batch instead of a group as its baseline."""
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

@@ -1,7 +1,5 @@
 """ReMax (2310.10505): one sampled answer to a question, and the score of a greedy one as its baseline."""
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

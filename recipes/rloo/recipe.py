@@ -1,7 +1,5 @@
 """RLOO (2402.14740): the baseline of an answer is the mean score of the others, so the gradient has no bias."""
 
-from __future__ import annotations
-
 from recipes import common_task
 
 

@@ -5,7 +5,7 @@ one; `load_scorer` gives the reward of a run as the configuration names it. Noth
 that reward processes start in a fraction of a second. How to write a reward: README.md beside this file.
 """
 
-from verl_lite.rewards import code, json_schema, judge, rules  # noqa: F401  they register themselves
+from verl_lite.rewards import code, json_schema, judge, rules  # they register themselves
 from verl_lite.rewards.registry import (
     REWARDS,
     RewardFunction,
@@ -16,28 +16,4 @@ from verl_lite.rewards.registry import (
     reward_modules,
 )
 from verl_lite.rewards.rubric import Rubric
-from verl_lite.rewards.scoring import (
-    RewardItem,
-    RewardResult,
-    Scorer,
-    asks_by_source,
-    load_scorer,
-    read_score,
-)
-
-__all__ = [
-    "REWARDS",
-    "RewardFunction",
-    "RewardItem",
-    "RewardResult",
-    "Rubric",
-    "Scorer",
-    "asks_by_source",
-    "default_compute_score",
-    "find_named_reward",
-    "find_reward",
-    "load_scorer",
-    "read_score",
-    "register_reward",
-    "reward_modules",
-]
+from verl_lite.rewards.scoring import RewardItem, RewardResult, Scorer, asks_by_source, load_scorer, read_score
