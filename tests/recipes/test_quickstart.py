@@ -78,23 +78,6 @@ def test_answers_are_right_and_rewarded(rows: dict[str, list[dict[str, Any]]]) -
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_the_teacher_is_careless_by_the_stated_share(rows: dict[str, list[dict[str, Any]]]) -> None:
-    characters = wrong = 0
-    for row in rows["demonstrations"]:
-        question, answer = (message["content"] for message in row["messages"])
-        if question.startswith("sort "):
-            right = "".join(sorted(question.removeprefix("sort ")))
-        elif question.startswith("reverse "):
-            right = question.removeprefix("reverse ")[::-1]
-        else:
-            right = str(sum(map(int, question.removesuffix("=").split("+"))))
-        assert len(answer) == len(right)
-        characters += len(right)
-        wrong += sum(a != b for a, b in zip(answer, right, strict=True))
-    # a random digit is right once in ten, a random letter once in 26
-    assert 0.85 * data.WRONG_SHARE < wrong / characters < 0.98 * data.WRONG_SHARE
-
-
 def number(score: Any) -> float:
     return float(score["score"] if isinstance(score, dict) else score)
 

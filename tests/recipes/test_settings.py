@@ -10,13 +10,12 @@ import pytest
 from recipes import common_task
 from recipes.dapo import recipe as dapo
 from recipes.gsm8k import recipe as gsm8k
-from recipes.ppo_gae import recipe as ppo_gae
 from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import recipe as reasoning_gym
 from recipes.reasoning_gym.data import WEIGHTS, source
 from recipes.reward_model import recipe as reward_model
 from trainer.recipe import recipe_overrides
-from trainer.requirements import needs_critic, needs_reference
+from trainer.requirements import needs_reference
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
 
@@ -52,14 +51,6 @@ def test_dapo_is_the_common_task_with_its_four_changes() -> None:
     assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
     shared = common_task.settings()
     assert {name: dapo.overrides()[name] for name in shared} == shared and dapo.prepare is common_task.prepare
-
-
-def test_ppo_takes_model_and_data_from_the_quickstart_and_as_many_samples_a_step() -> None:
-    config, grpo = config_of("recipe=ppo_gae"), config_of()
-    assert needs_critic(config) and config.critic.model.path is None
-    assert config.model.path == grpo.model.path == str(quickstart.START.folder / "model")
-    assert ppo_gae.prepare is quickstart.prepare
-    assert config.data.train_batch_size * config.rollout.n == grpo.data.train_batch_size * grpo.rollout.n
 
 
 def test_gsm8k_says_what_a_real_run_takes_and_makes_nothing_for_one(cache: Path, capsys: Any) -> None:

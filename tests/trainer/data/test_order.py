@@ -79,7 +79,7 @@ def test_an_epoch_has_every_prompt_once_in_a_new_order_each_time(make: Callable)
 MIXED = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 7, 11])
+@pytest.mark.parametrize("stop", [1, 3, 11])
 @pytest.mark.parametrize("sources", [{}, MIXED], ids=["epochs", "mixture"])
 def test_a_loader_with_a_loaded_state_continues_as_if_never_interrupted(
     make: Callable, stop: int, sources: dict[str, Any]
@@ -134,9 +134,7 @@ def test_shares_are_exact_and_what_is_rounded_is_made_up_for(make: Callable) -> 
     assert sum(counts, Counter()) == {"a": 28, "b": 12}
 
 
-@pytest.mark.parametrize(
-    "weights", [[1, 1, 1], [0.7, 0.2, 0.1], [5, 3, 2, 1, 1], [1e-3, 1], [0.123456789012345, 0.5, 3]]
-)
+@pytest.mark.parametrize("weights", [[1, 1, 1], [5, 3, 2, 1, 1], [1e-3, 1], [0.123456789012345, 0.5, 3]])
 def test_no_source_is_ever_a_prompt_ahead_and_all_end_at_their_share(make: Callable, weights: list[float]) -> None:
     names = "abcde"[: len(weights)]
     data = make(**{name: 20 for name in names})
@@ -249,7 +247,7 @@ def sampled(name: str, **data: Any) -> PPOConfig:
 
 
 @pytest.mark.parametrize("name", ["Backwards", "Learning"])
-@pytest.mark.parametrize("stop", [1, 2, 3, 6])
+@pytest.mark.parametrize("stop", [1, 3, 6])
 @pytest.mark.parametrize("rows", [10, 8])
 def test_a_sampler_is_resumed_exactly(make: Callable, name: str, stop: int, rows: int) -> None:
     """With a state of its own or replayed; in the middle of an epoch, at its end, in a later one."""

@@ -108,12 +108,7 @@ def test_overlong_prompts_are_cut_when_asked(
         (make_row("1", reward_model={"style": "rule"}), ["row 0", "no ground_truth"]),
         (make_row("1", data_source=None), ["row 0", "no data_source"]),
         (make_row("1", extra_info="text"), ["'extra_info'", "expected a dict"]),
-        (make_row("1", data_source=""), ["'data_source'", "expected a name"]),
         (make_row("1", reward_model="2"), ["'reward_model'", "expected a dict"]),
-        (
-            make_row("1", prompt=[{"role": None, "content": "1"}]),
-            ["row 0", "role of a message: found None", "expected text"],
-        ),
         (make_row("1", prompt=[{"role": 5, "content": "1"}]), ["role of a message: found 5", "expected text"]),
     ],
 )
@@ -142,17 +137,18 @@ def test_wrong_files_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenize
         load("empty.jsonl", "")
 
 
-BROKEN_BYTES = {
-    "half a character": (b'{"a": 1}\n{"a": "\xff"}\n', "expected json in UTF-8"),
-    "gzip": (b"\x1f\x8b\x08\x00", "not compressed"),
-    "brackets": (b"[" * 100_000, "not valid json .*recursion"),
-    "digits": (b'{"a": ' + b"9" * 10_000 + b"}", "line 1: not valid json .*digits"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN_BYTES)
-def test_files_that_are_not_json_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    content, message = BROKEN_BYTES[name]
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x1f\x8b\x08\x00", "expected json in UTF-8, not compressed"),
+        (b"[" * 100_000, "not valid json .*recursion"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "line 1: not valid json .*digits"),
+    ],
+    ids=["gzip", "brackets", "digits"],
+)
+def test_files_that_are_not_json_are_explained(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, content: bytes, message: str
+) -> None:
     (tmp_path / "d.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=f"data.train_files=.*d.jsonl.*{message}"):
         PromptDataset(str(tmp_path / "d.jsonl"), tokenizer, DataConfig(), split="train")

@@ -97,16 +97,6 @@ def test_a_damaged_file_is_made_anew(
     assert caplog.text.count("are made again") == 1 and encodings == [2, 2, 2]
 
 
-def test_a_folder_that_cannot_be_written_costs_no_more_than_the_time(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder.parent.mkdir(exist_ok=True)
-    folder.write_text("in the way")
-    with caplog.at_level(logging.WARNING):
-        assert tokens(prompts("12", "3")) == KEPT
-    assert "are not kept" in caplog.text
-
-
 @pytest.mark.slow
 def test_tokenising_in_processes_gives_the_same(folder: Path) -> None:
     given = prompts(*map(str, range(2500)))
