@@ -67,35 +67,32 @@ def read_pair(row: dict[str, Any], config: PreferenceDataConfig, where: str) -> 
     (text or messages), which the row then has to have. Other lists are whole chats, and a prompt beside them says
     nothing new.
     """
-    for key, option in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
-        if row.get(key) is None:
-            raise UserError(
-                f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "
-                '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}'
-            )
-    chosen, rejected = (_chat(row, key, config, where) for key in (config.chosen_key, config.rejected_key))
-    return chosen, rejected
+    return _chat(row, "chosen_key", config, where), _chat(row, "rejected_key", config, where)
 
 
-def _chat(row: dict[str, Any], key: str, config: PreferenceDataConfig, where: str) -> Chat:
-    answer = row[key]
+def _chat(row: dict[str, Any], option: str, config: PreferenceDataConfig, where: str) -> Chat:
+    answer = _column(row, option, config, where)
+    place = f"{where}, column {getattr(config, option)!r}"
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    check_prompt(answer, f"{where}, column {key!r}")
+    check_prompt(answer, place)
     if answer[-1]["role"] != "assistant":
-        raise UserError(
-            f"{where}, column {key!r}: its last message is of role {answer[-1]['role']!r}; expected the assistant's, "
-            "which is what is scored"
-        )
+        found = f"its last message is of role {answer[-1]['role']!r}"
+        raise UserError(f"{place}: {found}; expected the assistant's, which is what is scored")
     if answer[0]["role"] != "assistant":
         return answer
-    prompt = row.get(config.prompt_key)
-    if prompt is None:
-        raise UserError(
-            f"{where}: column {key!r} is an answer alone, and there is no column {config.prompt_key!r} "
-            f"(data.prompt_key) that asks; columns found: {', '.join(row)}"
-        )
+    prompt = _column(row, "prompt_key", config, where)
     return [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *answer]
+
+
+def _column(row: dict[str, Any], option: str, config: PreferenceDataConfig, where: str) -> Any:
+    key = getattr(config, option)
+    if row.get(key) is None:
+        raise UserError(
+            f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "
+            '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}'
+        )
+    return row[key]
 
 
 def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str, where: str) -> Example:

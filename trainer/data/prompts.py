@@ -1,8 +1,7 @@
 """The prompts of a run: reads rows from wherever they are, checks them, tokenises once, and serves batches.
 
-What can be wrong with a dataset is found here, before anything heavy starts, in one message that names place, row,
-column and remedy. `sources` opens the places, `schema` says what their columns mean, `tokens` makes the
-tokens, and `order` decides which prompts come when. For users: trainer/DATA.md.
+`sources` opens the places, `schema` says what their columns mean, `tokens` makes the tokens, and `order` decides which
+prompts come when. For users: trainer/DATA.md.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,13 +67,13 @@ class PromptDataset:
         if total == 0:
             raise UserError(f"data.{split}_files={paths}: the dataset has no rows; expected at least one")
         rows = total if max_samples < 0 or split == "val" else min(max_samples, total)
-        if max_samples == 0:
-            raise UserError(f"data.{split}_max_samples=0 leaves no rows; -1 means all")
         prompts = self._read(rows, config, answers)
         self._tokens = encode_prompts(prompts, tokenizer, config)
         self._index, self.report = self._fit_to_limit(config)
         if split == "val" and 0 < max_samples < len(self._index):
-            self._index = random_subset(self._index, max_samples)
+            # drawn, because files are often sorted; the same in every run, so that runs can be compared
+            drawn = np.random.default_rng(_SUBSET_SEED).choice(len(self._index), max_samples, replace=False)
+            self._index = self._index[np.sort(drawn)]
             self.report += f"; {max_samples} of them are taken, at random (data.val_max_samples)"
         logger.info(self.report)
 
@@ -98,15 +98,10 @@ class PromptDataset:
             tokens = torch.from_numpy(self._tokens[place].astype(np.int64))
             prompts[row, width - len(tokens) :] = tokens
             mask[row, width - len(tokens) :] = 1
-        rows = self._rows(index)
-        columns = {
-            "raw_prompt": as_column([row["prompt"] for row in rows]),
-            "data_source": as_column([row["data_source"] for row in rows]),
-            "reward_model": as_column([row["reward_model"] for row in rows]),
-            "extra_info": as_column([row["extra_info"] for row in rows]),
-            "uid": as_column(self._uids(index)),
-            "index": index,
-        }
+        rows: list[dict[str, Any]] = [{**row, "raw_prompt": row["prompt"]} for row in self._rows(index)]
+        names = ("raw_prompt", "data_source", "reward_model", "extra_info")
+        columns = {name: as_column([row[name] for row in rows]) for name in names}
+        columns |= {"uid": as_column(self._uids(index)), "index": index}
         tensors = {"prompts": prompts, "prompt_mask": mask}
         if self._answers is not None:
             tensors["answers_per_prompt"] = torch.from_numpy(self._answers[index])
@@ -194,32 +189,22 @@ class PromptDataset:
         report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
         if not len(overlong):
             return index, report
-        what = (
-            f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit} "
-            f"({self._describe(int(overlong[0]))} has {lengths[overlong[0]]} tokens, the longest {lengths.max()})"
-        )
         if config.filter_overlong_prompts and len(overlong) < len(lengths):
-            logger.warning("%s: %s and were dropped", self.split, what)
-            kept = index[lengths <= limit]
-            return kept, f"{report}; {len(overlong)} longer than {limit} were dropped, {len(kept)} kept"
+            index = index[lengths <= limit]
+            return index, f"{report}; {len(overlong)} longer than {limit} were dropped, {len(index)} kept"
         if config.filter_overlong_prompts or config.truncation == "error":
             raise UserError(
-                f"{what}. Raise data.max_prompt_length, drop such prompts with data.filter_overlong_prompts=true (some "
-                "have to be left), or cut them with data.truncation=left|right|middle."
+                f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit} "
+                f"({self._describe(int(overlong[0]))} has {lengths[overlong[0]]} tokens, the longest {lengths.max()}). "
+                "Raise it, drop such prompts with data.filter_overlong_prompts=true (some have to be left), or cut "
+                "them with data.truncation=left|right|middle."
             )
         head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept of the beginning
         for place in overlong:
             tokens = self._tokens[place]
             self._tokens[place] = np.concatenate([tokens[:head], tokens[len(tokens) - (limit - head) :]])
-        logger.warning("%s: %s and were cut, data.truncation=%s", self.split, what, config.truncation)
         return index, f"{report}; {len(overlong)} longer than {limit} were cut (data.truncation={config.truncation})"
 
     def _describe(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return f"row {index - self._starts[number]} of {self._files[number].path}"
-
-
-def random_subset(index: np.ndarray, size: int) -> np.ndarray:
-    """`size` entries in their order, drawn at random, because files are often sorted by source or difficulty. The same
-    in every run, whatever its seed, so that runs are compared on the same prompts."""
-    return index[np.sort(np.random.default_rng(_SUBSET_SEED).choice(len(index), size, replace=False))]

@@ -110,17 +110,12 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> lis
     import tokenizers
     import transformers
 
-    template = str(tokenizer.chat_template)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    template, backend = str(tokenizer.chat_template), getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return [
-        type(tokenizer).__qualname__,
-        content,
-        template,
-        json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str),
-        time.strftime("%Y-%m-%d") if "strftime_now" in template else "",
-        f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}",
-    ]
+    settings = json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str)
+    day = time.strftime("%Y-%m-%d") if "strftime_now" in template else ""
+    versions = [transformers.__version__, tokenizers.__version__]
+    return [type(tokenizer).__qualname__, content, template, settings, day, *versions]
 
 
 def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[list[int]]:
@@ -150,19 +145,17 @@ def _check_shown(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: dict[str, Any]
 ) -> None:
     """Raises UserError where the template leaves out tools, or the system prompt of data.system_prompt."""
-
-    def require(what: str, prompt: Prompt, without: Prompt) -> None:
-        whole, less = (_render(tokenizer, [each.messages], each.tools, kwargs) for each in (prompt, without))
-        if whole == less:
+    system = config.system_prompt
+    with_tools = [each for each in prompts if each.tools is not None][:1]
+    with_system = [each for each in prompts if each.messages[0]["content"] == system and len(each.messages) > 1][:1]
+    cases = [("tools (data.columns.tools=null leaves them out)", each, Prompt(each.messages)) for each in with_tools]
+    for each in with_system:
+        what = f"data.system_prompt={system!r:.100} (use data.prompt_template)"
+        cases.append((what, each, Prompt(each.messages[1:], each.tools)))
+    for what, *pair in cases:
+        whole, without = (_render(tokenizer, [each.messages], each.tools, kwargs) for each in pair)
+        if whole == without:
             raise UserError(
                 f"The chat template of {tokenizer.name_or_path!r} does not show {what}: take another template with "
                 "data.chat_template"
             )
-
-    system = config.system_prompt
-    for prompt in [each for each in prompts if each.tools is not None][:1]:
-        require("tools (data.columns.tools=null leaves them out)", prompt, Prompt(prompt.messages))
-    for prompt in [each for each in prompts if each.messages[0]["content"] == system][:1]:
-        if len(prompt.messages) > 1:
-            without = Prompt(prompt.messages[1:], prompt.tools)
-            require(f"data.system_prompt={system!r:.100} (use data.prompt_template)", prompt, without)

@@ -55,13 +55,12 @@ def compute_score(
     Raises ValueError for a ground truth without tests, UserError on a machine without protection.
     """
     tests, code = read_tests(ground_truth, max_tests), extract_code(solution_str)
+    outcomes, passed, count = [Outcome(False, error="the answer has no code")], [False], 1
     if code.strip():
         limits = Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb)
         with _ONE_AT_A_TIME:
             sandbox = _sandbox(limits, allow_unsafe, os.getpid())
             outcomes, passed, count = _run_tests(sandbox, code, tests, not partial, time.monotonic() + total_timeout_s)
-    else:
-        outcomes, passed, count = [Outcome(False, error="the answer has no code")], [False], 1
     errors = [o.error or "wrong output" for o, is_right in zip(outcomes, passed, strict=True) if not is_right]
     share, acc = sum(passed) / count, float(sum(passed) == count)
     return {
@@ -75,14 +74,12 @@ def compute_score(
 
 
 def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> Iterator[str]:
-    """One sentence if all tests of an answer may take as long as reward.timeout_s, which would make a slow program a
-    failure of the reward. kwargs: of `compute_score`, as `option` gives them."""
+    """One sentence if a slow program would be a failure of the reward. kwargs: of `compute_score`, from `option`."""
     total_s = kwargs.get("total_timeout_s", inspect.signature(compute_score).parameters["total_timeout_s"].default)
     if total_s + _SPARE_S >= timeout_s:
         yield (
-            f"reward.timeout_s={timeout_s:g}: all tests of a program may take {total_s:g} s ({option}.total_timeout_s),"
-            f" and with less than {_SPARE_S:g} s to spare a slow program would be no 0 but a failure: raise "
-            "reward.timeout_s, or lower that"
+            f"reward.timeout_s={timeout_s:g}: all tests of a program may take {total_s:g} s ({option}.total_timeout_s);"
+            f" expected are {_SPARE_S:g} s more, or a slow program would be a failure and no 0: raise it or lower that"
         )
 
 

@@ -1,8 +1,5 @@
 """A language model as the judge: one request to an OpenAI-compatible chat endpoint for each answer; and the endpoint,
-which rewards over HTTP use, too.
-
-A reply that cannot be read is a failure with its text, never a 0. How many requests are under way and how many begin in
-a minute is the pool's part (`reward.max_concurrent`, `reward.max_rpm`), as for every reward that awaits.
+which rewards over HTTP use, too. A reply that cannot be read is a failure with its text, never a 0.
 """
 
 from __future__ import annotations

@@ -1,20 +1,7 @@
 """Rubrics: a list of small functions with weights, in the shape that the verifiers library has them, as one reward.
 
-In a file of your own, `compute_score = Rubric(funcs=[right, polite], weights=[1.0, 0.1])` is a reward function like any
-other; of a verifiers rubric, `Rubric(rubric.funcs, rubric.weights)`. Each function names what it wants to see:
-
-    prompt       the chat messages that were answered
-    completion   the answer as chat messages: [{"role": "assistant", "content": ...}]
-    answer       the ground truth
-    info         the row's extra_info, a dict
-    task         the row's data_source
-    state        a dict with all of these, new for each sample; functions run in order and may leave things in it
-    parser       what was given to the rubric
-    solution_str, ground_truth, extra_info, data_source    the names of other rewards
-
-Functions with **kwargs get all of them. Other than in verifiers, a function that raises fails the sample (there it
-counts as 0), and functions over a group of answers (prompts, completions ...) are refused, because samples are scored
-as they finish.
+Other than in verifiers, a function that raises fails the sample (there it counts as 0), and functions over a group of
+answers (prompts, completions ...) are refused, because samples are scored as they finish.
 """
 
 from __future__ import annotations
@@ -33,11 +20,18 @@ _NAMES = "prompt completion answer info task state parser solution_str ground_tr
 
 
 class Rubric:
-    """Weighted functions as one reward function.
+    """Weighted functions as one reward function, such as `compute_score = Rubric([right, polite], [1.0, 0.1])`.
 
-    funcs: plain or async, each returns a finite number or a bool. weights: one for each, 1 without; 0 = only logged.
-    parser: handed to functions that name it. is_async: whether one of them is.
-    Raises UserError for wrong weights, two functions of one name, or a function that asks for what there is not.
+    Each function names what it wants to see, or **kwargs: the chat messages `prompt` and `completion`, `answer` (the
+    ground truth), `info` (extra_info), `task` (data_source), `state` (a dict with all of these, new for each sample, in
+    which functions, which run in order, may leave things), `parser`, or the names of other rewards.
+
+    Args:
+        funcs: plain or async, each returns a finite number or a bool.
+        weights: one for each, 1 without; 0 = only logged.
+        parser: handed to functions that name it.
+    Raises:
+        UserError: for wrong weights, two functions of one name, or a function that asks for what there is not.
     """
 
     def __init__(

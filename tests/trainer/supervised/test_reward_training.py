@@ -142,7 +142,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     [
         ({"prompt": "1", "response": "2"}, r"no column 'chosen' \(data.chosen_key\); columns found: prompt, response"),
         ({"prompt": "1", "chosen": "2"}, "no column 'rejected'"),
-        ({"chosen": "2", "rejected": "3"}, r"an answer alone, and there is no column 'prompt' \(data.prompt_key\)"),
+        ({"chosen": "2", "rejected": "3"}, r"there is no column 'prompt' \(data.prompt_key\)"),
         ({"prompt": "1", "chosen": [QUESTION], "rejected": [QUESTION]}, "its last message is of role 'user'"),
         ({"prompt": "1", "chosen": 2, "rejected": 3}, "column 'chosen': found 2, expected a list"),
         ({"prompt": "1", "chosen": "2", "rejected": "2"}, "both answers have the same tokens"),
