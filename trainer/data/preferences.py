@@ -67,12 +67,12 @@ def read_pair(row: dict[str, Any], config: PreferenceDataConfig, where: str) -> 
     (text or messages), which the row then has to have. Other lists are whole chats, and a prompt beside them says
     nothing new.
     """
-    return _chat(row, "chosen_key", config, where), _chat(row, "rejected_key", config, where)
+    better, worse = (config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")
+    return _chat(row, *better, config, where), _chat(row, *worse, config, where)
 
 
-def _chat(row: dict[str, Any], option: str, config: PreferenceDataConfig, where: str) -> Chat:
-    answer = _column(row, option, config, where)
-    place = f"{where}, column {getattr(config, option)!r}"
+def _chat(row: dict[str, Any], key: str, option: str, config: PreferenceDataConfig, where: str) -> Chat:
+    answer, place = _column(row, key, option, where), f"{where}, column {key!r}"
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     check_prompt(answer, place)
@@ -81,12 +81,11 @@ def _chat(row: dict[str, Any], option: str, config: PreferenceDataConfig, where:
         raise UserError(f"{place}: {found}; expected the assistant's, which is what is scored")
     if answer[0]["role"] != "assistant":
         return answer
-    prompt = _column(row, "prompt_key", config, where)
+    prompt = _column(row, config.prompt_key, "prompt_key", where)
     return [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *answer]
 
 
-def _column(row: dict[str, Any], option: str, config: PreferenceDataConfig, where: str) -> Any:
-    key = getattr(config, option)
+def _column(row: dict[str, Any], key: str, option: str, where: str) -> Any:
     if row.get(key) is None:
         raise UserError(
             f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "
