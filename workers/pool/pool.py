@@ -31,6 +31,7 @@ from workers.pool.process import Process
 START_TIMEOUT_S = 120.0
 _CHECK_S = 0.25
 _ANSWER_S = 3.0
+_CANCEL_S = 1.0
 _FAILED_STARTS_MAX = 3
 _MEMORY_FACTOR_IN_CALL = 2.0
 
@@ -105,6 +106,7 @@ class ProcessPool:
         self._make = pickle.dumps(work.make)
         self._overdue = f"took longer than {work.options}.timeout_s={work.timeout_s:g} seconds"
         self._check_s = min(_CHECK_S, work.timeout_s / 4)
+        self._timeout_s = work.timeout_s
         self._sessions: dict[int, _Session] = {}
         self._processes: list[Process] = []
         self._replies: list[Reply] = []
@@ -237,6 +239,8 @@ class ProcessPool:
             else:
                 process.is_loaded, self.style, self._failed_starts = True, reply.value, 0
                 process.begin(process.threads if self.style in CONCURRENT else 1)
+                if self.style == "async":  # where no call blocks the loop, its handler cancels what is late
+                    self._timeout_s = self._work.timeout_s + _CANCEL_S
                 self.wake()  # there is room for new sessions
                 self._check_memory(process, "before its first call")
 
@@ -270,7 +274,7 @@ class ProcessPool:
 
     def _check(self) -> None:
         """What takes too long or holds too much; nothing if there is nothing to watch."""
-        now, timeout_s = time.monotonic(), self._work.timeout_s
+        now = time.monotonic()
         self._next_check = math.inf
         for process in list(self._processes):
             if process not in self._processes or (process.is_loaded and not process.sent):
@@ -286,7 +290,7 @@ class ProcessPool:
                     self._take_messages(process)
                     if process.pinged_at is not None and process in self._processes:
                         self._end_overdue(process, dict.fromkeys(process.sent, stacks), is_frozen=True)
-            elif any(now > since + timeout_s for since in process.running().values()):
+            elif any(now > since + self._timeout_s for since in process.running().values()):
                 process.ping()
             else:
                 self._check_memory(process)
@@ -294,7 +298,7 @@ class ProcessPool:
     def _end_overdue(self, process: Process, stacks: Mapping[int, str], *, is_frozen: bool) -> None:
         """Ends a process in which a call is overdue. If others of its threads go on, that call is so by itself; if it
         is frozen, because one holds the interpreter's lock, or if calls share a thread, any of them may be the one."""
-        before, running = time.monotonic() - self._work.timeout_s, process.running()
+        before, running = time.monotonic() - self._timeout_s, process.running()
         culprits = [session for session, since in running.items() if since < before]
         if culprits:
             is_known = len(running) == 1 or not (is_frozen or self.style == "async")

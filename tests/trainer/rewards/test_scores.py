@@ -91,6 +91,16 @@ def test_numbers_that_the_function_returns_have_means_over_the_answers_that_have
     assert means == {"reward/format/mean": 0.5, "reward/half/mean": 0.5}
 
 
+def test_a_greedy_baseline_is_in_no_mean(tmp_path: Path) -> None:
+    rows = batch()
+    rows.non_tensor_batch["is_greedy"] = np.array([False, True, False, False])
+    pool = Pool([*results(1.0, acc=1.0), *results(0.0, acc=0.0), *results(1.0, 1.0, acc=1.0)])
+    scored = Rewards(pool, RewardConfig(), tmp_path, Model(results(3.0, 5.0, 3.0, 0.0))).score(rows)  # type: ignore[arg-type]
+    metrics = values(scored.meta_info["metrics"])
+    assert metrics["reward/acc/mean"] == 1.0 and metrics["reward/model/max"] == 3.0
+    assert scored.non_tensor_batch["reward/acc"].tolist() == [1.0, 0.0, 1.0, 1.0], "but it is scored"
+
+
 def test_both_are_added_with_their_weights_and_kept_apart(tmp_path: Path) -> None:
     pool, model = Pool(results(1.0, 0.0, 1.0, 1.0, acc=1.0)), Model(results(0.5, -2.0, 4.0, 0.0), weight=0.25)
     scored = score(tmp_path, pool, model, function_weight=2.0)
