@@ -3,16 +3,13 @@ seen after every test: tests/conftest.py."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.conftest import logged_names, run_files
 from tests.trainer.tracking.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
 from trainer.evaluate.metrics import validation_metrics
@@ -38,18 +35,6 @@ def test_what_is_named_is_computed() -> None:
     names = (name for metric in metrics() for name in metric.names)
     parts = {part for name in names for part in re.split(r"[/@_-]|\{\w+\}", name) if part}
     assert not parts - words and "hemidemisemiquaver" not in words
-
-
-def test_a_run_that_logs_something_else_fails_its_test(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "x"
-    run.mkdir(parents=True)
-    rows = [{"step": 1, "data": {"actor/lr": 1.0, "actor/no_such_thing": 2.0}}]
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 2, "da')
-    assert not list(run_files([tmp_path])), "no config.yaml: no run"
-    (run / "config.yaml").touch()
-    assert list(run_files([3, tmp_path])) == list(run_files([SimpleNamespace(run_dir=run)])) == [run / "metrics.jsonl"]
-    assert undocumented(logged_names(run_files([tmp_path]))) == ["actor/no_such_thing"]
-    (run / "config.yaml").unlink()
 
 
 def test_names_are_found() -> None:

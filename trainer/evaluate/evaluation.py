@@ -138,6 +138,11 @@ class AnsweringTrainer(RayPPOTrainer):
 
     trains = False
 
+    @classmethod
+    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
+        """Raises UserError if the folder has answers under other settings."""
+        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=cls.scores))
+
     def kept_answers(self) -> KeptAnswers:
         """In the run folder."""
         return KeptAnswers(self.run_dir / CHUNKS)
@@ -160,11 +165,6 @@ class AnsweringTrainer(RayPPOTrainer):
 class Evaluation(AnsweringTrainer):
     """Validates once; continues where an earlier try in this folder was ended."""
 
-    @classmethod
-    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
-        """Raises UserError if the folder has answers under other settings."""
-        claim_folder(run_dir / CHUNKS, answer_settings(config))
-
     def fit(self) -> FitResult:
         """Validates, and writes results.json: the step of the weights, and every number."""
         result = super().fit()
@@ -185,11 +185,6 @@ class Generation(AnsweringTrainer):
     `trainer.evaluate.sample_files`; continues where an earlier try was ended. The run folder is FILE.run."""
 
     scores = False
-
-    @classmethod
-    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
-        """Raises UserError if the folder has answers under other settings."""
-        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=False))
 
     def fit(self) -> FitResult:
         """Loads the weights, answers, and writes the file."""

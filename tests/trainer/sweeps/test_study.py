@@ -12,7 +12,7 @@ import pytest
 
 from trainer.sweep import summary
 from trainer.sweeps import tuning
-from trainer.sweeps.child import clean, diagnose
+from trainer.sweeps.child import diagnose
 from trainer.sweeps.question import STOP, Question, Search
 from trainer.sweeps.study import Study, locked
 from trainer.sweeps.tuning import Place, Sweep
@@ -201,8 +201,3 @@ def test_the_machines_faults_are_told_from_the_configurations(
 ) -> None:
     found = diagnose(status, output)
     assert found[0] is is_machines and error in found[1]
-
-
-def test_a_run_inherits_nothing_of_the_sweeps_ray() -> None:
-    ours = {"RAY_ADDRESS": "h:1", "RAY_AUTH_TOKEN": "t", "TUNE_X": "1", "VERL_LITE_RUN": "m"}
-    assert clean({"PATH": "/bin", "OMP_NUM_THREADS": "3"} | ours) == {"PATH": "/bin", "OMP_NUM_THREADS": "3"}
