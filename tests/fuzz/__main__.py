@@ -36,7 +36,7 @@ from tests.fuzz.datasets import draw_dataset
 ROOT = str(Path(__file__).resolve().parents[2])
 MEMORY_BYTES = 16 << 30
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(PRELOADED)
+CONTEXT.set_forkserver_preload([*PRELOADED, "trainer.build"])
 DRAWS = {"config": draw_config, "dataset": draw_dataset}
 
 
