@@ -38,7 +38,7 @@ def test_an_error_has_to_name_something_of_what_was_typed() -> None:
 
 @pytest.mark.slow
 def test_a_fixed_share_runs_or_stops_with_our_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--configs", "5", "--datasets", "3", "--jobs", "1", "--keep", str(tmp_path)]) == 0, capfd.readouterr()
+    assert main(["--configs", "3", "--datasets", "2", "--jobs", "1", "--keep", str(tmp_path)]) == 0, capfd.readouterr()
 
 
 @pytest.mark.long

@@ -77,12 +77,8 @@ class EnvPoolConfig(Options):
 class RewardNormalizationConfig(Options):
     """Of episodes' scores."""
 
-    grouping: str | None = opt(
-        None, "rows normalised together: " + " | ".join(_GROUPINGS) + "; null = batch, gigpo: its task", _GROUPINGS
-    )
-    method: str | None = opt(
-        None, "for both below: identity | mean | mean_std | asym_clip; null = identity, gigpo: mean_std", _METHODS
-    )
+    grouping: str | None = opt(None, "rows normalised together; null = batch, gigpo: its task", _GROUPINGS)
+    method: str | None = opt(None, "for both below; null = identity, gigpo: mean_std", _METHODS)
     norm_mean_type: str | None = opt(None, "mean subtracted: null | batch | group", ("batch", "group"))
     norm_std_type: str | None = opt(None, "deviation divided by: null | batch | group", ("batch", "group"))
 

@@ -13,7 +13,7 @@ _SCALES = ("batch", "group", "running")
 
 @dataclass
 class KLControlConfig(Options):
-    type: str = opt("fixed", "fixed | adaptive", ("fixed", "adaptive"))
+    type: str = opt("fixed", "whether the coefficient follows the KL", ("fixed", "adaptive"))
     kl_coef: float = opt(0.001, "coefficient (initial, if adaptive)", at_least(0))
     horizon: int = opt(10000, "adaptive: sequences over which the coefficient reacts", at_least(1))
     target_kl: float = opt(0.1, "adaptive: KL per token aimed at", POSITIVE)
@@ -21,7 +21,7 @@ class KLControlConfig(Options):
 
 @dataclass
 class PFPPOConfig(Options):
-    reweight_method: str = opt("pow", "pow | max_min | max_random", ("pow", "max_min", "max_random"))
+    reweight_method: str = opt("pow", "how the weight follows from the score", ("pow", "max_min", "max_random"))
     weight_pow: float = opt(2.0, "pow: exponent of the absolute score", POSITIVE)
 
 

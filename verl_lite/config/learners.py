@@ -141,7 +141,7 @@ class ActorConfig(Options):
     ratio_type: str = opt("token", "of vanilla, cispo, tis, topr: token | segment (of tokens)", ("token", "segment"))
     tau_pos: float = opt(1.0, "sapo: steepness of the gate where the advantage is positive", POSITIVE)
     tau_neg: float = opt(1.05, "sapo: and where it is not", POSITIVE)
-    loss_agg_mode: str = opt("token-mean", " | ".join(LOSS_AGG_MODES), LOSS_AGG_MODES)
+    loss_agg_mode: str = opt("token-mean", "how the losses of tokens become one", LOSS_AGG_MODES)
     loss_scale_factor: float | None = opt(None, "of seq-mean-token-sum-norm; null = data.max_response_length", POSITIVE)
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = opt(False, "compute the entropy in the update even if its weight is 0")

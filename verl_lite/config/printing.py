@@ -90,7 +90,8 @@ def help_config(root: type = PPOConfig, prefix: str = "") -> str:
         near = schema.nearest(prefix) or sorted({key.path[0] for key in schema.keys.values()})
         raise UserError(f"--help-config {prefix}: no key begins so; there are {', '.join(near)}")
     for key in keys:
-        kind = (f"list of {key.item}" if key.kind == "list" else key.kind) + (" or null" if key.optional else "")
+        kind = " | ".join(key.expects) if isinstance(key.expects, tuple) else key.kind
+        kind = (f"list of {key.item}" if kind == "list" else kind) + (" or null" if key.optional else "")
         lines.append(f"  {key.name} = {_flow(key.default)}   ({kind})")
         lines += textwrap.wrap(key.doc, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"

@@ -34,20 +34,12 @@ class RolloutCorrectionConfig(Options):
     """What is done about samples whose rollout log-probs differ from the trainer's: see ROLLOUT_CORRECTION.md."""
 
     rollout_is: str | None = opt(None, "importance weights: null | token | sequence | segment | geometric")
-    rollout_is_threshold: str = opt(
-        "2.0", "upper bound (truncated), or low_high outside which the weight is 0 (IcePop)"
-    )
+    rollout_is_threshold: str = opt("2.0", "upper bound (truncated), or low_high, outside of which they are 0 (IcePop)")
     rollout_is_batch_normalize: bool = opt(False, "divide the weights by their mean over the batch")
     rollout_rs: str | None = opt(None, "rejection: level_measure, such as token_k1, or a comma list; null = none")
-    rollout_rs_threshold: str | None = opt(
-        None, "its bounds, one for all or a comma list: of k1, ratio, diff low_high or high; of k2, k3 the largest"
-    )
-    bypass_mode: bool = opt(
-        False, "take the rollout's log-probs as old_log_probs and spare the pass that computes them"
-    )
-    loss_type: str = opt(
-        "ppo_clip", "with bypass_mode: ppo_clip (actor.policy_loss.loss_mode) | reinforce", ("ppo_clip", "reinforce")
-    )
+    rollout_rs_threshold: str | None = opt(None, "bound of each, or one: low_high or high; of k2 and k3 the largest")
+    bypass_mode: bool = opt(False, "the rollout's log-probs are old_log_probs, without a pass that computes them")
+    loss_type: str = opt("ppo_clip", "with bypass_mode; ppo_clip = policy_loss.loss_mode", ("ppo_clip", "reinforce"))
 
     def check(self) -> Problems:
         try:

@@ -10,6 +10,8 @@ from verl_lite.config.fields import Options, at_least, opt, section
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RunConfig, RunOptions
 
+_SCORE_AT = ("end_of_turn", "end_of_text")
+
 
 @dataclass
 class SupervisedDataConfig(Options):
@@ -68,11 +70,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
     rejected_key: str = opt("rejected", "the worse answer, likewise")
     max_length: int = opt(1024, "tokens of question and one answer; see `truncation` for longer ones")
     truncation: str = opt("error", "what to do with a pair that has a longer one", ("error", "drop"))
-    score_at: str = opt(
-        "end_of_turn",
-        "token of the score: end_of_turn = where an answer ends | end_of_text = for reward_model.retokenize=true",
-        ("end_of_turn", "end_of_text"),
-    )
+    score_at: str = opt("end_of_turn", "token of the score; end_of_text is for reward_model.retokenize=true", _SCORE_AT)
 
 
 @dataclass
