@@ -20,7 +20,6 @@ SMALL = [
     "agentic.val_env_manager.num_env_groups=4", "agentic.val_batch_size=4",
 ]  # fmt: skip
 LAKES = ["agentic.train_env_manager.num_groups_partition=[1,1]", "agentic.val_env_manager.num_groups_partition=[2,2]"]
-BY_STEP = ["mode=step"]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
 """Where we differ from verl and ROLL on purpose, by the numbers of the list in verl_lite/README.md.
 
-Numbers 2, 3, 13 and 19 are promises of the contract, 6 and 9 are in the plain loops.
+Numbers 2, 13 and 19 are promises of the contract, 6 and 9 in the plain loops, 8 in test_core_algos_advantages.py.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -90,13 +88,6 @@ def test_7_a_failed_reward_does_not_stop_pass_at_k() -> None:
     assert estimate("grpo_passk", [[4.0], [0.0]], [[1], [0]], index=["a", "a"]).tolist() == [[0.0], [0.0]]
     with pytest.raises(ValueError, match="a group of one row"):
         estimate("grpo_passk", [[4.0]], [[1]], index=["a"])
-
-
-def test_8_a_reward_that_is_no_number_stops_gdpo() -> None:
-    config = SimpleNamespace(gdpo_reward_keys=["format"])
-    with pytest.raises(ValueError, match="'format' is no finite number in 1 rows"):
-        columns = {"format": np.array([1.0, math.nan])}
-        estimate("gdpo", [[0.0], [0.0]], [[1], [1]], index=["a", "a"], config=config, non_tensor_batch=columns)
 
 
 def test_10_reinforce_has_returns_of_0_under_the_mask() -> None:
