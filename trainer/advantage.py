@@ -10,15 +10,8 @@ to predictions. `pipeline_config` is any object that has the options as attribut
 it lacks is off. Nothing that is given is changed, but for the two controllers.
 
 Estimators have verl's meaning: grpo normalises within the group itself. In ROLL rewards are normalised first, and
-every estimator but gae is REINFORCE; its recipes as (algorithm.norm_mean_type, norm_std_type, adv_estimator):
-
-    GRPO         group, group, reinforce   = grpo without these, at gamma 1 and without KL in the reward
-    Dr.GRPO      group, null, reinforce    = grpo with norm_adv_by_std_in_grpo=false, likewise
-    LitePPO      group, batch, reinforce
-    Reinforce++  batch, batch, reinforce     (verl's reinforce_plus_plus whitens the returns of tokens instead)
-    PPO          null, null, gae
-
-With KL in the reward ROLL takes it off the normalised score and verl off the score that is normalised after.
+every estimator but gae is REINFORCE; recipes/COMPARISON.md has its recipes under these options. With KL in the reward
+ROLL takes it off the normalised score and verl off the score that is normalised after.
 """
 
 from __future__ import annotations

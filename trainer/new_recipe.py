@@ -47,11 +47,7 @@ def write_recipe(name: str, folder: Path) -> Path:
 
 
 def place_of(folder: Path) -> str:
-    """What to give to recipe=: the name for a folder of recipes/, else the path, from here if it is below."""
-    from trainer.recipe import BUILT_IN
-
-    if folder.parent == BUILT_IN:
-        return folder.name
+    """What to give to recipe=: the path, from here if it is below."""
     return f"./{folder.relative_to(Path.cwd())}" if folder.is_relative_to(Path.cwd()) else str(folder)
 
 

@@ -26,16 +26,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     """Scores, rewards, advantages, returns and lengths of a step.
 
     Reads responses, response_mask, attention_mask, token_level_scores, token_level_rewards, advantages, returns; uid
-    and finish_reason where present; with `use_critic` also values. Metrics over nothing are left out.
-      critic/score/{mean,max,min}       sum of token_level_scores of each row
-      critic/rewards/{...}              the same of token_level_rewards: after the KL penalty
-      critic/advantages|returns|values/{...}   over valid tokens
-      critic/vf_explained_var           1 - Var(returns - values) / Var(returns)
-      response_length/{...,clip_ratio}  tokens; share of answers cut off at data.max_response_length; an empty one is
-                                        in neither, so verl's response_length_non_aborted/{...} is the same
-      prompt_length/{...,clip_ratio}    tokens; share of prompts as long as data.max_prompt_length
-      response/aborted_ratio            share of rows, fillers aside, whose answer is empty
-      frac_reward_zero_std              share of prompts with several answers, all of the same score: nothing to learn
+    and finish_reason where present; with `use_critic` also values. METRICS.md says what each number is; metrics over
+    nothing are left out. Empty answers are in no length, so verl's response_length_non_aborted is response_length.
     """
     tensors = batch.batch
     (counted, prompt_length, response_length), width = _lengths(batch), tensors["responses"].shape[-1]

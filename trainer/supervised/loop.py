@@ -42,8 +42,7 @@ from workers.policy.loading import PolicyBuilder, token_network
 from workers.training_worker import TrainingWorker
 from workers.update import LossFunction
 
-Row = TypeVar("Row", bound=Sized)
-"""Its length: tokens that a forward pass over it reads."""
+Row = TypeVar("Row", bound=Sized)  # its length: tokens that a forward pass over it reads
 Options = TypeVar("Options", bound=SupervisedConfig)
 
 
@@ -251,10 +250,8 @@ class SupervisedJob(Job[Options]):
 def train_within(
     job_class: type[SupervisedJob[Options]], config: Options, report: Callable[[str], None]
 ) -> tuple[Path, Trained]:
-    """Trains inside another run, or in a program of one's own: the folder of the model, and what else there is.
-
-    report: takes each line of progress.
-    """
+    """Trains inside another run, or in a program of one's own: the folder of the model, and what else there is. report:
+    takes each line of progress."""
 
     class Lines(Console):
         def progress(self, text: str) -> None:

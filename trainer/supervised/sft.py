@@ -1,7 +1,4 @@
-"""Supervised fine-tuning: its loss, and the worker that does its heavy part; `trainer.supervised.loop` has the loop.
-
-The same training engine, planner and worker groups as in reinforcement learning; only the loss differs.
-"""
+"""Supervised fine-tuning: its loss, and the worker that does its heavy part; `trainer.supervised.loop` has the loop."""
 
 from __future__ import annotations
 
