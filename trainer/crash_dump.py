@@ -86,7 +86,7 @@ def write_dump(trainer: Any, run_dir: Path, folder: Path, error: BaseException) 
 def read_dump(folder: Path) -> FailedStep:
     """The step that `write_dump` kept. It is a pickle: open only dumps that you trust. UserError if there is none."""
     if not (folder / "step.pkl").exists() or not (folder / "config.yaml").exists():
-        raise UserError(f"{folder}: expected a folder RUN/crash/step_N with step.pkl and config.yaml")
+        raise UserError(f"{folder}: no crash dump there; expected RUN/crash/step_N with step.pkl and config.yaml")
     return DataProto.load_from_disk(folder / "step.pkl").meta_info["failed"]
 
 
