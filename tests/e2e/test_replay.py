@@ -114,5 +114,5 @@ def read_until(terminal: int, text: str) -> str:
 
 
 def test_no_dump_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no crash dump there; expected a folder RUN/crash/step_N"):
+    with pytest.raises(UserError, match="no crash dump there; expected RUN/crash/step_N"):
         read_dump(tmp_path)
