@@ -1,10 +1,12 @@
 """Checkpoints of 1, 2 or 4 ranks on any other of these numbers: whole tensors come back bit for bit.
 
-For all that learns: the policy with both moments of Adam, the policy saved in the background, a critic, an adapter.
+For all that learns: the policy with both moments of Adam; and on 1 or 2 ranks the policy saved in the background, a
+critic, an adapter.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,16 +99,13 @@ class Checkpoints:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
     with Ranks(max(SIZES), timeout_s=400) as ranks:
-        made = Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
-        for size in SIZES:
-            for kind in KINDS:
-                made.of(kind, size)
-        yield made
+        yield Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.mark.parametrize("load_on", SIZES)
-@pytest.mark.parametrize("save_on", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "save_on", "load_on"),
+    [case for case in itertools.product(KINDS, SIZES, SIZES) if case[0] == "policy" or max(case[1:]) < max(SIZES)],
+)
 def test_what_is_loaded_is_what_was_saved(kind: str, save_on: int, load_on: int, checkpoints: Checkpoints) -> None:
     folder, (first, saved, continued) = checkpoints.of(kind, save_on)
     assert len(list(Path(folder).glob("*.distcp"))) == save_on, "each rank writes its shards"
