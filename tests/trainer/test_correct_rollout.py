@@ -100,17 +100,3 @@ def test_the_reward_of_a_rejected_last_token_is_not_lost(tmp_path: Path, estimat
     rewards = torch.where(batch.batch["response_mask"] != 0, batch.batch["token_level_rewards"], 0)
     assert rewards.sum(1).tolist() == scores.tolist(), "it stands on a token that is left"
     assert batch.batch["returns"][5, 0] > batch.batch["returns"][2, 0], "the third prompt's second answer scored 1"
-
-
-@pytest.mark.parametrize("on_policy", [True, False])
-def test_bypass_spares_the_pass_and_compares_with_the_rollout(tmp_path: Path, on_policy: bool) -> None:
-    parts = Shifted(RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k2", rollout_rs_threshold="1e-9"))
-    parts.config.actor.ppo_mini_batch_size = PROMPTS if on_policy else 1
-    batch = parts.fit(tmp_path)
-    assert "old_log_prob" not in parts.calls
-    assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
-    assert batch.batch["response_mask"].any(1).all(), "rejection is the workers' part"
-    data = parts.sent[-1].batch
-    sent_rows = {tuple(row.tolist()) for row in data["old_log_probs"]}
-    assert sent_rows == {tuple(row.tolist()) for row in batch.batch["rollout_log_probs"]}
-    assert "rollout_is_weights" not in data.keys()

@@ -18,8 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
 from tests.workers.ranks import Ranks
 from trainer import main_rm
-from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair, texts_of
-from trainer.data.sft import Example
+from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair
 from trainer.supervised.loop import train_within
 from trainer.supervised.reward_training import RewardTrainingJob, RewardTrainingWorker, bradley_terry, pair_loss
 from verl_lite.config import (
@@ -102,34 +101,6 @@ def test_an_answer_has_the_tokens_that_a_policy_samples() -> None:
     assert tokenizer.decode(example.response) == "2<|im_end|>"
     whole = encode_answer([QUESTION, says("2")], tokenizer, "end_of_text", "row 0")
     assert tokenizer.decode(whole.response) == "2<|im_end|>\n", "the template writes a newline behind each turn"
-
-
-def test_both_texts_of_a_pair_stay_in_one_micro_batch() -> None:
-    pairs = [
-        Pair(Example([5], [6, 7], [1, 1]), Example([5], [8], [1])),
-        Pair(Example([9, 10, 11], [12], [1]), Example([9, 10, 11], [13, 14], [1, 1])),
-        Pair(Example([15], [16], [1]), Example([15], [17], [1])),
-    ]
-    batch = collate_pairs(pairs, pad_token_id=0)
-    assert batch.batch["input_ids"].tolist()[0] == [0, 0, 5, 6, 7, 0, 0, 5, 8, 0]
-    plan = plan_batch(
-        [len(pair) for pair in pairs], world_size=2, mini_batch_size=None, max_token_len=9, num_tokens=[1] * 3
-    )
-    assert plan.schedule[0][0].num_tokens == 3
-    found = set()
-    for part in plan.apply(batch).chunk(2):
-        texts = texts_of(part)
-        for name in ("mini_batch", "micro_batch", "is_padding"):
-            assert texts.batch[name][::2].tolist() == texts.batch[name][1::2].tolist()
-        for chosen, rejected, mask in zip(
-            texts.batch["input_ids"][::2].tolist(),
-            texts.batch["input_ids"][1::2].tolist(),
-            texts.batch["response_mask"][::2],
-            strict=True,
-        ):
-            if mask.any():
-                found.add((chosen[3], rejected[3]))
-    assert found == {(6, 8), (12, 13), (16, 17)}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
