@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from recipes import common_task
-from recipes.dapo import recipe as dapo
 from recipes.gsm8k import recipe as gsm8k
 from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import recipe as reasoning_gym
@@ -40,17 +38,6 @@ def config_of(*arguments: str) -> PPOConfig:
     config.trainer.n_gpus_per_node = 2
     validate(config, slots=2, available=2)
     return config
-
-
-def test_dapo_is_the_common_task_with_its_four_changes() -> None:
-    config = config_of("recipe=dapo")
-    actor, overlong = config.actor, config.reward.overlong_buffer
-    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (0.2, 0.28, "token-mean")
-    assert config.algorithm.filter_groups.enable and config.algorithm.filter_groups.metric is None
-    assert overlong.enable and 1 <= overlong.len <= config.data.max_response_length
-    assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
-    shared = common_task.settings()
-    assert {name: dapo.overrides()[name] for name in shared} == shared and dapo.prepare is common_task.prepare
 
 
 def test_gsm8k_says_what_a_real_run_takes_and_makes_nothing_for_one(cache: Path, capsys: Any) -> None:

@@ -220,16 +220,6 @@ def test_the_sample_is_posted_and_score_and_extras_come_back() -> None:
     }
 
 
-@pytest.mark.parametrize("status", [503, -1])
-def test_what_may_pass_is_tried_again_so_many_times(status: int) -> None:
-    with scripted(Answer("busy", status), Answer("busy", status), Answer(1.0)) as server:
-        assert ask_url(server.url, max_retries=2)[0].score == 1.0 and len(server.asked) == 3
-    with scripted(Answer("out of cards", status)) as server:
-        [result] = ask_url(server.url, max_retries=2)
-        assert len(server.asked) == 3 and result.failed and server.url in (result.error or "")
-    assert status == -1 or (f"status {status}" in (result.error or "") and "out of cards" in (result.error or ""))
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
