@@ -45,7 +45,7 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
             with the rows.
     """
     batch = estimator_batch(groups_of_one=groups_of_one) | columns
-    mask, before, result = batch["response_mask"], _copied(batch), function(**batch)
+    mask, result = batch["response_mask"], _call_unchanged(function, batch)
     _require(isinstance(result, tuple) and len(result) == 2, "an estimator gives (advantages, returns)")
     for name, found in zip(("advantages", "returns"), result, strict=True):
         is_shaped = tuple(found.shape) == (ROWS, WIDTH) and found.dtype.is_floating_point
@@ -53,7 +53,6 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
         _require(_finite(found), f"{name} are finite, also with empty rows: divide by a count clamped to 1 at least")
         _require(bool((found != 0).any()), f"{name} are not all zero")
         _require(not bool(found[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
-    _require_unchanged(batch, before)
     for number in (1.5, math.nan):
         found = function(**hide(batch, number))
         _require(all(map(torch.equal, found, result)), f"values under mask 0 never matter: {_WHERE}")
@@ -81,55 +80,52 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
     """
     options = config or ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.5))
 
-    def loss(given: Columns, mode: str = "token-mean", counts: tuple[int, int] | None = None) -> list[torch.Tensor]:
-        """Loss and gradient, if the metrics are sound. counts: tokens and sequences of the mini-batch; None = these."""
-        named, log_prob = dict(given), given["log_prob"].clone().requires_grad_()
-        usual = ("old_log_prob", "log_prob", "advantages", "response_mask", "rollout_is_weights")
-        old, _, advantages, mask, weights = (named.pop(name) for name in usual)
-        tokens, sequences = counts or (int(mask.sum()), int(mask.any(dim=1).sum()))
-        whole = {"batch_num_tokens": tokens, "global_batch_size": sequences}
+    def loss(mode: str, counts: tuple[int, int], /, **given: Any) -> list[torch.Tensor]:
+        """Loss and gradient, if the metrics are sound. counts: tokens and sequences of the mini-batch."""
+        log_prob = given.pop("log_prob").clone().requires_grad_()
+        old, advantages, mask, weights = (given.pop(name) for name in usual)
+        whole = {"batch_num_tokens": counts[0], "global_batch_size": counts[1]}
         arguments = (old, log_prob, advantages, mask, mode, options, weights)
-        value, metrics = call_policy_loss(function, *arguments, counts=whole, columns=named)
+        value, metrics = call_policy_loss(function, *arguments, counts=whole, columns=given)
         _require(value.dim() == 0 and value.requires_grad, "a loss is a scalar with a gradient by log_prob")
         value.backward()
         gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
         promise = "the loss is finite, also with empty rows and log-ratios out of bounds: take agg_loss, and clamp"
-        _require(_finite(value), f"{promise} ({mode})")
+        _require(_finite(value) and _finite(gradient[mask != 0]), f"{promise} ({mode})")
         is_sound = all(isinstance(m, Metric | int | float) for m in metrics.values())
-        _require(is_sound and _finite(list(reduce_metrics(metrics).values())), f"metrics are finite numbers: {_WHERE}")
+        is_sound = is_sound and all(map(math.isfinite, reduce_metrics(metrics).values()))
+        _require(is_sound, f"metrics are finite numbers: {_WHERE}")
         return [value.detach(), gradient]
 
+    usual = ("old_log_prob", "advantages", "response_mask", "rollout_is_weights")
     batch = loss_batch() | columns
-    mask, before = batch["response_mask"], _copied(batch)
-    value, gradient = loss(batch)
+    mask = batch["response_mask"]
+    counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
+    value, gradient = _call_unchanged(lambda **given: loss("token-mean", counts, **given), batch)
     _require(bool((gradient != 0).any()), "the gradient is not all zero")
-    _require_unchanged(batch, before)
     order = torch.cat([torch.tensor(EMPTY_ROWS[:1]), (rest := _shuffled(2))[rest != EMPTY_ROWS[0]]])
     for mode in LOSS_AGG_MODES:
-        counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
-        whole, gradient = loss(batch, mode, counts)
+        whole, gradient = loss(mode, counts, **batch)
         for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):  # one part is nothing but an empty row
-            parts = [loss(take_rows(batch, rows), mode, counts) for rows in order.split(cut)]
+            parts = [loss(mode, counts, **take_rows(batch, rows)) for rows in order.split(cut)]
             total, summed = torch.stack([part[0] for part in parts]).sum(), torch.cat([part[1] for part in parts])
             promise = (
                 f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): it divides by what it counts "
                 "in its own micro-batch; divide by batch_num_tokens and global_batch_size, as agg_loss does"
             )
             _require(_close(total, whole) and _close(summed, gradient[order]), promise)
-        for empty_counts in ((0, 0), (9, 3)):
-            empty = loss(batch | {"response_mask": torch.zeros_like(mask)}, mode, empty_counts)
-            promise = f"a part without a token has loss 0 ({mode}): divide by a count clamped to 1 at least"
-            _require(not any(bool(x.any()) for x in empty), promise)
+        empty = loss(mode, (0, 0), **batch | {"response_mask": torch.zeros_like(mask)})
+        promise = f"a part without a token has loss 0 ({mode}): divide by a count clamped to 1 at least"
+        _require(not any(bool(x.any()) for x in empty), promise)
         _require(not bool(gradient[mask == 0].any()), f"no gradient under mask 0 ({mode}): {_WHERE}")
         for number in (1.5, math.nan):
             promise = f"values under mask 0 never reach the loss or gradient ({mode}, here {number:g}): {_WHERE}"
-            _require(all(map(torch.equal, loss(hide(batch, number), mode), loss(batch, mode))), promise)
+            _require(all(map(torch.equal, loss(mode, counts, **hide(batch, number)), (whole, gradient))), promise)
     for sign in (1, -1):
         moved = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
         for name in ("log_prob", "old_log_prob"):
-            found = loss(batch | {name: moved})
-            _require(all(map(_finite, found)), f"a log-ratio out of bounds stays finite ({name}): clamp it")
-    _require_own_device(lambda: loss(batch)[:1], (value,))
+            loss("token-mean", counts, **batch | {name: moved})
+    _require_own_device(lambda: loss("token-mean", counts, **batch)[:1], (value,))
 
 
 def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
@@ -193,12 +189,8 @@ def take_rows(columns: Columns, rows: torch.Tensor) -> Columns:
 def hide(columns: Columns, value: float) -> Columns:
     """The batch with `value` at each place of a (B, T) column of numbers where the mask is 0."""
     hidden = columns["response_mask"] == 0
-    numbers = {
-        name: torch.where(hidden, value, x)
-        for name, x in columns.items()
-        if isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x.dim() == 2
-    }
-    return columns | numbers
+    tensors = {name: x for name, x in columns.items() if isinstance(x, torch.Tensor) and x.dim() == 2}
+    return columns | {k: torch.where(hidden, value, x) for k, x in tensors.items() if x.dtype.is_floating_point}
 
 
 def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
@@ -218,9 +210,12 @@ def _require(holds: bool, promise: str) -> None:
         raise BrokenPromise(promise)
 
 
-def _require_unchanged(columns: Columns, before: Columns) -> None:
-    changed = [name for name, x in columns.items() if isinstance(x, torch.Tensor) and not torch.equal(x, before[name])]
-    _require(not changed, f"arguments are not written to: {', '.join(changed)}; use clamp for clamp_, and the like")
+def _call_unchanged(function: Callable[..., Any], columns: Columns) -> Any:
+    before = {name: x.clone() for name, x in columns.items() if isinstance(x, torch.Tensor)}
+    result = function(**columns)
+    changed = ", ".join(name for name, x in before.items() if not torch.equal(x, columns[name]))
+    _require(not changed, f"arguments are not written to: {changed}; use clamp for clamp_, and the like")
+    return result
 
 
 def _require_own_device(call: Callable[[], Sequence[torch.Tensor]], expected: Sequence[torch.Tensor]) -> None:
@@ -234,15 +229,9 @@ def _require_own_device(call: Callable[[], Sequence[torch.Tensor]], expected: Se
     _require(all(x.device == y.device for x, y in zip(found, expected, strict=True)), promise)
 
 
-def _finite(values: torch.Tensor | list[float]) -> bool:
-    if isinstance(values, torch.Tensor):
-        return bool(torch.isfinite(values).all())
-    return all(map(math.isfinite, values))
+def _finite(values: torch.Tensor) -> bool:
+    return bool(values.isfinite().all())
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def _copied(columns: Columns) -> Columns:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in columns.items()}
