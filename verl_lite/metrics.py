@@ -17,6 +17,13 @@ from typing import Any, Literal
 import numpy as np
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
+_JOIN: dict[Reduction, Any] = {
+    "mean": operator.add,
+    "sum": operator.add,
+    "max": np.maximum,  # these two keep NaN
+    "min": np.minimum,
+    "last": lambda first, last: last,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +73,8 @@ class Metric:
         """Both parts as one. Raises ValueError if their reductions differ."""
         if self.reduction != other.reduction:
             raise ValueError(f"Metric: cannot combine a {self.reduction} with a {other.reduction}.")
-        if self.reduction == "last":
-            return other
-        if self.reduction in ("mean", "sum"):
-            count = self.count + other.count if self.reduction == "mean" else 1.0
-            return Metric(self.reduction, self.total + other.total, count)
-        choose = np.maximum if self.reduction == "max" else np.minimum  # these keep NaN
-        return Metric(self.reduction, float(choose(self.total, other.total)))
+        total = _JOIN[self.reduction](self.total, other.total)
+        return Metric(self.reduction, float(total), self.count + other.count if self.reduction == "mean" else 1.0)
 
 
 def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

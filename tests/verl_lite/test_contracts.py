@@ -36,8 +36,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CHOSEN = {"selected": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0}
 OPTIONS = PolicyLossConfig(dro_beta=0.5)
 
-# ---------------------------------------------------------------------------------------------------- the registries
-
 
 def test_the_names_of_verl_and_roll_are_there() -> None:
     assert set(ADV_ESTIMATOR_REGISTRY) >= {
@@ -276,9 +274,6 @@ def test_what_guides_and_templates_show_keeps_the_promises(code: tuple[str, str]
         for registry, before in kept:
             registry.clear()
             registry.update(before)
-
-
-# ---------------------------------------------------------------------------------------------------- precision
 
 
 def as_type(columns: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -11,46 +11,34 @@ from verl_lite.schema import COLUMNS, check, column
 ROOT = Path(__file__).parents[2]
 
 
-def test_each_column_has_one_entry_and_every_tensor_has_rows():
-    names = [entry.name for entry in COLUMNS]
-    assert len(names) == len(set(names))
-    assert all(entry.dims[0] == "B" for entry in COLUMNS)
-    assert all(entry.dtype == "object" or hasattr(torch, entry.dtype) for entry in COLUMNS)
-
-
-@pytest.mark.parametrize("entry", COLUMNS, ids=lambda entry: entry.name)
-def test_the_writer_is_a_file_that_names_the_column(entry):
-    assert f'"{entry.name}"' in (ROOT / entry.writer).read_text()
-
-
-def test_column_gives_the_entry():
-    entry = column("advantages")
-    assert (entry.dims, entry.dtype, entry.writer) == (("B", "R"), "float32", "trainer/advantage.py")
+def test_each_column_has_one_entry_and_a_writer_that_names_it() -> None:
+    assert len({entry.name for entry in COLUMNS}) == len(COLUMNS)
+    for entry in COLUMNS:
+        assert entry.dims[0] == "B" and (entry.dtype == "object" or hasattr(torch, entry.dtype))
+        assert f'"{entry.name}"' in (ROOT / entry.writer).read_text(), entry
     assert column("reward/acc").writer == "trainer/rewards/scores.py"
     with pytest.raises(ValueError, match="'advantage' is not a column of a batch; did you mean advantages"):
         column("advantage")
 
 
-def batch(**tensors: torch.Tensor) -> DataProto:
-    given = {"responses": torch.zeros(2, 3), "response_mask": torch.ones(2, 3), "input_ids": torch.zeros(2, 8)}
-    return DataProto.from_dict(tensors=given | tensors, non_tensors={"uid": ["a", "b"]})
-
-
-def test_check_passes_what_is_complete():
-    check(batch(), ["responses", "response_mask", "input_ids", "uid"], stage="update_actor")
-
-
-def test_check_names_stage_column_and_writer():
-    with pytest.raises(
-        ValueError, match=r"update_actor: column 'advantages' is missing .*trainer/advantage.py writes it"
-    ):
-        check(batch(), ["responses", "advantages"], stage="update_actor")
-    with pytest.raises(ValueError, match="the batch has no columns"):
-        check(DataProto(), ["uid"], stage="reward")
-
-
-def test_check_finds_wrong_shapes():
-    with pytest.raises(ValueError, match=r"adv: column 'advantages' has shape \(2,\), expected \(B, R\)"):
-        check(batch(advantages=torch.zeros(2)), ["advantages"], stage="adv")
-    with pytest.raises(ValueError, match=r"'advantages' has shape \(2, 4\), so R = 4, but 'responses' has R = 3"):
-        check(batch(advantages=torch.zeros(2, 4)), ["responses", "advantages"], stage="adv")
+@pytest.mark.parametrize(
+    ("tensors", "wanted", "said"),
+    [
+        ({}, ["responses", "input_ids", "uid"], None),
+        ({}, ["responses", "advantages"], r"stage: column 'advantages' is missing .*trainer/advantage.py writes it"),
+        ({"advantages": torch.zeros(2)}, ["advantages"], r"'advantages' has shape \(2,\), expected \(B, R\)"),
+        (
+            {"advantages": torch.zeros(2, 4)},
+            ["responses", "advantages"],
+            r"'advantages' has shape \(2, 4\), so R = 4, but 'responses' has R = 3",
+        ),
+    ],
+)
+def test_what_is_missing_or_misshapen_is_told(tensors: dict, wanted: list[str], said: str | None) -> None:
+    given = {"responses": torch.zeros(2, 3), "input_ids": torch.zeros(2, 8)} | tensors
+    data = DataProto.from_dict(given, non_tensors={"uid": ["a", "b"]})
+    if said is None:
+        check(data, wanted, stage="stage")
+        return
+    with pytest.raises(ValueError, match=said):
+        check(data, wanted, stage="stage")

@@ -1,1 +1,1 @@
-"""What this machine has and who uses it: control groups, GPUs, and the leases that keep runs apart."""
+"""What this machine has and who uses it: cores and memory of control groups, GPUs."""

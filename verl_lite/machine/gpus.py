@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -23,8 +23,7 @@ _IDLE_PROCESSES_BYTES = 1 * GIB  # a desktop, an idle notebook
 _IDLE_DEVICE_BYTES = 2 * GIB  # what a driver itself may hold of a large device
 
 
-@dataclass(frozen=True)
-class GpuProcess:
+class GpuProcess(NamedTuple):
     """A process on a GPU; used_bytes is None where the library does not say."""
 
     pid: int
@@ -46,8 +45,7 @@ class Gpu:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
 
 
-@dataclass(frozen=True)
-class VisibleGpu:
+class VisibleGpu(NamedTuple):
     """A GPU and the word by which CUDA_VISIBLE_DEVICES names it."""
 
     token: str
@@ -183,12 +181,12 @@ def reserve_gpus(
         log("who uses the GPUs is not known: nvidia-ml-py is not installed")
         yield
         return
-    visible = visible_gpus(gpus)
-    free = [one for one in visible if unavailable(one.gpu, request) is None]
-    taken = free[: request.count]
-    passed = visible if len(taken) < request.count else visible[: visible.index(taken[-1])] if taken else []
-    refused = [f"{one.gpu} {unavailable(one.gpu, request)}" for one in passed if one not in free]
-    setting = os.environ.get(_VARIABLE)
+    visible, taken, refused, setting = visible_gpus(gpus), list[VisibleGpu](), list[str](), os.environ.get(_VARIABLE)
+    for one in visible:
+        if len(taken) < request.count:
+            reason = unavailable(one.gpu, request)
+            taken += [one] if reason is None else []
+            refused += [] if reason is None else [f"{one.gpu} {reason}"]
     if len(taken) < request.count:
         raise UserError(
             f"trainer.n_gpus_per_node={request.count}, but only {len(taken)} of {len(visible)} devices can be had "

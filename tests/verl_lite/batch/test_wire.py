@@ -98,20 +98,12 @@ def test_any_column_survives(dtype: torch.dtype, shape: tuple[int, ...], seed: i
     if sparse and column.ndim > 1:
         column[:, shape[1] // 3 :] = 0
     data = DataProto.from_dict({"c": column, "id": torch.arange(shape[0])})
-    assert_bits_equal(through_the_wire(data, 2), data)
+    received = through_the_wire(data, 2)
+    assert_bits_equal(received, data)
     assert_bits_equal(pickle.loads(pickle.dumps(data)), data)
     assert_bits_equal(pickle.loads(pickle.dumps(data, protocol=4)), data)
-
-
-def test_what_arrives_owns_its_memory() -> None:
-    data = rollout([12, 12], [12, 12], 12, 12)
-    data.batch["dense"] = torch.arange(2.0)
-    received = through_the_wire(data)
-    received.batch["input_ids"][:] = -5
-    assert (received.batch["prompts"] != -5).all()
-    for name in received.batch.keys():
-        received.batch[name].zero_()
-    assert data.batch["dense"].tolist() == [0.0, 1.0] and data.batch["input_ids"].max() > 0
+    received.batch["id"].add_(1)  # what arrives owns its memory
+    assert data.batch["id"].tolist() == list(range(shape[0]))
 
 
 def test_padding_rows_multi_turn_masks_and_results_stay_packed() -> None:
@@ -145,15 +137,10 @@ def test_bytes_are_near_the_minimum(workers: int) -> None:
     packed = data.pack()
     sent = sum(len(pickle.dumps(packed.slice(a, b), protocol=5)) for a, b in chunk_bounds(256, workers))
     assert sent <= 1.15 * minimum
-    dense = sum(value.nbytes for value in data.batch.values())
-    assert dense > 8 * sent
-
-
-def test_the_buffer_travels_out_of_band() -> None:
-    data = rollout([100] * 16, [100] * 16, 128, 128)
+    assert sum(value.nbytes for value in data.batch.values()) > 8 * sent
     buffers: list[pickle.PickleBuffer] = []
     message = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-    assert len(buffers) == 1 and len(message) < 2000
+    assert len(buffers) == 1 and len(message) < 2000  # the rest travels out of band
 
 
 def test_parts_with_different_encodings_are_joined() -> None:

