@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
-from trainer.diffusion.loop import DiffusionTrainer, plan_samples
+from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
 from trainer.evaluate.metrics import name_metrics, process_validation_metrics
 from trainer.roles import loss_columns
-from trainer.saving import SavedByWorkers
 from trainer.step_metrics import frac_reward_zero_std, summary
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
@@ -154,15 +153,16 @@ class FlowGRPOTrainer(DiffusionTrainer):
         self.running_moments.load_state_dict(state["running_moments"])
 
 
-class FlowActor(SavedByWorkers):
-    """The policy, as the driver sees it: each call plans the batch, dispatches it and puts the answer back in order."""
+class FlowActor(DiffusionRole):
+    """The policy."""
 
     def __init__(self, group: WorkerGroup, config: FlowGRPOConfig) -> None:
-        self.group, self.config = group, config
+        super().__init__(group, config.rollout.max_num_seqs)
+        self.config = config
 
     def generate(self, rows: DataProto, steps: int, noise_level: float) -> DataProto:
         """One sample for each row; see `FlowActorWorker.generate`."""
-        plan = plan_samples(len(rows), self.group.world_size, self.config.rollout.max_num_seqs)
+        plan = self.plan_of(rows)
         data = plan.apply(rows)
         data.meta_info |= {"steps": steps, "noise_level": noise_level}
         return plan.restore(self.group.generate(data)).select(meta_info_keys=[])

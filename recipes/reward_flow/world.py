@@ -135,26 +135,24 @@ def tiny_transformer() -> Any:
     )
 
 
-def tiny_tokenizer() -> Any:
-    """One token a word, of the words that `prompt_of` uses."""
+def tiny_tokenizer(words: str = "a person moves right left and speaks", longest: int = LONGEST_PROMPT) -> Any:
+    """One token a word; those that `prompt_of` uses."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    words = [*special.values(), *"a person moves right left and speaks".split()]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    known = {word: index for index, word in enumerate([*special.values(), *words.split()])}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=LONGEST_PROMPT, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **special)
 
 
-def tiny_text_encoder() -> Any:
+def tiny_text_encoder(width: int = TEXT_WIDTH) -> Any:
     """A random encoder: what matters is that prompts differ."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    config = UMT5Config(
-        d_model=TEXT_WIDTH, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=16, dropout_rate=0.0
-    )
+    config = UMT5Config(d_model=width, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=16, dropout_rate=0.0)
     return UMT5EncoderModel(config).eval().requires_grad_(False)
 
 

@@ -45,7 +45,8 @@ def wan_pipeline(folder: Path, layers: int = 8, channels: int = 16) -> str:
         return str(folder)
     import diffusers
 
-    from tests.workers.diffusion.tiny_wan import TEXT, _text_encoder, _tokenizer
+    from recipes.reward_flow.world import tiny_text_encoder, tiny_tokenizer
+    from tests.workers.diffusion.tiny_wan import TEXT, WORDS
 
     torch.manual_seed(0)
     experts = [
@@ -57,8 +58,8 @@ def wan_pipeline(folder: Path, layers: int = 8, channels: int = 16) -> str:
         for _ in range(2)
     ]  # fmt: skip
     pipeline: Any = diffusers.WanImageToVideoPipeline(
-        tokenizer=_tokenizer(),
-        text_encoder=_text_encoder(),
+        tokenizer=tiny_tokenizer(WORDS, longest=6),
+        text_encoder=tiny_text_encoder(TEXT),
         vae=diffusers.AutoencoderKLWan(base_dim=channels),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
         transformer=experts[0],

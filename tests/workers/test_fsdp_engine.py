@@ -196,7 +196,7 @@ def test_a_save_in_the_background_that_fails_says_so_when_it_is_waited_for(
 ) -> None:
     failed: Future[None] = Future()
     failed.set_exception(OSError("disk on fire"))
-    monkeypatch.setattr("workers.engine.checkpoint.save_in_background", lambda *arguments: failed)
+    monkeypatch.setattr("workers.engine.checkpoint.save", lambda *arguments: failed)
     engine = build_engine(path, Case())
     engine.save(str(tmp_path), background=True)
     with pytest.raises(OSError, match="disk on fire"):

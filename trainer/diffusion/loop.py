@@ -22,7 +22,7 @@ from trainer.final_report import FitResult
 from trainer.resources import join_ray, start_workers
 from trainer.resume import refuse_other_data
 from trainer.run import Job
-from trainer.saving import Saver
+from trainer.saving import SavedByWorkers, Saver
 from trainer.step_metrics import timed
 from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
@@ -143,12 +143,17 @@ class DiffusionTrainer:
         self.tracking.log(logged, step=self.steps.global_step)
 
 
-def plan_samples(count: int, world_size: int, micro_batch_size: int) -> BatchPlan:
-    """All samples in one optimizer step, cut evenly. A row is a sample, whatever its size."""
-    ones = np.ones(count, dtype=np.int64)
-    return plan_batch(
-        ones, world_size=world_size, mini_batch_size=None, micro_batch_size=micro_batch_size, num_tokens=ones
-    )
+class DiffusionRole(SavedByWorkers):
+    """The model on a worker group, as the driver sees it: each call plans the batch, dispatches it and puts the answer
+    back in order. together: samples of a micro-batch."""
+
+    def __init__(self, group: WorkerGroup, together: int) -> None:
+        self.group, self.together = group, together
+
+    def plan_of(self, rows: DataProto) -> BatchPlan:
+        """All samples in one optimizer step, cut evenly. A row is a sample, whatever its size."""
+        ones, world = np.ones(len(rows), dtype=np.int64), self.group.world_size
+        return plan_batch(ones, world_size=world, mini_batch_size=None, micro_batch_size=self.together, num_tokens=ones)
 
 
 def draw_before_and_after(

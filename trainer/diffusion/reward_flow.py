@@ -18,12 +18,12 @@ import torch
 
 from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds
 from trainer.clips.writing import VideoWriter
-from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionTrainer, draw_before_and_after, plan_samples
+from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionRole, DiffusionTrainer, draw_before_and_after
 from trainer.picture import draw_curve
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.run import Report
-from trainer.saving import SavedByWorkers, Saver
+from trainer.saving import Saver
 from trainer.tracking import TRACKERS, Tracking
 from verl_lite.config.diffusion import FlowRewardConfig, RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate
@@ -32,7 +32,6 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, join, values
 from verl_lite.protocol import DataProto
 from verl_lite.registry import foreign_modules
-from verl_lite.single_controller.worker_group import WorkerGroup
 from verl_lite.visual_rewards.base import VISUAL_REWARDS, build_visual_reward, score_frames
 from workers.diffusion.actor import ActorWorker
 
@@ -92,23 +91,16 @@ class RewardFlowTrainer(DiffusionTrainer):
         return metrics, samples
 
 
-class FlowActorRole(SavedByWorkers):
-    """The model with its adapter on a worker group: each call plans the batch, dispatches it and restores its order.
-
-    Beside what the workers save, a checkpoint gets the adapter as diffusers reads it, from which nothing is resumed.
-    """
-
-    def __init__(self, group: WorkerGroup, config: RewardFlowConfig) -> None:
-        self.group, self.micro_batch_size = group, config.actor.micro_batch_size_per_gpu
+class FlowActorRole(DiffusionRole):
+    """Beside what is resumed from, a checkpoint gets the adapter as diffusers reads it."""
 
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer step on the batch."""
-        plan = plan_samples(len(batch), self.group.world_size, self.micro_batch_size)
-        return join(self.group.train_step(plan.apply(batch)).meta_info["metrics"])
+        return join(self.group.train_step(self.plan_of(batch).apply(batch)).meta_info["metrics"])
 
     def sample(self, batch: DataProto) -> DataProto:
         """frames (B, F, 3, H, W) in [0, 1], face_score (B,) and counted (B,) of each row, without gradient."""
-        plan = plan_samples(len(batch), self.group.world_size, self.micro_batch_size)
+        plan = self.plan_of(batch)
         return plan.restore(self.group.sample(plan.apply(batch)))
 
     def last_frames(self) -> DataProto:
@@ -166,7 +158,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         ):
             rows = data.validation[: config.trainer.val_clips]
             seeds = noise_seeds(0, rows, config.trainer.seed, config.sampler.noise_seed)  # step 0 is never trained
-            actor = FlowActorRole(group, config)
+            actor = FlowActorRole(group, config.actor.micro_batch_size_per_gpu)
             yield RewardFlowTrainer(
                 config,
                 actor=actor,

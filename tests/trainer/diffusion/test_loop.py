@@ -131,7 +131,7 @@ class Run:
         fake: Any = self.group
         tracking: Any = self.tracking
         videos: Any = self.videos
-        actor = FlowActorRole(fake, config)
+        actor = FlowActorRole(fake, 1)
         self.trainer = RewardFlowTrainer(
             config,
             actor=actor,

@@ -26,7 +26,7 @@ from verl_lite.visual_rewards.base import VisualScore
 
 FRAMES, SIDE, TEXT = 5, 16, 16
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
-WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "face", "smiles"]
+WORDS = "a red blue face smiles"
 
 
 class ColourCodec(nn.Module):
@@ -82,6 +82,8 @@ def tiny_pipeline(folder: Path, layout: str = "i2v", vae: str = "colour", layers
     """layout: i2v (two experts) | ti2v (one, expanded timesteps). vae: colour | wan (AutoencoderKLWan)."""
     import diffusers
 
+    from recipes.reward_flow.world import tiny_text_encoder, tiny_tokenizer
+
     torch.manual_seed(0)
     latent = 4 if vae == "colour" else 16
     channels = 2 * latent + 4 if layout == "i2v" else latent
@@ -97,8 +99,8 @@ def tiny_pipeline(folder: Path, layout: str = "i2v", vae: str = "colour", layers
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
     pipeline = diffusers.WanImageToVideoPipeline(
-        tokenizer=_tokenizer(),
-        text_encoder=_text_encoder(),
+        tokenizer=tiny_tokenizer(WORDS, longest=6),
+        text_encoder=tiny_text_encoder(TEXT),
         vae=autoencoder,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
         transformer=experts[0],
@@ -113,26 +115,6 @@ def tiny_pipeline(folder: Path, layout: str = "i2v", vae: str = "colour", layers
         (folder / "model_index.json").write_text(json.dumps(index))
         torch.save(torch.randn(4, 3, 8, 8) * 0.5, folder / "vae" / "weight.pt")
     return str(folder)
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    plain.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=6
-    )
-
-
-def _text_encoder() -> Any:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(
-        UMT5Config(vocab_size=len(WORDS), d_model=TEXT, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
-    )
 
 
 def flow_config(path: str, **options: Any) -> RewardFlowConfig:
@@ -170,7 +152,7 @@ def clips(rows: int, without_face: tuple[int, ...] = ()) -> DataProto:
     video = torch.rand(rows, FRAMES, 3, SIDE, SIDE, generator=generator) * 0.9 + 0.05
     for row in without_face:
         video[row] = 0
-    prompts = np.array([" ".join(WORDS[3 : 6 + row % 3]) for row in range(rows)], dtype=object)
+    prompts = np.array([" ".join(WORDS.split()[: 3 + row % 3]) for row in range(rows)], dtype=object)
     columns = {"video": video, "noise_seed": torch.arange(100, 100 + rows), "row": torch.arange(rows)}
     return DataProto.from_dict(columns, {"prompt": prompts}, {"global_step": 1})
 
