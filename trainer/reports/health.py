@@ -73,7 +73,7 @@ class Rule:
     Args:
         metrics: the names it judges, each by itself; `*` stands for anything.
         check: a range, or a function of all series, which gives None where it has nothing to go by.
-        keys: the options to change, shown with their present values.
+        keys: the options to change, shown with their present values; of `a|b` the first that the run sets.
         cause, change: why a run is outside, and what to do.
     """
 
@@ -96,10 +96,7 @@ class Rule:
                 more = ", ".join(other.metric for other in alike[1:4]) + " and more" * (len(alike) > 4)
                 text = f"; so with {more}" if more else ""
                 found += [replace(first, text=first.text + text) for first in alike[:1]]
-        keys = [name for key in self.keys for name in (key, key.partition(".")[2]) if name in (options or {})]
-        now = (
-            ", ".join(f"{name}={options[name]}" for name in keys) if options else ""
-        )  # other commands leave out the role
+        now = ", ".join(dict.fromkeys(filter(None, (_present(key, options or {}) for key in self.keys))))
         advice = f"{self.change} (now {now})" if now else self.change
         return [one if one.grade == OK else replace(one, cause=self.cause, advice=advice) for one in found]
 
@@ -127,6 +124,16 @@ def findings_of(run: Run) -> list[Finding]:
 def number(value: float) -> str:
     """A number for a sentence: `0.013`, `1,250`."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _present(key: str, options: Options) -> str:
+    """The first of the alternatives that the run has, as `key=value`. Rules name keys of `trainer.main_ppo`; other
+    commands have some without the role in front."""
+    for name in (name for one in key.split("|") for name in (one, one.partition(".")[2])):
+        chosen = [f"{x}={options[x]}" for x in fnmatch.filter(options, name) if "*" not in name or options[x] != "null"]
+        if chosen:
+            return ", ".join(chosen)
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------ checks
@@ -283,7 +290,7 @@ RULES = (
     ),
     Rule(  # a few stragglers are normal; above that the limit shapes what is learnt
         ("response_length/clip_ratio",), Range(high=0.1, alarm_high=0.5),
-        ("data.max_response_length", "reward.overlong_buffer.enable"),
+        ("agentic.custom_envs.*.max_tokens_per_step|data.max_response_length", "reward.overlong_buffer.enable"),
         "answers are cut off before they end, so they are judged by half a thought",
         "allow longer ones, or take off points for length",
     ),
