@@ -60,6 +60,7 @@ from workers.rewards.pool import RewardPool
 from workers.rollout.base import resolve_engine_name
 
 GIB = 1 << 30
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
 
 
@@ -85,6 +86,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
+    check_engine(config)
     has_function, files = scores and needs_reward_function(config), config.data
 
     def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
@@ -180,6 +182,18 @@ def check_context(config: PPOConfig) -> None:
             f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
             f"than the {context} positions of model.path={config.model.path!r}: lower one of them, or take a model "
             "with a longer context"
+        )
+
+
+def check_engine(config: PPOConfig) -> None:
+    """Raises UserError for heads that vLLM's attention on a CPU does not have, which it says only after its start."""
+    model = load_model_config(config.model).get_text_config()
+    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    on_cpu = device_type(config.trainer.device) == "cpu"
+    if on_cpu and resolve_engine_name(config.rollout.name) == "vllm" and size not in VLLM_CPU_HEAD_SIZES:
+        raise UserError(
+            f"rollout.name={config.rollout.name}: model.path={config.model.path!r} has heads of {size}, and vLLM on a "
+            f"CPU knows {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: say rollout.name=hf"
         )
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz.cases import good_row
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer import build, run
-from trainer.build import check_context, check_vocabulary, request_of
+from trainer.build import check_context, check_engine, check_vocabulary, request_of
 from trainer.cli import failure_text
 from trainer.data.prompts import PromptDataset
 from trainer.resources import reserved_devices
@@ -115,6 +115,16 @@ def test_more_tokens_than_positions_are_refused_with_the_sum(tmp_path: Path) -> 
     check_context(PPOConfig(data=DataConfig(max_prompt_length=32, max_response_length=32), model=model))
     with pytest.raises(UserError, match="data.max_prompt_length=33 .*=32 = 65 tokens are more than the 64 positions"):
         check_context(PPOConfig(data=DataConfig(max_prompt_length=33, max_response_length=32), model=model))
+
+
+def test_heads_that_vllm_does_not_have_on_a_cpu_are_refused_before_it_starts(tmp_path: Path) -> None:
+    config = PPOConfig(model=ModelConfig(path=tiny_qwen2(tmp_path, hidden=32, heads=2)))
+    config.trainer.device = "cpu"
+    config.rollout.name = "hf"
+    check_engine(config)
+    config.rollout.name = "vllm"
+    with pytest.raises(UserError, match="rollout.name=vllm: .* has heads of 16, .* 32, 64, .*: say rollout.name=hf"):
+        check_engine(config)
 
 
 def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
