@@ -1,7 +1,7 @@
 """The task on which algorithms are compared: the quickstart's model, data and warm start, with one budget for all.
 
 Recipes of single algorithms are `settings()` and what makes the algorithm. What they share is said here once, so that
-nothing but the algorithm differs; `python -m recipes.compare` runs them all.
+nothing but the algorithm differs; `comparison.yaml` runs them all.
 """
 
 from recipes.quickstart import recipe as quickstart
@@ -12,27 +12,21 @@ SAMPLES = 512
 MINI_BATCHES = 4
 """Optimizer steps on the samples of a step: with a single one every ratio is 1, and no clip takes part."""
 
-RL_STEPS = 40
-
 
 def settings(answers: int = 8, baselines: int = 0) -> dict[str, object]:
-    """Settings that all algorithms share, by dotted key. The arguments are those of `budget`."""
-    return quickstart.overrides() | budget(answers, baselines)
-
-
-def budget(answers: int = 8, baselines: int = 0) -> dict[str, object]:
-    """What makes runs comparable: samples, optimizer steps, learning rate, length of the run, moments of validation.
+    """Settings that all algorithms share, by dotted key: what the quickstart has, and one budget, which makes runs
+    comparable.
 
     answers: to each question; baselines: greedy answers beside them.
     """
     questions = SAMPLES // (answers + baselines)
-    return {
+    return quickstart.overrides() | {
         "data.train_batch_size": questions,
         "rollout.n": answers,
         "actor.ppo_mini_batch_size": questions // MINI_BATCHES,
         "actor.optim.lr": 2e-4,
         "actor.optim.lr_warmup_steps": 5,
-        "trainer.total_training_steps": RL_STEPS,
+        "trainer.total_training_steps": 40,
         "trainer.test_freq": 10,
     }
 

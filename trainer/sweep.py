@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.sweeps.question import Options
     from trainer.sweeps.study import Study
 
-_SHOWN = 10
+_SHOWN = 20
 
 
 @command

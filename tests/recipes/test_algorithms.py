@@ -11,6 +11,9 @@ from recipes.quickstart import recipe as quickstart
 from trainer.recipe import load_recipe, recipe_overrides
 from trainer.requirements import needs_critic, needs_greedy_baseline
 from trainer.resume import flat_config
+from trainer.sweeps.checks import load
+from trainer.sweeps.question import read_options
+from trainer.sweeps.space import combinations
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
 
@@ -63,6 +66,20 @@ def test_it_differs_from_the_common_task_in_its_algorithm_alone(name: str, cache
     }
     assert differing - SPENT == OWN[name]
     assert load_recipe(name).prepare is common_task.prepare is quickstart.prepare
+
+
+def test_all_that_are_compared_have_the_same_budget(cache: Path) -> None:
+    file = Path(common_task.__file__).with_name("comparison.yaml")
+    asked = read_options(["--file", str(file)]).question
+    assert asked is not None and asked.seeds == [1, 2, 3]
+    for values in combinations(asked.space):
+        config = load(asked, values)
+        validate(config)
+        assert samples_of(config) == common_task.SAMPLES, values
+        assert config.data.train_batch_size == common_task.MINI_BATCHES * config.actor.ppo_mini_batch_size
+        assert (config.actor.optim.lr, config.trainer.total_training_steps, config.trainer.test_freq) == (2e-4, 40, 10)
+        if needs_critic(config):
+            assert config.critic.ppo_mini_batch_size == config.actor.ppo_mini_batch_size
 
 
 @pytest.mark.parametrize("name", sorted(OWN))

@@ -113,6 +113,7 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
 def read_study(folder: Path) -> Json:
     """What the page shows of a sweep, which may still run; `runs` has the run folders of its best trials, each trial's
     first."""
+    from trainer.sweeps.question import metric_by_step
     from trainer.sweeps.study import Study
 
     study = Study.load(folder)
@@ -125,7 +126,7 @@ def read_study(folder: Path) -> Json:
         steps, seconds = max(run.steps for run in trial.runs), sum(run.seconds for run in trial.runs)
         rows.append([trial.number, trial.state, trial.value, trial.half_width, *own, steps, seconds, trial.error])
         for run in trial.runs:
-            points = {step: x[metric] for step, x in read_metrics(run.folder / METRICS).items() if metric in x}
+            points = metric_by_step(read_metrics(run.folder / METRICS), metric)
             line = {"color": COLORS[trial.number % len(COLORS)]}
             curves.append({"x": list(points), "y": list(points.values()), "line": line, "name": _told(trial)})
     varied = [name for name in parameters if len({trial.parameters[name] for trial in study.trials}) > 1]

@@ -48,7 +48,7 @@ def planned(question: Question, search: Search) -> list[dict[str, Value]] | None
 
 
 def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
-    """Everything that can be told before a sweep starts; prepares the recipe. Raises UserError."""
+    """Everything that can be told before a sweep starts; prepares the recipes. Raises UserError."""
     values = [(parameter, value) for parameter in question.space for value in parameter.values(ends=True) or ()]
     ends = [word for parameter, value in values for word in parameter.words(value)]
     keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*question.words, *ends))
@@ -64,7 +64,9 @@ def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
     plan = planned(question, search) or combinations(question.space, corners=True)
     looked_at = list(itertools.islice(plan, _MOST_LOOKED_AT))
     with suppress(ConfigError):  # which is told below
-        prepare_recipe(load(question, looked_at[0]))  # its model and data, once and not in all runs at the same time
+        first_of = {config.recipe: config for config in (load(question, values) for values in looked_at[::-1])}
+        for config in first_of.values():  # their models and data, once and not in all runs at the same time
+            prepare_recipe(config)
     refused = {str(values): text for values in looked_at if (text := problem(question, values, gpus))}
     if refused:
         told = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]

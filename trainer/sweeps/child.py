@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from ray import tune
 
 from trainer.cli import NOTHING_LEFT, WRONG_INPUT
-from trainer.sweeps.question import STOP
+from trainer.sweeps.question import STOP, metric_by_step
 from trainer.tracking.record import METRICS, read_metrics
 from verl_lite.errors import printable
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus, without_processes
@@ -127,7 +127,7 @@ def _started(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:
 def _report(
     order: Order, steps: Mapping[int, Mapping[str, float]], ended: dict[str, Any] | None = None, waits: str = ""
 ) -> None:
-    values = {step: data[order.metric] for step, data in steps.items() if order.metric in data}
+    values = metric_by_step(steps, order.metric)
     names = sorted(set().union(*steps.values())) if ended and not values else []
     said = {"values": values, "step": max(steps, default=0), "waits": waits, "names": names, "ended": ended}
     tune.report({"said": json.dumps(said)})

@@ -6,14 +6,16 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NoReturn
 
 import yaml
 
 from trainer.sweeps.space import Parameter, Value, as_text, read_parameter
-from verl_lite.config import parse_value
+from verl_lite.config import parse_value, split_choices
 from verl_lite.errors import UserError
 
 STOP = "stop"
@@ -111,6 +113,13 @@ def read_files(names: Iterable[str]) -> dict[str, str]:
         raise UserError(f"--config, --file: cannot be read: {error}") from None
 
 
+def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:
+    """Its values at the steps that have it. With * in the name: the mean of all metrics that fit."""
+    fitting = {name for names in steps.values() for name in names if name == metric or fnmatchcase(name, metric)}
+    found = {step: [data[name] for name in fitting if name in data] for step, data in steps.items()}
+    return {step: fmean(values) for step, values in found.items() if values}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; `python -m trainer.sweep --help` lists the options")
@@ -177,7 +186,10 @@ def _question(line: argparse.Namespace) -> Question:
     for word in line.words:
         if word.startswith("--") or ("=" not in word and not word.startswith("~")):
             raise UserError(f"{word!r} is not key=value, written without blanks around the equals sign")
-    words = {word.partition("=")[0].lstrip("+~@"): word for word in line.words}  # what comes later wins
+    words: dict[str, str] = {}
+    for word in line.words:  # what comes later wins
+        name = word.partition("=")[0].lstrip("+~@")
+        words[name] = _picked(words.get(name, ""), word)
     given = None if line.seeds is None else parse_value(line.seeds)
     seeds = list(range(1, given + 1)) if type(given) is int else given
     if seeds is not None:
@@ -185,6 +197,17 @@ def _question(line: argparse.Namespace) -> Question:
         if not is_list or not seeds:
             raise UserError(f"--seeds {line.seeds}: expected how many (3 runs the seeds 1, 2, 3), or which: [1,5,9]")
     return Question(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
+
+
+def _picked(before: str, word: str) -> str:
+    """A word, where one before has the same name: `name=a,b` picks of several settings at once."""
+    if not before.startswith("@") or word.startswith("@"):
+        return word
+    settings = json.loads(before.partition("=")[2])
+    labels = split_choices(word.partition("=")[2])
+    if unknown := [label for label in labels if label not in settings]:
+        raise UserError(f"{word}: there is no {', '.join(unknown)}; --file has {', '.join(settings)}")
+    return f"{before.partition('=')[0]}={json.dumps({label: settings[label] for label in labels})}"
 
 
 def _asha(given: str) -> dict[str, float] | None:

@@ -10,7 +10,7 @@ import pytest
 from tests.tiny_run import ROOT, TinyTask
 from trainer.sweeps import checks
 from trainer.sweeps.checks import check_metric_name, check_sweep
-from trainer.sweeps.question import Options, Question, Search, read_options
+from trainer.sweeps.question import Options, Question, Search, metric_by_step, read_options
 from trainer.sweeps.space import combinations, read_parameter
 from verl_lite.errors import UserError
 
@@ -53,6 +53,20 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert [parameter.name for parameter in asked.space] == ["actor.optim.lr", "files", "variant"]
     assert asked.seeds == [7] and "rollout.n=2" in asked.words and "trainer.total_training_steps=5" in asked.words
     assert options.search == Search("random", 7, {"grace_period": 2}) and options.per_trial == 3
+
+
+def test_the_command_line_picks_of_the_files_groups_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text(FILE)
+    given = ["--file", str(tmp_path / "sweep.yaml")]
+    (*_, picked) = question([*given, "variant=dapo"]).space
+    assert picked.values() == ["dapo"] and picked.words("dapo") == ["recipe=dapo", "rollout.n=16", "flag=true"]
+    with pytest.raises(UserError, match="variant=dapo,rloo: there is no rloo; --file has grpo, dapo"):
+        read_options([*given, "variant=dapo,rloo"])
+
+
+def test_a_star_in_a_metric_is_the_mean_of_all_that_fit() -> None:
+    steps = {1: {"a/x/m": 0.25, "a/y/m": 0.75, "b/m": 9.0, "a/x/m/more": 9.0}, 2: {"b/m": 1.0}, 3: {"a/y/m": 0.5}}
+    assert metric_by_step(steps, "a/*/m") == {1: 0.5, 3: 0.5} and metric_by_step(steps, "b/m") == {1: 9.0, 2: 1.0}
 
 
 def test_a_study_alone_goes_on() -> None:
@@ -156,13 +170,18 @@ def test_wrong_input_is_refused_before_the_first_trial(task: TinyTask, words: li
         check_sweep(asked, Search(), None)
 
 
-def test_the_sweep_of_the_recipe_is_checked_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every word of recipes/grpo/sweep.yaml, in all six combinations; the recipe's model and data are not made here."""
-    monkeypatch.setattr(checks, "prepare_recipe", lambda _: None)
+@pytest.mark.parametrize(("file", "trials", "recipes"), [("grpo/sweep.yaml", 6, 1), ("comparison.yaml", 11, 9)])
+def test_the_sweeps_of_the_recipes_are_checked_whole(
+    file: str, trials: int, recipes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every word, in all combinations. Each recipe is prepared once; its model and data are not made here."""
+    prepared: list[str | None] = []
+    monkeypatch.setattr(checks, "prepare_recipe", lambda config: prepared.append(config.recipe))
     monkeypatch.setattr(checks, "validate", lambda *_, **__: None)
-    asked = question(["--file", str(ROOT / "recipes/grpo/sweep.yaml")])
-    assert asked.seeds == [1, 2] and len(list(combinations(asked.space))) == 6
+    asked = question(["--file", str(ROOT / "recipes" / file)])
+    assert asked.seeds and len(list(combinations(asked.space))) == trials
     check_sweep(asked, Search(), None)
+    assert len(prepared) == len(set(prepared)) == recipes
 
 
 @pytest.mark.parametrize(
