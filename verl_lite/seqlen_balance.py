@@ -10,6 +10,7 @@ shuffle seed, never from the number of ranks.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,8 +136,10 @@ def plan_batch(
     bounds = _Bounds(max_token_len or int(sizes.sum() + num_rows * sizes.max()), micro_batch_size or num_rows)
     steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
     owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
-    rows, mini_batch, micro_batch, numbers = _place(sizes, owner, steps, world_size, bounds)
-    order = np.where(rows < 0, int(sizes.argmin()), rows)
+    rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
+    is_padding = rows < 0
+    order = np.where(is_padding, int(sizes.argmin()), rows)
+    micro_batch, numbers = _cut(sizes[order], mini_batch, bounds)
     # micro-batches of the first epoch stand together, so that a rank reads slices
     keys = zip(micro_batch[..., 0], mini_batch[..., 0], strict=True)
     places = (np.arange(world_size)[:, None], np.stack([np.lexsort(key) for key in keys]))
@@ -144,7 +147,7 @@ def plan_batch(
         num_rows=num_rows,
         world_size=world_size,
         order=order[places].reshape(-1),
-        is_padding=(rows < 0)[places].reshape(-1),
+        is_padding=is_padding[places].reshape(-1),
         mini_batch=mini_batch[places].reshape(-1, epochs),
         micro_batch=micro_batch[places].reshape(-1, epochs),
         schedule=[_schedule(steps[:, epoch], tokens, numbers[epoch]) for epoch in range(epochs)],
@@ -154,15 +157,23 @@ def plan_batch(
 def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     """Splits items into `parts` sets of equal size and nearly equal cost: (parts, k) indices, k = ceil(B / parts).
 
-    Sorted items are dealt out to and fro, then items of the heaviest and the lightest set change places while that
-    helps. Indices of len(costs) and above are fillers of cost 0, at most one in each set.
+    The largest differencing method of Karmarkar and Karp (1982), started from chunks of `parts` items that already have
+    one item for each set, then swaps. Indices of len(costs) and above are fillers of cost 0, at most one in each set.
     """
     given = np.asarray(costs, dtype=np.float64)
     size = -(-len(given) // parts)
     filled = np.concatenate([given, np.zeros(parts * size - len(given))])
-    dealt = np.argsort(-filled, kind="stable").reshape(size, parts)
-    dealt[1::2] = dealt[1::2, ::-1]
-    return _swap(dealt.T, filled, len(given))
+    chunks = np.argsort(-filled, kind="stable").reshape(size, parts)
+    heap = [(filled[own[-1]] - filled[own[0]], i, filled[own], own[:, None]) for i, own in enumerate(chunks)]
+    heapq.heapify(heap)
+    for created in range(size, 2 * size - 1):
+        _, _, sums, sets = heapq.heappop(heap)
+        _, _, other_sums, other_sets = heapq.heappop(heap)
+        sums, sets = sums + other_sums[::-1], np.hstack([sets, other_sets[::-1]])  # the heaviest with the lightest
+        descending = np.argsort(-sums, kind="stable")
+        sums = sums[descending]
+        heapq.heappush(heap, (sums[-1] - sums[0], created, sums, sets[descending]))
+    return _swap(heap[0][3], filled, len(given))
 
 
 def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
@@ -220,67 +231,35 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
     return owner
 
 
-def _place(
-    lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds: _Bounds
-) -> tuple[Ints, Ints, Ints, list[list[int]]]:
-    """Rows of each rank (W, n / W), filled up with -1, their mini-batch and micro-batch (W, n / W, epochs), and the
-    number of micro-batches by epoch and mini-batch.
+def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds: _Bounds) -> tuple[Ints, Ints]:
+    """Rows of each rank (W, n / W), filled up with -1, and the mini-batch of each (W, n / W, epochs).
 
-    Where all epochs draw the same mini-batches, ranks have the same number of places in each. Otherwise one rank has
-    more rows of a mini-batch than another; it takes padding only where it has fewer rows than forward passes, and what
-    is left of its padding takes no part (-1) in that epoch.
+    Each rank gets the places that it needs for its forward passes. Where all epochs draw the same mini-batches, that is
+    the same number on all ranks. Otherwise one rank has more rows of a mini-batch than another; it takes padding only
+    where it has fewer rows than forward passes, and what is left of its padding takes no part (-1) in that epoch.
     """
-    epochs, num_steps, shortest = steps.shape[1], int(steps.max()) + 1, int(lengths.min())
+    epochs, num_steps = steps.shape[1], int(steps.max()) + 1
     by_rank = _by_value(owner, world_size)
-    is_same = bool((steps == steps[:, :1]).all())
-    position = np.empty_like(owner)  # of each row on its rank; padding follows
-    for own in by_rank:
-        position[own] = np.arange(len(own))
-    found: list[tuple[int, Ints, int, int, int]] = []  # rank, positions, epoch, mini-batch, micro-batch
-    numbers: list[list[int]] = [[] for _ in range(epochs)]
-    for epoch in range(epochs):
-        ends = [len(own) for own in by_rank]
-        for step, rows in enumerate(_by_value(steps[:, epoch], num_steps)):
-            members = [rows[own] for own in _by_value(owner[rows], world_size)]
-            at_least = max(map(len, members)) if is_same else 1
-            bins = _cut([lengths[own].tolist() for own in members], shortest, at_least, bounds)
-            numbers[epoch].append(len(bins[0]))
-            for rank, own in enumerate(members):
-                padding = sum(map(len, bins[rank])) - len(own)
-                standing = np.append(position[own], np.arange(ends[rank], ends[rank] + padding))
-                ends[rank] += padding
-                found += [(rank, standing[chosen], epoch, step, micro) for micro, chosen in enumerate(bins[rank])]
-    per_rank = 1 + max(int(standing.max()) for _, standing, *_ in found)
-    placed = np.full((world_size, per_rank), -1, dtype=np.int64)
+    counts = np.stack([[np.bincount(steps[own, e], minlength=num_steps) for own in by_rank] for e in range(epochs)])
+    if (steps == steps[:, :1]).all():
+        wanted = np.broadcast_to(counts.max(axis=1, keepdims=True), counts.shape)
+    else:
+        wanted = counts.copy()  # (epochs, W, steps)
+        for epoch in range(epochs):
+            for rank, own in enumerate(by_rank):
+                for step, rows in enumerate(_by_value(steps[own, epoch], num_steps)):
+                    wanted[epoch, rank, step] = len(_pack(lengths[own[rows]].tolist(), bounds))
+        wanted = np.maximum(counts, wanted.max(axis=1, keepdims=True))
+    per_rank = int(wanted.sum(axis=2).max())
+    rows = np.full((world_size, per_rank), -1, dtype=np.int64)
+    mini_batch = np.full((world_size, per_rank, epochs), -1, dtype=np.int64)
     for rank, own in enumerate(by_rank):
-        placed[rank, : len(own)] = own
-    mini_batch, micro_batch = np.full((2, world_size, per_rank, epochs), -1, dtype=np.int64)
-    for rank, standing, epoch, step, micro in found:
-        mini_batch[rank, standing, epoch] = step
-        micro_batch[rank, standing, epoch] = micro
-    return placed, mini_batch, micro_batch, numbers
-
-
-def _cut(lengths: list[list[int]], shortest: int, at_least: int, bounds: _Bounds) -> list[list[list[int]]]:
-    """For each rank its rows' positions by micro-batch, of which all ranks have as many as the neediest one.
-
-    Positions behind a rank's rows are padding of length `shortest`: up to `at_least` places, and one in each
-    micro-batch. The first micro-batch of each rank is its heaviest: ranks wait little for each other, and a budget that
-    is too large for the device shows at once.
-    """
-    lengths = [own + [shortest] * (at_least - len(own)) for own in lengths]
-    number = max(max(-(-sum(own) // bounds.max_tokens), -(-len(own) // bounds.max_rows), 1) for own in lengths)
-    while True:
-        filled = [own + [shortest] * (number - len(own)) for own in lengths]
-        spread = [_spread(own, number, bounds) for own in filled]
-        if all(spread):
-            break
-        number += 1
-    loads = [[sum(own[i] for i in members) for members in bins] for own, bins in zip(filled, spread, strict=True)]
-    return [
-        [bins[i] for i in sorted(range(number), key=lambda i: -load[i])]
-        for bins, load in zip(spread, loads, strict=True)
-    ]
+        rows[rank, : len(own)] = own
+        mini_batch[rank, : len(own)] = steps[own]
+        for epoch in range(epochs):
+            filled = np.repeat(np.arange(num_steps), wanted[epoch, rank] - counts[epoch, rank])
+            mini_batch[rank, len(own) : len(own) + len(filled), epoch] = filled
+    return rows, mini_batch
 
 
 def _schedule(steps: Ints, num_tokens: Ints, num_micro_batches: list[int]) -> list[MiniBatch]:
@@ -290,28 +269,96 @@ def _schedule(steps: Ints, num_tokens: Ints, num_micro_batches: list[int]) -> li
 
 
 def _by_value(values: Ints, number: int) -> list[Ints]:
-    """Positions of each value 0..number-1, ascending."""
+    """Positions of each value 0..number-1, ascending; others (-1) are in none."""
     ascending = np.argsort(values, kind="stable")
     bounds = np.searchsorted(values[ascending], np.arange(number + 1))
     return [ascending[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _spread(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]]:
-    """Exactly `number` bins of similar load, none empty: each item, longest first, into the emptiest bin. No bin at all
-    if that breaks a bound. There are at least `number` items."""
-    if number == 1 and len(lengths) <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
+def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
+    """Micro-batch of each place (W, n / W, epochs), and their number by epoch and mini-batch: the same on all ranks.
+
+    lengths (W, n / W), mini_batch (W, n / W, epochs).
+    """
+    world_size, _, epochs = mini_batch.shape
+    micro_batch = np.where(mini_batch < 0, -1, 0)
+    numbers: list[list[int]] = []
+    for epoch in range(epochs):
+        num_steps = int(mini_batch[..., epoch].max()) + 1
+        places = [_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
+        numbers.append([])
+        for step in range(num_steps):
+            bins = _cut_mini_batch([lengths[rank, places[rank][step]].tolist() for rank in range(world_size)], bounds)
+            numbers[-1].append(len(bins[0]))
+            for rank, own in enumerate(bins):
+                for position, members in enumerate(own[1:], start=1):
+                    micro_batch[rank, places[rank][step][members], epoch] = position
+    return micro_batch, numbers
+
+
+def _cut_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[list[int]]]:
+    """For each rank its rows' positions by micro-batch, of which all ranks have as many as the neediest one.
+
+    The first micro-batch of each rank is its heaviest: ranks wait little for each other, and a budget that is too large
+    for the device shows at once.
+    """
+    packed = [_pack(own, bounds) for own in lengths]
+    number = max(len(bins) for bins in packed)
+    if number == 1:
+        return packed
+    result = []
+    for own, bins in zip(lengths, packed, strict=True):
+        spread = _spread(own, number, bounds) or _split(bins, number)
+        loads = [sum(own[i] for i in members) for members in spread]
+        result.append([spread[i] for i in sorted(range(number), key=lambda i: -loads[i])])
+    return result
+
+
+def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
+    """Few bins within the bounds: each item, longest first, into the fullest bin that has room."""
+    if len(lengths) <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
         return [list(range(len(lengths)))]
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending, of bins that may take another row
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        found = bisect_left(room, (lengths[item], -1))
+        if found < len(room):
+            free, number = room.pop(found)
+        else:
+            free, number = bounds.max_tokens, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        if len(bins[number]) < bounds.max_rows:
+            insort(room, (free - lengths[item], number))
+    return bins
+
+
+def _spread(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]] | None:
+    """Exactly `number` bins of similar load, none empty: each item, longest first, into the emptiest bin.
+
+    None if that breaks a bound (then a tighter packing is needed). There are at least `number` items.
+    """
     bins: list[list[int]] = [[] for _ in range(number)]
     loads = [(0, 0, i) for i in range(number)]  # (tokens, rows, bin): an empty bin comes before any other
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not loads or loads[0][0] + lengths[item] > bounds.max_tokens:
-            return []
+            return None
         tokens, count, i = loads[0]
         bins[i].append(item)
         if count + 1 < bounds.max_rows:
             heapq.heapreplace(loads, (tokens + lengths[item], count + 1, i))
         else:
             heapq.heappop(loads)
+    return bins
+
+
+def _split(bins: list[list[int]], number: int) -> list[list[int]]:
+    """`number` bins, none empty, by halving the bins with the most items. There are at least `number` items."""
+    bins = list(bins)
+    while len(bins) < number:
+        largest = max(range(len(bins)), key=lambda i: len(bins[i]))
+        bins[largest], half = bins[largest][::2], bins[largest][1::2]
+        bins.append(half)
     return bins
 
 

@@ -114,6 +114,12 @@ def test_shuffle_draws_each_epoch_anew_and_repeats_with_the_seed():
     assert first == again != other and first[0] != first[1]
 
 
+def test_a_tight_budget_that_an_even_spread_would_break():
+    lengths = np.array([5, 4, 3, 3, 3])  # 9 + 9 fits only as 5+4 and 3+3+3
+    plan = plan_batch(lengths, num_tokens=lengths, world_size=1, mini_batch_size=None, max_token_len=9)
+    assert plan.schedule[0][0].num_micro_batches == 2
+
+
 def test_fewer_rows_than_ranks():
     plan = plan_batch([3, 5], num_tokens=[3, 0], world_size=4, mini_batch_size=None)
     assert len(plan.order) == 4 and plan.is_padding.sum() == 2
