@@ -63,10 +63,12 @@ def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
         raise UserError("\n".join(problems))
     plan = planned(question, search) or combinations(question.space, corners=True)
     looked_at = list(itertools.islice(plan, _MOST_LOOKED_AT))
-    with suppress(ConfigError):  # which is told below
-        first_of = {config.recipe: config for config in (load(question, values) for values in looked_at[::-1])}
-        for config in first_of.values():  # their models and data, once and not in all runs at the same time
-            prepare_recipe(config)
+    prepared: set[str | None] = set()
+    for chosen in looked_at:
+        with suppress(ConfigError):  # which is told below
+            if (config := load(question, chosen)).recipe not in prepared:
+                prepared.add(config.recipe)
+                prepare_recipe(config)  # its model and data, once and not in all runs at the same time
     refused = {str(values): text for values in looked_at if (text := problem(question, values, gpus))}
     if refused:
         told = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]
