@@ -1,8 +1,8 @@
 """A GRPO step by this trainer and by TRL's GRPOTrainer: same model, prompts, lengths, reward and threads, in one run.
 
 Both sides live in processes of their own and work in turn, A B A B, so that a drifting machine slows both alike; the
-side that waits uses no CPU. Needs the extra `bench`. Options: --steps N (per side and lengths, default 12), --only
-uniform|skewed, and any key=value for our side.
+side that waits uses no CPU. Needs the extra `bench`. Options: --steps N (per side and lengths, default 12), --size
+1M|12M, --only uniform|skewed, and any key=value for our side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.bench.step_task import SKEWED, UNIFORM, Lengths, make_task
+from tests.bench.step_task import SIZES, Lengths, make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3
@@ -79,7 +79,7 @@ def compare(folder: Path, lengths: Lengths, steps: int, extra: list[str]) -> Non
     finally:
         for side in sides.values():
             side.end()
-    print(f"\n{lengths.name} lengths, at most {lengths.maximum} tokens, {steps} steps each, in turn")
+    print(f"{lengths.name} lengths, at most {lengths.maximum} tokens, {steps} steps each, in turn")
     for name, reports in rows.items():
         seconds = statistics.median(row["seconds"] for row in reports)
         samples = statistics.median(row["completions"] / row["seconds"] for row in reports)
@@ -97,10 +97,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench step", description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", choices=["uniform", "skewed"])
+    parser.add_argument("--size", choices=[size.name for size in SIZES])
     options, extra = parser.parse_known_args(argv)
-    with tempfile.TemporaryDirectory(prefix="bench-step-", ignore_cleanup_errors=True) as folder:
-        make_task(Path(folder))
-        for lengths in (UNIFORM, SKEWED):
-            if options.only in (None, lengths.name):
+    for size in (size for size in SIZES if options.size in (None, size.name)):
+        with tempfile.TemporaryDirectory(prefix="bench-step-", ignore_cleanup_errors=True) as folder:
+            make_task(Path(folder), size)
+            for lengths in (lengths for lengths in size.lengths if options.only in (None, lengths.name)):
+                print(f"\n{size.name} parameters, ", end="")
                 compare(Path(folder), lengths, options.steps, extra)
     return 0

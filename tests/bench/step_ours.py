@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.bench.step_task import LEARNING_RATE, PROMPTS_PER_STEP, SAMPLES, Lengths
+from tests.bench.step_task import LEARNING_RATE, SAMPLES, Lengths
 
 
 def main() -> None:
@@ -41,10 +41,10 @@ def main() -> None:
         "model.path": folder / "model",
         "model.enable_gradient_checkpointing": False,
         "data.train_files": folder / "train.parquet",
-        "data.train_batch_size": PROMPTS_PER_STEP,
+        "data.train_batch_size": lengths.prompts,
         "data.max_prompt_length": 16,
         "data.max_response_length": lengths.maximum,
-        "actor.ppo_mini_batch_size": PROMPTS_PER_STEP,
+        "actor.ppo_mini_batch_size": lengths.prompts,
         "actor.optim.lr": LEARNING_RATE,
         "actor.fsdp_config.wrap_policy.min_num_params": 10_000_000,
         "rollout.n": SAMPLES,

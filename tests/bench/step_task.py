@@ -1,7 +1,8 @@
-"""The job of `bench step`, the same for both sides: a random 1.06M-parameter Qwen2, 16 prompts of 16 tokens, a reward.
+"""The job of `bench step`, the same for both sides: a random Qwen2 of 1.06M or 12M parameters, prompts of 16 tokens, 8
+answers each, a reward.
 
-Uniform: every answer has exactly 32 tokens. Skewed: the vocabulary has 32 tokens and the weights are nearly uniform, so
-each token is the end of text with probability 1/32: lengths are geometric, about 27 in the mean, at most 96. The
+Uniform: every answer has exactly 32 (12M: 64) tokens. Skewed: the vocabulary has 32 tokens and the weights are nearly
+uniform, so each token is the end of text with probability 1/32: lengths are geometric, at most 96 (12M: 128). The
 learning rate is small enough that the lengths stay what they are. The reward depends on the text in a way that varies
 in every group.
 """
@@ -13,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-PROMPTS_PER_STEP, SAMPLES = 16, 8
+SAMPLES = 8
 PROMPT_TOKENS = 16
 LEARNING_RATE = 1e-6
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123"
@@ -21,14 +22,28 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123"
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long answers are: exactly `maximum` tokens (uniform) or geometric up to it (skewed)."""
+    """How long answers are: exactly `maximum` tokens (uniform) or geometric up to it (skewed). prompts: of a step."""
 
     name: str
     maximum: int
     exact: bool
+    prompts: int
 
 
-UNIFORM, SKEWED = Lengths("uniform", 32, True), Lengths("skewed", 96, False)
+@dataclass(frozen=True)
+class Size:
+    """A model and its steps."""
+
+    name: str
+    hidden: int
+    layers: int
+    lengths: tuple[Lengths, ...]
+
+
+SIZES = (
+    Size("1M", 128, 4, (Lengths("uniform", 32, True, 16), Lengths("skewed", 96, False, 16))),
+    Size("12M", 384, 5, (Lengths("uniform", 64, True, 8), Lengths("skewed", 128, False, 8))),
+)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
@@ -36,7 +51,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return (zlib.crc32(solution_str.encode()) % 1000) / 1000
 
 
-def make_task(folder: Path) -> None:
+def make_task(folder: Path, size: Size) -> None:
     """Writes model/, train.parquet (our row schema) and prompts.json (for the peer) into `folder`."""
     import torch
     from datasets import Dataset
@@ -53,9 +68,9 @@ def make_task(folder: Path) -> None:
     )
     config = Qwen2Config(
         vocab_size=len(vocab),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
+        hidden_size=size.hidden,
+        intermediate_size=4 * size.hidden,
+        num_hidden_layers=size.layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=256,

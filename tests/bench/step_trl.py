@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.bench.step_task import LEARNING_RATE, PROMPTS_PER_STEP, SAMPLES, Lengths, compute_score
+from tests.bench.step_task import LEARNING_RATE, SAMPLES, Lengths, compute_score
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     args = GRPOConfig(
         output_dir=str(folder / "trl"),
-        per_device_train_batch_size=PROMPTS_PER_STEP * SAMPLES,
+        per_device_train_batch_size=lengths.prompts * SAMPLES,
         num_generations=SAMPLES,
         max_completion_length=lengths.maximum,
         generation_kwargs={"min_new_tokens": lengths.maximum} if lengths.exact else None,

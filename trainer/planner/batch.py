@@ -21,9 +21,12 @@ from trainer.requirements import (
     needs_reward_function,
 )
 from verl_lite.config import PPOConfig
+from verl_lite.device import device_type
 from verl_lite.rewards.scoring import reward_parts
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
+
+SMALL_ON_CPU = 50_000_000  # parameters; the hf engine was the faster one at 1M and 12M (`python -m tests.bench step`)
 
 
 class PlanRow(NamedTuple):
@@ -56,7 +59,11 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         limit = f"trainer.total_epochs={trainer.total_epochs}"
     engines = max(1, slots // rollout.tensor_model_parallel_size)
     rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
-    rows.append(PlanRow("rollout engine", f"{engines} x {resolve_engine_name(rollout.name)}", "rollout.name"))
+    engine = resolve_engine_name(rollout.name)
+    on_cpu = trainer.device != "cuda" and device_type(trainer.device) == "cpu"  # planned for CUDA without one
+    is_small = engine == "vllm" and on_cpu and model.path is not None and count_parameters(model) < SMALL_ON_CPU
+    advice = "; on a CPU rollout.name=hf is faster for a model this small" if is_small else ""
+    rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{advice}"))
     if model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
         whole, trained = count_parameters(model), count_trained(model)

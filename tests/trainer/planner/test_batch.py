@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from tests.tiny_model import tiny_qwen2
 from trainer.planner.batch import launch_rows
 from trainer.requirements import is_on_policy
 from verl_lite.config import PPOConfig
@@ -43,6 +46,15 @@ def test_prompts_times_samples_to_optimizer_steps_to_micro_batches() -> None:
     assert rows["optimizer steps per training step"][0] == "6"  # mini-batches of 4, 4 and 2 prompts, twice
     assert rows["rows per device and mini-batch"][0] == "7"  # 20 rows on 3 devices
     assert rows["micro-batches per device and mini-batch"] == ("3", "actor.ppo_micro_batch_size_per_gpu=3 sequences")
+
+
+def test_a_small_model_on_a_cpu_is_told_the_faster_engine(tmp_path: Path) -> None:
+    config = gsm8k()
+    config.model.path, config.trainer.device, config.rollout.name = tiny_qwen2(tmp_path), "cpu", "vllm"
+    told = table(config, slots=1)["rollout engine"][1]
+    assert told == "rollout.name; on a CPU rollout.name=hf is faster for a model this small"
+    config.trainer.device = "cuda"
+    assert table(config, slots=1)["rollout engine"][1] == "rollout.name"
 
 
 def test_dynamic_sampling_and_sources_with_their_own_number_are_told() -> None:
