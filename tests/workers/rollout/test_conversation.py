@@ -75,7 +75,7 @@ def tool(content: str) -> Message:
         (families.gemma, False, "user"),
         (families.mistral, False, "user"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_joined_turns_are_the_template_of_the_whole_conversation(
     family: Callable[[], PreTrainedTokenizerBase], has_system: bool, tool_role: str | None
