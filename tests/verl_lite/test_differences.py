@@ -1,14 +1,13 @@
-"""Where we differ from verl and ROLL on purpose, by the numbers of the list in verl_lite/README.md.
-
-Numbers 2, 13 and 19 are promises of the contract, 6 and 9 in the plain loops, 8 in test_core_algos_advantages.py.
-"""
+"""Where we differ from verl and ROLL on purpose: one test for each number of the list in verl_lite/README.md."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,13 +15,14 @@ from tests.trainer.test_fit import Parts, make
 from verl_lite.algos.covariance_losses import select_clip_cov, select_kl_cov
 from verl_lite.algos.policy_losses import clip_range
 from verl_lite.config import ActorConfig, PolicyLossConfig
-from verl_lite.contracts import check_policy_loss, loss_batch
+from verl_lite.contracts import check_policy_loss, estimator_batch, hide, loss_batch
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
     AdaptiveKLController,
     agg_loss,
     apply_kl_penalty,
+    compute_gae_advantage_return,
     compute_value_loss,
     masked_whiten,
 )
@@ -52,6 +52,16 @@ def test_1_rows_without_a_token_count_nowhere() -> None:
     losses, mask = torch.tensor([[1.0], [3.0], [9.0]]), torch.tensor([[1], [1], [0]])
     for mode in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
         assert agg_loss(losses, mask, mode).item() == 2.0
+
+
+def test_2_values_under_the_mask_are_not_read_and_results_are_0_there() -> None:
+    columns = estimator_batch()
+    names = ("token_level_rewards", "values", "response_mask")
+    clean, poisoned = ({name: given[name] for name in names} for given in (columns, hide(columns, math.nan)))
+    for found, expected in zip(
+        compute_gae_advantage_return(**poisoned), compute_gae_advantage_return(**clean), strict=True
+    ):
+        assert torch.equal(found, expected) and not found[columns["response_mask"] == 0].any()
 
 
 def test_3_all_losses_divide_by_counts_of_the_whole_mini_batch() -> None:
@@ -84,10 +94,30 @@ def test_5_fewer_than_two_tokens_are_left_unwhitened(name: str) -> None:
         masked_whiten(torch.ones(2), torch.tensor([0, 1]))
 
 
+def test_6_grpo_vectorized_heeds_its_option() -> None:
+    given = {"index": ["a", "a"], "norm_adv_by_std_in_grpo": False}
+    assert estimate("grpo_vectorized", [[4.0], [0.0]], [[1], [1]], **given).flatten().tolist() == [2.0, -2.0]
+
+
 def test_7_a_failed_reward_does_not_stop_pass_at_k() -> None:
     assert estimate("grpo_passk", [[4.0], [0.0]], [[1], [0]], index=["a", "a"]).tolist() == [[0.0], [0.0]]
     with pytest.raises(ValueError, match="a group of one row"):
         estimate("grpo_passk", [[4.0]], [[1]], index=["a"])
+
+
+def test_8_a_reward_that_is_no_number_stops_gdpo() -> None:
+    config = SimpleNamespace(gdpo_reward_keys=["format"])
+    with pytest.raises(ValueError, match="'format' is no finite number in 1 rows"):
+        columns = {"format": np.array([1.0, math.nan])}
+        estimate("gdpo", [[0.0], [0.0]], [[1], [1]], index=["a", "a"], config=config, non_tensor_batch=columns)
+
+
+def test_9_weights_of_the_token_baseline_are_not_negative() -> None:
+    """w = -1/2 (impossible but for rounding) counts 0, so that B = (0 * 3 + 1 * 1) / 1."""
+    probabilities = torch.tensor([[1.0], [0.5]], dtype=torch.float64)
+    given = {"old_log_probs": probabilities.log(), "sum_pi_squared": torch.tensor([[0.5], [1.0]], dtype=torch.float64)}
+    found = estimate("optimal_token_baseline", [[3.0], [1.0]], [[1], [1]], index=["a", "a"], **given)
+    assert found.flatten().tolist() == pytest.approx([2.0, 0.0], abs=1e-6)
 
 
 def test_10_reinforce_has_returns_of_0_under_the_mask() -> None:
@@ -111,6 +141,13 @@ def test_12_gigpo_compares_states_within_a_task() -> None:
     found = estimate("gigpo", [[1.0], [0.0], [101.0], [100.0]], [[1]] * 4, **given, **weights)
     half = 0.5**0.5
     assert found.flatten().tolist() == pytest.approx([half, -half, half, -half], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gspo", "geo_mean", "clip_cov", "kl_cov"])
+def test_13_log_ratios_are_bounded_everywhere(name: str) -> None:
+    options = PolicyLossConfig(clip_cov_lb=-1.0)
+    loss, _ = loss_of(name, one_token(700.0, -1.0), ActorConfig(policy_loss=options))
+    assert math.isfinite(loss.item()) and loss.item() <= math.exp(20) * 1.001
 
 
 def test_14_a_clip_fraction_that_there_is_not_is_not_reported() -> None:
@@ -166,6 +203,14 @@ def test_18_the_controller_counts_rows_with_a_token_and_is_saved(tmp_path: Path)
     again = make(tmp_path, Parts(on_policy=False), ref=True, trainer__resume_mode="auto", **quiet, **kl)
     again.resume()
     assert again.kl_ctrl.value == first.kl_ctrl.value
+
+
+def test_19_bf16_columns_are_computed_in_fp32() -> None:
+    """600 tokens of reward 1: bf16 would stop counting at 256."""
+    rewards, mask = torch.ones(1, 600, dtype=torch.bfloat16), torch.ones(1, 600)
+    found, _ = ADV_ESTIMATOR_REGISTRY["reinforce"](rewards, mask)
+    assert found.dtype == torch.float32 and found[0, 0].item() == 600.0
+    assert agg_loss(rewards, mask, "token-sum").item() == 600.0
 
 
 def test_20_gspo_is_a_mean_over_sequences_whatever_the_mode() -> None:
