@@ -95,7 +95,7 @@ def check(folder: Path, steps: int) -> list[str]:
 def test_killed_and_stopped_in_the_middle_it_goes_on_and_nothing_runs_twice(tmp_path: Path) -> None:
     """kill -9 right after the log says that a trial is pruned (issue 16, line 17); Ctrl-C; the same command again."""
     folder, output = tmp_path / "study", tmp_path / "study.out"
-    words = ["x=3,2,1,0.5", "steps=8", "pause=0.6", "--pruner", "asha:reduction_factor=2", "--slots", "2"]
+    words = ["x=3,2,1,4", "steps=8", "pause=0.4", "--pruner", "asha:reduction_factor=2", "--slots", "2"]
     words += ["--metric", METRIC]
     assert started(folder, *words, KILLED="1").wait(timeout=500) == -signal.SIGKILL, output.read_text()
     before = over(folder)
@@ -107,7 +107,7 @@ def test_killed_and_stopped_in_the_middle_it_goes_on_and_nothing_runs_twice(tmp_
     wait_until(lambda: (folder / "log.jsonl").read_text() != log and bool(runs_alive(folder)), output)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=300) == 130 and not runs_alive(folder), output.read_text()
-    assert "To go on: python -m trainer.sweep x=3,2,1,0.5" in output.read_text()
+    assert "To go on: python -m trainer.sweep x=3,2,1,4" in output.read_text()
 
     assert started(folder, *words).wait(timeout=500) == 0, output.read_text()
     assert before.items() <= over(folder).items(), "a pruned trial is not run again"
