@@ -53,6 +53,7 @@ class TinyRun:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored where tests run under nohup
             )
 
     def processes(self) -> list[int]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LookupError):  # for debuggers; `sys.excepthook` prints it
         run_command(broken)
     assert sys.excepthook.__name__ == "print_failure"
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """The signals, where the tests themselves run under nohup or in the background, which ignore some."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -310,8 +310,8 @@ class _Merge:
         self.given[path] = replace(one, value=_expand(name, value))
 
     def _unknown(self, name: str) -> str:
-        if name in self.schema.root.gone:
-            return str(self.schema.root.gone[name])
+        if name in (gone := getattr(self.schema.root, "gone", {})):  # any dataclass can be loaded
+            return str(gone[name])
         members = [known for known in self.schema.keys if known.startswith(f"{name}.")]
         if members:
             return f"{name} is a group of options, such as {', '.join(members[:3])}"

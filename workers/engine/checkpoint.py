@@ -85,7 +85,9 @@ def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW |
 
 def _require_same_parameters(path: str, parameters: Mapping[str, DTensor]) -> None:
     """Raises UserError for a checkpoint of other parameters, such as those of an adapter of another rank."""
-    saved = _sizes(read_metadata(Path(path) / ".metadata"))
+    if not (index := Path(path) / ".metadata").is_file():
+        raise _damaged(path, "it has no .metadata")
+    saved = _sizes(read_metadata(index))
     other = [name for name, value in parameters.items() if saved.get(f"model.{name}") != value.shape]
     if not other:
         return
@@ -112,10 +114,14 @@ def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> 
         raise
     except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         why = str(error).strip().splitlines()[-1:] or [repr(error)]
-        raise UserError(
-            f"checkpoint {path}: its files are damaged or incomplete ({why[0].strip()}); take an older one with "
-            "trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
-        ) from error
+        raise _damaged(path, why[0].strip()) from error
+
+
+def _damaged(path: str | Path, why: str) -> UserError:
+    return UserError(
+        f"checkpoint {path}: its files are damaged or incomplete ({why}); take an older one with "
+        "trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
+    )
 
 
 class _Reader(dcp.FileSystemReader):
