@@ -26,7 +26,7 @@ from verl_lite.errors import ClusterLostError, UserError, circumstances
 NOTHING_LEFT = "nothing is left to do"  # said of a run that has all its steps
 WRONG_INPUT = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; schedulers; the terminal is closed
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; the terminal is closed
 WORKERS = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
     **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"),
@@ -51,7 +51,8 @@ def worker_environment(cpu: bool, threads: int) -> dict[str, str]:
 
 def prepare_driver() -> None:
     """Sets this process's environment; what the user has set stays."""
-    os.environ |= WORKERS | DRIVER | os.environ
+    for name, value in (WORKERS | DRIVER).items():
+        os.environ.setdefault(name, value)
 
 
 def command(main: Callable[[list[str]], int]) -> Callable[..., int]:

@@ -85,6 +85,8 @@ class RayKwargs(Options):
 class RunOptions(Options):
     """What the options of every command that trains have."""
 
-    recipe: str | None = opt(None, "name, path or module; null = the command's, without model and data", read="load")
+    recipe: str | None = opt(
+        None, "name in recipes/, path or module; null = the command's own, if neither model nor data is given", read="load"
+    )
     trainer: RunConfig = section(RunConfig, "the run")
     ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

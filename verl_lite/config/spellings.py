@@ -1,8 +1,9 @@
 """verl's and ROLL's spellings: which keys are renamed, which have no effect, which are refused.
 
-Keys stand without verl's prefix `actor_rollout_ref.`; an entry holds for all below it. A key that ignoring would leave
-the results unchanged is accepted with a note; one that would change them is refused at any value but null and those
-that are listed. When an option of the same name is added here, its line goes.
+Keys stand without verl's prefix `actor_rollout_ref.`; an entry holds for all below it, and `*` stands for any role
+(actor, ref, critic, reward_model). A key that ignoring would leave the results unchanged is accepted with a note; one
+that would change them is refused at any value but null and those that are listed. When an option of the same name is
+added here, its line goes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.schema import is_interpolation, schema_of
+from verl_lite.config.schema import is_interpolation
 
-_SCHEMA = schema_of(PPOConfig)
 _CORRECTION = "algorithm.rollout_correction"
+_ROLES = ("actor", "ref", "critic", "reward_model")
 _REWARDS = ("reward", "reward_model")
 _POLICY_GRADIENT = [f"{_CORRECTION}.{name}" for name in ("use_policy_gradient", "use_pure_rollout_correction")]
 _REMOVE_PREVIOUS = ("trainer.remove_previous_ckpt", "trainer.remove_previous_ckpt_in_save")
@@ -29,7 +29,14 @@ RENAMED: dict[str, str] = {
     "actor.use_rollout_log_probs": f"{_CORRECTION}.bypass_mode",
     "actor.tis_imp_ratio_cap": f"{_CORRECTION}.rollout_is_threshold",
     "actor.policy_loss.rollout_correction": _CORRECTION,
+    "critic.ppo_infer_micro_batch_size_per_gpu": "critic.forward_micro_batch_size_per_gpu",
+    "critic.ppo_infer_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
     "critic.fsdp": "critic.fsdp_config",
+    "critic.model.fsdp_config": "critic.fsdp_config",
+    "reward_model.model.fsdp_config": "reward_model.fsdp_config",
+    **{f"{role}.fsdp_config.dtype": f"{role}.fsdp_config.mixed_precision.param_dtype" for role in _ROLES},
+    **{f"{role}.grad_clip": f"{role}.optim.clip_grad" for role in ("actor", "critic")},
+    **{f"{role}.optim.warmup_style": f"{role}.optim.lr_scheduler_type" for role in ("actor", "critic")},
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "rollout.update_weights_bucket_megabytes",
     f"{_CORRECTION}.bypass_old_logprob_for_rollout": f"{_CORRECTION}.bypass_mode",
     **{name: f"{_CORRECTION}.loss_type" for name in _POLICY_GRADIENT},
@@ -40,10 +47,10 @@ RENAMED: dict[str, str] = {
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward_model.model.input_tokenizer": "reward_model.retokenize",
     "reward_model.overlong_buffer": "reward.overlong_buffer",
+    **{f"reward_model.{name}": f"reward.{name}" for name in ("max_concurrent", "max_rpm", "num_workers")},
     **{f"{section}.timeout": "reward.timeout_s" for section in _REWARDS},
     **{f"{section}.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer" for section in _REWARDS},
     **{f"{section}.reward_kwargs.max_resp_len": "data.max_response_length" for section in _REWARDS},
-    **{f"reward_model.{name}": f"reward.{name}" for name in ("max_concurrent", "max_rpm", "num_workers")},
     "reward_model.reward_kwargs": "reward.reward_kwargs",
     **dict.fromkeys(_REMOVE_PREVIOUS, "trainer.max_actor_ckpt_to_keep"),
     "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
@@ -78,27 +85,17 @@ RENAMED: dict[str, str] = {
     "value_clip": "critic.cliprange_value",
     "actor_train.model_update_frequency": "agentic.model_update_frequency",
     "actor_train.model_args.dtype": "actor.fsdp_config.mixed_precision.param_dtype",
-    "actor_train.training_args.warmup_steps": "actor.optim.lr_warmup_steps",
-    "actor_train.training_args.per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
     "actor_train.training_args.learning_rate": "actor.optim.lr",
+    "actor_train.training_args.weight_decay": "actor.optim.weight_decay",
+    "actor_train.training_args.warmup_steps": "actor.optim.lr_warmup_steps",
+    "actor_train.training_args.lr_scheduler_type": "actor.optim.lr_scheduler_type",
+    "actor_train.training_args.per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
     "critic.training_args.learning_rate": "critic.optim.lr",
-    **{f"actor_train.training_args.{name}": f"actor.optim.{name}" for name in ("weight_decay", "lr_scheduler_type")},
     **{f"actor_infer.generating_args.{name}": f"rollout.{name}" for name in ("temperature", "top_p", "top_k")},
     "actor_infer.strategy_args.strategy_name": "rollout.name",
     "actor_infer.strategy_args.strategy_config.gpu_memory_utilization": "rollout.gpu_memory_utilization",
 }  # fmt: skip
 """Keys of one meaning under two names; `VALUES` has the values that are spelt otherwise."""
-
-RENAMED_PARTS = {
-    "grad_clip": "optim.clip_grad",
-    "optim.warmup_style": "optim.lr_scheduler_type",
-    "fsdp_config.dtype": "fsdp_config.mixed_precision.param_dtype",
-    "critic.model.fsdp_config": "critic.fsdp_config",
-    "reward_model.model.fsdp_config": "reward_model.fsdp_config",
-    "ppo_infer_micro_batch_size_per_gpu": "forward_micro_batch_size_per_gpu",
-    "ppo_infer_max_token_len_per_gpu": "forward_max_token_len_per_gpu",
-}
-"""Likewise, wherever these parts of a key stand."""
 
 EQUAL = [name for name in RENAMED if name.endswith(".max_resp_len")]
 """Keys that must not differ from the option of which they are another name."""
@@ -111,48 +108,64 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 NO_EFFECT: dict[str, str] = {
     "it is a matter of speed, memory or logging alone": (
-        "forward_prefetch use_torch_compile use_prefix_grouper grad_offload use_orig_params offload_policy use_shm "
-        "use_liger tiled_mlp enable_activation_offload transfer_queue scheduling_policy multi_stage_wake_up "
-        "disable_log_stats enable_sleep_mode dataloader_num_workers use_fused_kernels fused_kernel_options "
-        "entropy_from_logits_with_chunking entropy_checkpointing sum_pi_squared_checkpointing checkpoint world_size "
-        "checkpoint_config cudagraph_capture_sizes gen_batch_size track_with tracker_kwargs logging_dir prometheus "
-        "partial_gpu_mode max_inflight_gen_batches max_critic_ckpt_to_keep profiler rollout.trace global_profiler "
-        "env_monitor profile_steps npu_profile controller_nsight_options worker_nsight_options timeline_json_file "
-        "max_env_num_per_worker"
+        "*.fsdp_config.forward_prefetch *.fsdp_config.use_torch_compile *.use_torch_compile *.use_prefix_grouper "
+        "*.fsdp_config.grad_offload *.fsdp_config.use_orig_params *.fsdp_config.offload_policy model.use_shm "
+        "model.use_liger model.tiled_mlp model.use_prefix_grouper model.enable_activation_offload data.use_shm "
+        "*.model.use_shm *.model.tiled_mlp *.model.use_liger *.model.enable_activation_offload transfer_queue "
+        "rollout.scheduling_policy rollout.multi_stage_wake_up rollout.disable_log_stats rollout.enable_sleep_mode "
+        "data.dataloader_num_workers model.use_fused_kernels model.fused_kernel_options *.use_fused_kernels "
+        "*.entropy_from_logits_with_chunking *.entropy_checkpointing *.fsdp_config.entropy_checkpointing "
+        "*.fsdp_config.entropy_from_logits_with_chunking actor.sum_pi_squared_checkpointing *.checkpoint "
+        "checkpoint_config rollout.cudagraph_capture_sizes data.gen_batch_size track_with tracker_kwargs logging_dir "
+        "algorithm.filter_groups.max_inflight_gen_batches trainer.max_critic_ckpt_to_keep partial_gpu_mode "
+        "*.profiler rollout.profiler rollout.trace rollout.prometheus global_profiler trainer.profile_steps "
+        "trainer.npu_profile trainer.controller_nsight_options trainer.worker_nsight_options env_monitor "
+        "ray_init.timeline_json_file ray_kwargs.timeline_json_file reward.reward_model.profiler "
+        "train_env_manager.max_env_num_per_worker val_env_manager.max_env_num_per_worker "
+        "train_env_manager.world_size val_env_manager.world_size"
     ),
     "episodes are kept as samples of text: python -m trainer.inspect RUN": "render_save_dir",
     "only text models are trained here": (
-        "image_key data.video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs "
-        "freeze_vision_tower limit_images"
+        "data.image_key data.video_key data.audio_key data.image_patch_size data.return_multi_modal_inputs "
+        "data.mm_processor_kwargs actor.freeze_vision_tower rollout.limit_images"
     ),
     "trainer.seed is the root of every random number": (
-        "data_loader_seed fsdp_config.seed rollout.seed full_determinism"
+        "*.data_loader_seed *.fsdp_config.seed *.fsdp_config.full_determinism rollout.seed rollout.full_determinism"
     ),
     "it counts over all devices, and results do not depend on it; say the key with _per_gpu": (
-        "ppo_micro_batch_size log_prob_micro_batch_size forward_micro_batch_size micro_batch_size"
+        "*.ppo_micro_batch_size *.log_prob_micro_batch_size rollout.log_prob_micro_batch_size "
+        "critic.forward_micro_batch_size reward_model.micro_batch_size"
     ),
     "trainer, engine, reference and reward model share all devices; FSDP2 trains, and rollout.name generates": (
-        "engine rollout.n_gpus_per_node reward.reward_model reward_model.n_gpus_per_node reward_model.nnodes "
-        "strategy_args device_mapping infer_batch_size load_format layered_summon checkpoint_engine"
+        "*.engine rollout.n_gpus_per_node reward.reward_model reward_model.n_gpus_per_node reward_model.nnodes "
+        "actor_train.strategy_args actor_train.device_mapping actor_train.infer_batch_size actor_infer.strategy_args "
+        "actor_infer.device_mapping actor_infer.infer_batch_size critic.strategy_args critic.device_mapping "
+        "critic.infer_batch_size rollout.load_format rollout.layered_summon rollout.checkpoint_engine"
     ),
     "an adapter (LoRA) is said by model.lora_rank, lora_alpha, target_modules and exclude_modules, for the policy": (
-        "lora critic.model.lora_alpha critic.model.target_modules critic.model.exclude_modules"
+        "model.lora *.model.lora_alpha *.model.target_modules *.model.exclude_modules *.model.lora"
     ),
     "it says nothing that is not said by another option here, or known": (
-        "return_raw_input_ids nccl_timeout ray_wait_register_center_timeout return_raw_chat return_full_prompt "
-        "validation_shuffle mtp forward_only load_weight buffer_dtype transformer_layer_cls_to_wrap "
-        "optim.total_training_steps rollout_n calculate_sum_pi_squared router_replay critic.enable "
-        "critic.model.tokenizer_path logprobs_mode skip_tokenizer_init multi_turn rollout.agent "
-        "launch_reward_fn_async sandbox_fusion estimated_tokens_per_request rollout.skip skip_dump_dir hydra "
-        "skip_use_default_dir use_legacy_worker_impl use_v1 trainer.v1 distillation ray_init.num_gpus runtime_env "
-        "use_pg_clip_range enable_reference reference batch_adjust_mode llm_proxy actor_train.model_args "
+        "data.return_raw_input_ids critic.nccl_timeout nccl_timeout trainer.ray_wait_register_center_timeout "
+        "data.return_raw_chat data.return_full_prompt data.validation_shuffle model.mtp rollout.mtp critic.model.mtp "
+        "*.fsdp_config.forward_only *.load_weight *.fsdp_config.mixed_precision.buffer_dtype "
+        "*.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap *.optim.total_training_steps *.rollout_n "
+        "actor.calculate_sum_pi_squared *.router_replay critic.enable critic.model.tokenizer_path "
+        "rollout.logprobs_mode rollout.skip_tokenizer_init rollout.multi_turn rollout.agent "
+        "reward_model.launch_reward_fn_async "
+        "reward.sandbox_fusion sandbox_fusion reward_model.sandbox_fusion reward.estimated_tokens_per_request "
+        "reward_model.estimated_tokens_per_request rollout.skip rollout.skip_dump_dir rollout.skip_use_default_dir "
+        "trainer.use_legacy_worker_impl trainer.use_v1 trainer.v1 distillation hydra ray_kwargs.ray_init.num_gpus "
+        "ray_kwargs.ray_init.runtime_env use_pg_clip_range enable_reference reference batch_adjust_mode "
+        "agentic.batch_adjust_mode train_env_manager.llm_proxy val_env_manager.llm_proxy actor_train.model_args "
         "actor_train.data_args actor_train.training_args actor_infer.model_args actor_infer.data_args "
         "actor_infer.generating_args"
     ),
 }
-"""By sentence the parts of keys that are accepted and dropped at any value, because results do not depend on them."""
+"""By sentence the keys that are accepted and dropped at any value, because results do not depend on them here."""
 
 _AGENTS = "multi-turn is not said so here: agents have recipes (recipe=agentic_..., trainer/AGENTIC.md)"
+_VETO = f"a veto by token is {_CORRECTION}.rollout_rs=seq_max_k2 with rollout_rs_threshold=log(veto)^2 / 2"
 _LOW_HIGH = (
     f"say {_CORRECTION}.rollout_is=token|sequence|segment|geometric with rollout_is_threshold=low_high, and rollout_rs "
     "with rollout_rs_threshold=low_high"
@@ -160,70 +173,80 @@ _LOW_HIGH = (
 _FSDP2 = "the training engine here is FSDP2 (actor.fsdp_config.*)"
 
 _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("it is not here", (), "datagen default_hdfs_dir lora_adapter_path ref.model defaults reward_model.max_length"),
+    # without a word on what to say instead
+    ("it is not here", (), (
+        "data.datagen trainer.default_hdfs_dir *.model.external_lib model.lora_adapter_path ref.model defaults "
+        "reward_model.max_length")),
     ("it is not here", (False, 0), (
-        "qat mtp.enable quantization quantization_config_file use_fire_sampling skip_rollout skip.enable "
-        "enable_rollout_routing_replay del_local_ckpt_after_load distillation.enabled over_sample_rate "
-        "esi_redundant_time")),
+        "*.qat *.fsdp_config.qat model.mtp.enable rollout.quantization rollout.quantization_config_file "
+        "rollout.use_fire_sampling rollout.skip_rollout rollout.skip.enable rollout.enable_rollout_routing_replay "
+        "trainer.del_local_ckpt_after_load distillation.enabled rollout.over_sample_rate trainer.esi_redundant_time")),
     ("sequence, expert and pipeline parallelism are not here", (1,), (
-        "ulysses_sequence_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size")),
-    ("separate devices for rollout or reward model are not here; all share the trainer's", (False, 0),
-     "rollout.nnodes enable_resource_pool"),
+        "*.ulysses_sequence_parallel_size *.fsdp_config.ulysses_sequence_parallel_size rollout.data_parallel_size "
+        "rollout.expert_parallel_size rollout.pipeline_model_parallel_size")),
+    ("separate devices for rollout or reward model are not here; all share the trainer's", (False, 0), (
+        "rollout.nnodes reward.reward_model.enable_resource_pool reward_model.enable_resource_pool")),
     ("separate devices for the rollout are not here; all share the trainer's", (True,), "hybrid_engine"),
     # engines and networks
-    (_FSDP2, ("fsdp", "fsdp2", "dp"), "strategy model_engine"),
-    (f"Megatron is not here; {_FSDP2}", (), "megatron veomni"),
+    (_FSDP2, ("fsdp", "fsdp2", "dp"), "*.strategy *.fsdp_config.strategy model_engine"),
+    (f"Megatron is not here; {_FSDP2}", (), "*.megatron *.veomni"),
     ("weights are held in fp32; mixed_precision.param_dtype is the dtype of computation", ("fp32", "float32"),
-     "model_dtype"),
-    ("router replay is not here", ("disabled",), "router_replay.mode"),
+     "*.fsdp_config.model_dtype"),
+    ("router replay is not here", ("disabled",), "*.router_replay.mode"),
     ("the optimizer is torch's AdamW; betas, eps and weight_decay stand beside lr", ("AdamW", "torch.optim", {}),
-     "optimizer optimizer_impl override_optimizer_config"),
+     "*.optim.optimizer *.optim.optimizer_impl *.optim.override_optimizer_config"),
     ("an adapter (LoRA) is for the policy alone: say model.lora_rank, and model.lora_alpha with it", (0,),
-     "critic.model.lora_rank reward_model.model.lora_rank lora.rank"),
-    ("import your code from a recipe instead", (), "external_lib"),
+     "*.model.lora_rank model.lora.rank"),
+    ("import your code from a recipe instead", (), "model.external_lib"),
     ("say it in the folder model.path or model.tokenizer_path, or with model.override_config", (),
-     "hf_config_path reward_model.model.tokenizer_path"),
+     "model.hf_config_path reward_model.model.tokenizer_path"),
     # rollout
     ("the engine is always continuous; known: sync and async", ("sync", "async"), "rollout.mode"),
-    ("training has to sample, without penalties; rollout.val_kwargs is free", (True, 1),
-     "rollout.do_sample repetition_penalty num_beams"),
+    ("training has to sample, without penalties; rollout.val_kwargs is free", (True, 1), (
+        "rollout.do_sample rollout.repetition_penalty actor_infer.generating_args.repetition_penalty "
+        "actor_infer.generating_args.num_beams")),
     ("say data.max_prompt_length and data.max_response_length", (),
      "rollout.prompt_length rollout.response_length sequence_length"),
     (_AGENTS, (False,), (
-        "chat_scheduler multi_turn.enable tool_config_path multi_turn.function_tool_path interaction_config_path "
-        "agent_loop_config_path")),
-    (_AGENTS, ("single_turn_agent", {}), "default_agent_loop custom_async_server"),
+        "rollout.chat_scheduler rollout.multi_turn.enable rollout.multi_turn.tool_config_path "
+        "rollout.multi_turn.function_tool_path rollout.multi_turn.interaction_config_path "
+        "rollout.agent.agent_loop_config_path")),
+    (_AGENTS, ("single_turn_agent", {}), "rollout.agent.default_agent_loop rollout.agent.custom_async_server"),
     (f"{_AGENTS}; tools that a prompt only shows are a list of schemas in data.tools_path", (),
      "data.tool_config_path data.function_tool_path"),
-    ("weights never leave the process; known: naive", ("naive",), "checkpoint_engine.backend"),
+    ("weights never leave the process; known: naive", ("naive",), "rollout.checkpoint_engine.backend"),
     ("episodes are kept as samples of text, without being asked: python -m trainer.inspect RUN", (),
      "agentic.render_save_dir"),
     # correction and rewards
-    (f"a veto by token is {_CORRECTION}.rollout_rs=seq_max_k2 with rollout_rs_threshold=log(veto)^2 / 2", (),
-     "rollout_token_veto_threshold rollout_is_veto_threshold"),
+    (_VETO, (), f"{_CORRECTION}.rollout_token_veto_threshold algorithm.rollout_is_veto_threshold"),
     (_LOW_HIGH, ("token", "truncate"), "algorithm.rollout_is_level algorithm.rollout_is_mode"),
-    (_LOW_HIGH, (), "rollout_rs_threshold_lower rollout_is_threshold_lower train_infer_correction"),
+    (_LOW_HIGH, (), (
+        f"{_CORRECTION}.rollout_rs_threshold_lower algorithm.rollout_is_threshold_lower train_infer_correction")),
     (f"they are computed where read; say {_CORRECTION}.bypass_mode=true", (True,), "enable_old_logprobs_recompute"),
     ("code runs in a sandbox beside the reward process; memory_mb among the kwargs of the reward code limits it",
-     (1024,), "sandbox_fusion.url sandbox_fusion.memory_limit_mb"),
+     (1024,), " ".join(f"{section}.{name}" for name in ("url", "memory_limit_mb")
+                       for section in ("reward.sandbox_fusion", "sandbox_fusion", "reward_model.sandbox_fusion"))),
     ("naive, dapo, rate_limited and remote have an equal here; for batch say "
      "reward.custom_reward_function.style=batch", ("naive", "dapo", "rate_limited", "remote", "register"),
-     "reward_manager"),
-    ("only the calls per minute are limited, by reward.max_rpm", (), "max_tpm"),
+     "reward.reward_manager reward_model.reward_manager"),
+    ("only the calls per minute are limited, by reward.max_rpm", (), "reward.max_tpm reward_model.max_tpm"),
     # the run
     ("say --config several times: what a later file says wins", (), "base"),
     ("keep all, and choose by `trainer.main_eval RUN --all-checkpoints`", (0,),
-     "max_best_ckpt_to_keep best_ckpt_metric best_ckpt_mode"),
-    ("validate on fewer prompts with data.val_max_samples", (), "val_time_budget_s"),
-    ("asynchronous training is not here; leave it at sync", ("sync",), "v1.trainer_mode"),
-    ("workers have the driver's environment: export the variable before the command", ({},), "runtime_env.env_vars"),
-    ("say max_tokens_per_step of an entry in agentic.custom_envs", (), "max_new_tokens"),
-    ("say agentic.train_env_manager.group_size", (1,), "num_return_sequences"),
-    ("say actor.ppo_mini_batch_size: the size per device x this x devices", (), "gradient_accumulation_steps"),
-    ("only the policy acts here", ("policy",), "llm_proxy.proxy_type"),
+     "trainer.max_best_ckpt_to_keep trainer.best_ckpt_metric trainer.best_ckpt_mode"),
+    ("validate on fewer prompts with data.val_max_samples", (), "trainer.val_time_budget_s"),
+    ("asynchronous training is not here; leave it at sync", ("sync",), "trainer.v1.trainer_mode"),
+    ("workers have the driver's environment: export the variable before the command", ({},),
+     "ray_kwargs.ray_init.runtime_env.env_vars"),
+    ("say max_tokens_per_step of an entry in agentic.custom_envs", (), "actor_infer.generating_args.max_new_tokens"),
+    ("say agentic.train_env_manager.group_size", (1,), "actor_infer.generating_args.num_return_sequences"),
+    ("say actor.ppo_mini_batch_size: the size per device x this x devices", (),
+     "actor_train.training_args.gradient_accumulation_steps"),
+    ("only the policy acts here", ("policy",),
+     "train_env_manager.llm_proxy.proxy_type val_env_manager.llm_proxy.proxy_type"),
     ("say trainer.resume_mode=auto, or resume_path with trainer.resume_from_path", (False,), "resume_from_checkpoint"),
 )  # fmt: skip
-"""(sentence, values that are harmless, parts of keys) of what would change the run at any other value but null."""
+"""(sentence, values that are harmless, keys) of what would change the run at any other value but null."""
 
 REFUSED = {name: (sentence, harmless) for sentence, harmless, names in _REFUSALS for name in names.split()}
 _IDLE = {name: sentence for sentence, names in NO_EFFECT.items() for name in names.split()}
@@ -247,6 +270,8 @@ VALUES: dict[str, dict[Any, Any]] = {
     },
     "algorithm.filter_groups.metric": {"seq_reward": "score"},
     "rollout.dtype": _DTYPES,
+    **{f"{role}.fsdp_config.mixed_precision.{dtype}": _DTYPES
+       for role in _ROLES for dtype in ("param_dtype", "reduce_dtype")},
 }  # fmt: skip
 """Values that verl spells differently, by its key; None = the key is left out."""
 
@@ -270,19 +295,22 @@ def translate(name: str, value: Any) -> Verdict | None:
     if parts[-1] == "_target_":
         return Verdict()
     for depth in range(len(parts), 0, -1):
-        if (start := ".".join(parts[:depth])) in RENAMED:
-            return _renamed(name, value, RENAMED[start] + name[len(start) :], start)
-    if _SCHEMA.find(tuple(parts)):  # an entry of a free dictionary, whose names are the user's
-        return None
-    runs = [".".join(parts[at : at + size]) for size in range(len(parts), 0, -1) for at in range(len(parts) - size + 1)]
-    for run in runs:
-        if run in REFUSED:
-            return _refused(name, value, *REFUSED[run])
-    for run in runs:
-        if run in RENAMED_PARTS:
-            return _renamed(name, value, name.replace(run, RENAMED_PARTS[run], 1), run)
-        if run in _IDLE:
-            return Verdict(note=f"{name}={value} has no effect here: {_IDLE[run]}")
+        known, below = ".".join(parts[:depth]), "".join(f".{part}" for part in parts[depth:])
+        for entry in (known, *([".".join(["*", *parts[1:depth]])] if parts[0] in _ROLES else [])):
+            if entry in REFUSED:
+                return _refused(name, value, *REFUSED[entry])
+            if entry in _IDLE:
+                return Verdict(note=f"{name}={value} has no effect here: {_IDLE[entry]}")
+            if entry in RENAMED:
+                return _renamed(name, value, RENAMED[entry] + below, entry)
+    return None
+    for depth in range(len(parts), 0, -1):
+        for start in (parts[0], *(("*",) if parts[0] in _ROLES else ())):
+            entry = ".".join([start, *parts[1:depth]])
+            if entry in REFUSED:
+                return _refused(name, value, *REFUSED[entry])
+            if entry in _IDLE:
+                return Verdict(note=f"{name}={value} has no effect here: {_IDLE[entry]}")
     return None
 
 
@@ -311,9 +339,8 @@ def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:
     if name == "trainer.logger" and "file" in value:
         renamed = ["jsonl" if entry == "file" else entry for entry in value]
         return renamed, "trainer.logger: verl's file tracker is called jsonl here"
-    table = _DTYPES if name.endswith(("param_dtype", "reduce_dtype")) else VALUES.get(name, {})
-    if isinstance(value, str) and value in table:
-        return table[value], None
+    if isinstance(value, str) and value in VALUES.get(name, {}):
+        return VALUES[name][value], None
     if name == "actor.policy_loss.loss_mode" and value == "bypass_mode":
         return "vanilla", f"{name}=bypass_mode: {_CORRECTION}.bypass_mode=true says so here, and the loss is vanilla"
     if name == "algorithm.filter_groups.max_num_gen_batches" and not is_interpolation(value) and value <= 0:

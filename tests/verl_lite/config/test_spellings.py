@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_lite.config import KEYS, ConfigError, PPOConfig, RolloutCorrectionConfig, load_config, schema_of, value_of
-from verl_lite.config.spellings import NO_EFFECT, REFUSED, RENAMED, RENAMED_PARTS, translate
+from verl_lite.config.spellings import NO_EFFECT, REFUSED, RENAMED, translate
 
 # A GRPO run on gsm8k in the manner of verl's examples. Only model, data and engine differ from what one would paste.
 GSM8K = shlex.split(
@@ -245,24 +245,26 @@ def test_values_that_verl_spells_differently(argument: str, key: str, value: obj
 def test_no_line_hides_a_key_that_exists_and_renamed_keys_exist() -> None:
     """When an option of verl's name is added, its line (or a line above it) has to go."""
     existing = {*KEYS, *schema_of(PPOConfig).sections}
-    for name in RENAMED:
-        assert name not in existing and not [key for key in KEYS if key.startswith(f"{name}.")], name
-    for parts in [*RENAMED_PARTS, *REFUSED, *" ".join(NO_EFFECT.values()).split()]:
-        assert not [key for key in existing if f".{parts}." in f".{key}."], parts
+    for name in [*RENAMED, *REFUSED, *" ".join(NO_EFFECT.values()).split()]:
+        for one in {name.replace("*", role, 1) for role in ("actor", "ref", "critic", "reward_model")}:
+            assert one not in existing and not [key for key in KEYS if key.startswith(f"{one}.")], one
     for name in RENAMED.values():
         assert name in existing | set(RENAMED) or name.rpartition(".")[0] in KEYS, name
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_passes_at_its_harmless_values(name: str) -> None:
-    refused = translate(name, "SOMETHING ELSE")
+    full = name.replace("*", "actor")
+    refused = translate(full, "SOMETHING ELSE")
     assert refused is not None and refused.refusal is not None
-    assert all(translate(name, value).refusal is None for value in (*REFUSED[name][1], None))  # type: ignore[union-attr]
+    assert all(translate(full, value).refusal is None for value in (*REFUSED[name][1], None))  # type: ignore[union-attr]
 
 
 def test_a_misspelt_key_of_verl_is_not_swallowed() -> None:
-    for name in ("actor.policy_loss.los_mode", "actor.strateggy", "trainer.defualt_hdfs_dir", "rollout.multi_turns.x"):
-        assert translate(name, 1) is None
+    misspelt = "actor.policy_loss.los_mode actor.strateggy trainer.defualt_hdfs_dir rollout.multi_turns.x"
+    misplaced = "trainer.world_size actor.lora model.reference.path trainer.checkpoint.save_freq actor.micro_batch_size"
+    for name in f"{misspelt} {misplaced} trainer.engine data.checkpoint actor.optimizer.lr".split():
+        assert translate(name, 1) is None, name
     own = ["reward.reward_kwargs.checkpoint=1", "custom_envs.lake.env_config.strategy=greedy"]
     config = load_config(["model.path=m", *own]).config
     assert config.reward.reward_kwargs == {"checkpoint": 1}, "below a free dictionary names are the user's"
