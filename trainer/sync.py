@@ -8,6 +8,7 @@ wrong input.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
         for name in names:
             for known_as in folder.glob(f"{name}*_id.txt"):
                 known_as.unlink()  # what it has of the run stays as it is
+            if name == "tensorboard":  # which shows all that is in a folder as one run
+                shutil.rmtree(folder / name, ignore_errors=True)
             tracker = TRACKERS.get_fn(name)(run)
             for step in sorted({*numbers, *samples}):
                 if step in numbers:

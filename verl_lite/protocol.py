@@ -56,6 +56,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch, self.meta_info = self.non_tensor_batch or {}, self.meta_info or {}
         self.check_consistency()
 
     def check_consistency(self) -> None:

@@ -41,6 +41,8 @@ def y(data: DataProto) -> list[float]:
 
 def test_making_one_changes_nothing_and_keeps_lists_as_objects() -> None:
     given = {"pair": [[1, 2], [3, 4]]}
+    none = DataProto(batch=None, non_tensor_batch=None, meta_info=None)  # type: ignore[arg-type]
+    assert len(none) == 0 and none.non_tensor_batch == none.meta_info == {}
     data = DataProto.from_dict({"x": torch.zeros(2)}, given)
     assert given == {"pair": [[1, 2], [3, 4]]}
     assert data.non_tensor_batch["pair"].shape == (2,)  # equal-length lists do not become a matrix

@@ -86,7 +86,7 @@ class RunOptions(Options):
     """What the options of every command that trains have."""
 
     recipe: str | None = opt(
-        None, "name in recipes/, path or module; null = the command's own, if neither model nor data is given", read="load"
+        None, "name in recipes/, path or module; null = the command's own if no model or data is given", read="load"
     )
     trainer: RunConfig = section(RunConfig, "the run")
     ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.tracking.scripted import SAMPLE, Run
+from trainer.sync import main as sync
 from trainer.tracking import read_metrics
 from trainer.tracking.record import read_samples
 
@@ -46,9 +47,12 @@ def test_every_tracker_takes_numbers_and_samples_and_starts_again_in_the_same_fo
     if name == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-        assert [(x.step, x.value) for x in events.Scalars("actor/lr")] == [(0, 0), (1, 0.5), (2, 1), (3, 1.5)]
-        assert "samples/text_summary" in events.Tags()["tensors"]
+        (tmp_path / "config.yaml").write_text("trainer: {logger: [tensorboard]}")
+        for given_anew in (False, True):
+            assert not given_anew or sync([str(tmp_path)]) == 0
+            events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+            assert [(x.step, x.value) for x in events.Scalars("actor/lr")] == [(0, 0), (1, 0.5), (2, 1), (3, 1.5)]
+            assert "samples/text_summary" in events.Tags()["tensors"]
 
 
 def test_the_record_has_a_line_per_step_and_null_for_what_is_no_number(tmp_path: Path) -> None:
