@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from verl_lite.errors import ClusterLostError, NoRoomError, WorkerDiedError
 from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
 from verl_lite.single_controller.ray_cluster import (
+    OF_BATCH_SYSTEMS,
     Machine,
     cluster_answers,
     joined_cluster,
@@ -112,6 +114,9 @@ class SlotProcess:
 
     def __init__(self, log_file: str | None, stall_timeout_s: float | None) -> None:
         self._stall_timeout_s = stall_timeout_s
+        for number in OF_BATCH_SYSTEMS:  # passed over here, and heard by what user code starts from here
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_BATCH_SYSTEMS)
         redirect_output(log_file)
         if log_file is not None:
             faulthandler.enable()  # a crash in native code leaves its stack there

@@ -61,6 +61,7 @@ class Handler(Protocol):
 def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     """Serves until the pool closes its end. The first message is pickled, and gives the `Handler` when it is called."""
     die_with_parent(parent_pid)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes hear no SIGTERM; what user code starts here does
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACK_SIGNAL, stacks_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

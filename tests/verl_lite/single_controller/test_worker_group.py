@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ def test_every_mode(groups: Groups) -> None:
     assert group.from_lists(numbers, b=[10, 20, 30, 40]) == [11, 22, 33, 44]
     assert group.weighted(numbers) == 4 * 1 + 3 * 2 + 2 * 3 + 1 * 4
     assert group.asynchronous() == [0, 1, 2, 3]
+    assert group.ends_what_it_starts() == [-signal.SIGTERM] * 4, "Ray's processes, which hear no SIGTERM, pass that on"
     assert group.execute_all_sync("whoami")[1][:3] == (1, 4, "calculator")
     assert group.execute_rank_zero_sync("echo", 4) == (0, 4)
     assert group.object_of(batch(4)) == [6.0] * 4

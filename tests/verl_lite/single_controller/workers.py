@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 
 import torch
@@ -45,6 +46,12 @@ class Calculator(Worker):
     @everywhere
     def whoami(self, *args, **kwargs):
         return (*self.seen_in_constructor, args, kwargs)
+
+    @everywhere
+    def ends_what_it_starts(self):
+        process = subprocess.Popen(["sleep", "100"])
+        process.terminate()
+        return process.wait(5)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def echo(self, value):

@@ -52,6 +52,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         time.sleep(1000)
     if what == "fork": os.fork()
     if what == "leave": child(argument)
+    if what == "terminate":
+        process = subprocess.Popen(["sleep", "100"])
+        process.terminate()
+        return -process.wait(5)
     if what == "hang with child":
         child(argument)
         time.sleep(1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 
 from tests.workers.processes import gone
 from tests.workers.rewards.conftest import MakePool, failed, items, score
+from verl_lite.single_controller.ray_cluster import OF_BATCH_SYSTEMS
 from workers.pool import process
 from workers.rewards.pool import RewardError
 
@@ -84,6 +86,16 @@ def test_what_a_reward_left_running_ends_with_its_process(make_pool: MakePool, t
     results = score(make_pool(timeout_s=1.0), f"leave|{tmp_path / 'left'}", f"hang with child|{tmp_path / 'hung'}")
     assert failed(results) == [1] and results[1].timed_out
     assert all(gone(int((tmp_path / name).read_text())) for name in ("left", "hung"))
+
+
+def test_a_reward_can_end_what_it_starts_also_where_ray_hears_no_signals(make_pool: MakePool) -> None:
+    """Ray's processes, one of which holds the pool, are started with SIGTERM blocked, and that is inherited."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_BATCH_SYSTEMS)
+    try:
+        [result] = score(make_pool(), "terminate")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert result.score == signal.SIGTERM, result.error
 
 
 def test_a_leak_is_a_new_process_now_and_then_and_no_lost_sample(make_pool: MakePool, tmp_path: Path) -> None:
