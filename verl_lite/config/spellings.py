@@ -304,14 +304,6 @@ def translate(name: str, value: Any) -> Verdict | None:
             if entry in RENAMED:
                 return _renamed(name, value, RENAMED[entry] + below, entry)
     return None
-    for depth in range(len(parts), 0, -1):
-        for start in (parts[0], *(("*",) if parts[0] in _ROLES else ())):
-            entry = ".".join([start, *parts[1:depth]])
-            if entry in REFUSED:
-                return _refused(name, value, *REFUSED[entry])
-            if entry in _IDLE:
-                return Verdict(note=f"{name}={value} has no effect here: {_IDLE[entry]}")
-    return None
 
 
 def _refused(name: str, value: Any, sentence: str, harmless: tuple[Any, ...]) -> Verdict:
