@@ -82,9 +82,9 @@ def device_memory(device: torch.device) -> dict[str, float]:
     return figures
 
 
-def empty_cache(device: torch.device) -> None:
-    """Gives cached device memory back (CUDA only)."""
-    if device.type == "cuda":
+def empty_cache() -> None:
+    """Gives cached device memory back, in a process that uses CUDA."""
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
+from verl_lite.device import empty_cache
+
 
 class Phase(enum.StrEnum):
     TRAIN = "train"
@@ -46,6 +48,7 @@ class PhaseManager:
         for tenant in self._tenants:
             if tenant is not owner:
                 tenant.move_out()
+        empty_cache()  # vLLM maps its memory anew when it wakes, and cannot use what torch holds back
         owner.move_in()
         self.phase, self.owner = phase, owner
 

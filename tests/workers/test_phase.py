@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from workers.phase import Phase, PhaseManager
 
 
@@ -34,3 +36,14 @@ def test_others_move_out_before_the_owner_moves_in_and_no_move_is_without_need()
     assert not trainer.inside and (phases.phase, phases.owner) == (Phase.IDLE, None)
     phases.enter(Phase.TRAIN, trainer)
     assert trainer.inside
+
+
+def test_what_torch_holds_back_is_free_before_the_owner_moves_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("workers.phase.empty_cache", lambda: log.append("emptied"))
+    phases = PhaseManager()
+    trainer, rollout = Tenant("trainer", log), Tenant("rollout", log)
+    phases.add(trainer)
+    phases.add(rollout)
+    phases.enter(Phase.ROLLOUT, rollout)
+    assert log == ["trainer out", "emptied", "rollout in"]

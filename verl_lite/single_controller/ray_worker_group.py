@@ -141,7 +141,8 @@ class SlotProcess:
         }
         interface = interface_of(ray.util.get_node_ip_address())
         if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the host's name
+            for library in ("GLOO", "NCCL"):  # else by the host's name, or any interface that is up
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         with portable_errors():
             import_modules(modules)
             for role, recipe in roles.items():

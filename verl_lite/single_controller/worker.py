@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from verl_lite.device import empty_cache, get_device
+from verl_lite.device import empty_cache
 from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import REGISTRATION, unpacked
@@ -160,7 +160,7 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         if getattr(getattr(function, REGISTRATION, None), "clear_cache", False):
-            empty_cache(get_device())
+            empty_cache()
         return result.pack() if isinstance(result, DataProto) else result
 
 

@@ -271,7 +271,7 @@ class FSDPEngine:
         """Optimizer state to the host if optimizer_offload is set."""
         if self.optimizer is not None and self.fsdp_config.optimizer_offload:
             self.optimizer.to(torch.device("cpu"))
-            empty_cache(self.device)
+            empty_cache()
 
     def _move_params(self, device: torch.device) -> None:
         if next(iter(self.parameters.values())).device.type == device.type:
@@ -280,7 +280,7 @@ class FSDPEngine:
         self.parameters = self._sharded_parameters()
         if self.optimizer is not None:
             self.optimizer.bind(self.trained)
-        empty_cache(self.device)
+        empty_cache()
 
 
 def ensure_process_group(device: torch.device) -> None:

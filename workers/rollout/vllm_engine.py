@@ -207,6 +207,8 @@ def _prepare_process(device: torch.device) -> None:
     """What must hold before vllm is imported: in-process engine, quiet, no usage reports, no compilation on a CPU."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    for method in ("SYMM_MEM", "FLASHINFER"):  # off for the reason of the custom all-reduce in `_engine_arguments`
+        os.environ[f"VLLM_ALLREDUCE_USE_{method}"] = "0"
     # its warnings at start are about defaults that this file chose (eager, in process, no tcmalloc)
     logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
@@ -229,6 +231,8 @@ def _engine_arguments(
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enforce_eager": config.enforce_eager,
         "enable_sleep_mode": config.free_cache_engine,
+        # it looks devices of other ranks up in CUDA_VISIBLE_DEVICES, which names one device in a process of Ray's
+        "disable_custom_all_reduce": config.tensor_model_parallel_size > 1,
     }
     if device.type == "cpu":
         device_arguments = {
@@ -311,7 +315,8 @@ def _shut_down_within_process_group(core: Any, *, last: bool) -> None:
     """Ends an engine as its own shutdown does, but leaves torch.distributed, which belongs to the trainer."""
     from vllm.distributed import parallel_state
 
-    core._finalizer.detach()
+    if (finalizer := getattr(core, "_finalizer", None)) is not None:  # since vLLM 0.31
+        finalizer.detach()
     core.engine_core.model_executor.shutdown()
     core.engine_core.scheduler.shutdown()
     if last:
