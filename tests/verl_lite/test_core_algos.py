@@ -1,7 +1,6 @@
-"""Registries, sums over masks, aggregation, and PPO's loss under its older signature."""
+"""Registries, sums over masks and aggregation."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,23 +9,12 @@ import torch
 from verl_lite import core_algos
 from verl_lite.core_algos import (
     agg_loss,
-    compute_policy_loss,
-    compute_policy_loss_vanilla,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     masked_mean,
     masked_sum,
     masked_whiten,
 )
-
-CONFIG = SimpleNamespace(
-    clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=3.0, loss_scale_factor=None
-)
-
-
-def random_mask(rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    lengths = torch.randint(0, width + 1, (rows,), generator=generator)
-    return (torch.arange(width) < lengths[:, None]).long()
 
 
 def test_unknown_estimator_text_of_verl():
@@ -93,14 +81,3 @@ def test_agg_loss_names_what_is_wrong():
         agg_loss(LOSSES, MASK, "mean")
     with pytest.raises(ValueError, match="loss_scale_factor=0"):
         agg_loss(LOSSES, MASK, "seq-mean-token-sum-norm", loss_scale_factor=0)
-
-
-def test_seed_signature_agrees_with_the_registered_loss():
-    generator = torch.Generator().manual_seed(1)
-    old, new, advantages = (torch.randn(4, 7, generator=generator) for _ in range(3))
-    mask = random_mask(4, 7, generator)
-    loss, clipfrac, kl, lower = compute_policy_loss(old, new, advantages, mask, 0.2)
-    expected, metrics = compute_policy_loss_vanilla(old, new, advantages, mask, "token-mean", CONFIG)
-    assert loss.item() == expected.item()
-    for value, name in ((clipfrac, "pg_clipfrac"), (kl, "ppo_kl"), (lower, "pg_clipfrac_lower")):
-        assert value.item() == pytest.approx(metrics[name].value, abs=1e-6)

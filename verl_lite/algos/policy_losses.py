@@ -13,6 +13,7 @@ compare a token with all others in `covariance_losses`.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -85,14 +86,16 @@ def policy_loss(
             log_prob: torch.Tensor,
             advantages: torch.Tensor,
             response_mask: torch.Tensor,
-            loss_agg_mode: str,
-            config: Any,
+            loss_agg_mode: str = "token-mean",
+            config: Any = None,
             rollout_is_weights: torch.Tensor | None = None,
             *,
             batch_num_tokens: Count | None = None,
             global_batch_size: Count | None = None,
             **extras: Any,
         ) -> tuple[torch.Tensor, dict[str, Metric]]:
+            if config is None:  # optional in the signature alone, as in verl
+                raise ValueError(f"{formula.__name__}: config is missing; an ActorConfig or its like is expected.")
             given = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
             optional = {"rollout_is_weights": rollout_is_weights, "selected": extras.get("selected")}
             checked = given | {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -296,12 +299,13 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of `compute_policy_loss_vanilla` for a mini-batch given whole, with verl's older signature.
+    """Deprecated, as in verl: the loss of `compute_policy_loss_vanilla` for a mini-batch given whole.
 
     All tensors (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
     Raises ValueError if a clip range is neither given nor falls back to `cliprange`, or is negative, for a clip_ratio_c
     not above 1, shapes that differ, and a mask that keeps nothing.
     """
+    warnings.warn("compute_policy_loss is deprecated: compute_policy_loss_vanilla", DeprecationWarning, stacklevel=2)
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
