@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +100,17 @@ def test_stand_in_for_a_micro_batch_of_padding(arrange: object) -> None:
         assert matrix.shape == (rows, 3) and not matrix.any()
         matrix.sum().backward()
         assert values.grad.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("arrange", [pack, pad])
+def test_token_index_has_every_token_that_counts(arrange: Callable[[Mapping[str, torch.Tensor]], ModelInputs]) -> None:
+    """Those of rows with weight, before the last one that is predicted, and no others."""
+    columns = ragged_batch(Batch(rows=9, shared_prompts=3, failed_rows=(4,))).batch
+    inputs = arrange(columns)
+    found = inputs.token_index >= 0
+    assert torch.equal(inputs.input_ids.flatten()[inputs.token_index[found]], columns["input_ids"][found])
+    last = columns["attention_mask"].sum(1) * columns["response_mask"].any(1) - 1
+    assert torch.equal(found.sum(1), last.clamp(min=0)) and not (found & (columns["attention_mask"] == 0)).any()
 
 
 def test_packed_and_padded_predict_the_same_tokens() -> None:

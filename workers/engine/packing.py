@@ -52,6 +52,8 @@ class ModelInputs:
     padded.
     predict_index: (N,) positions in the flattened input that predict a response token; targets: (N,) those tokens.
     rows, columns: (N,) their places in the (b, R) response matrix of shape `response_shape`.
+    token_index: (b, P+R) where each token of the columns lies in the flattened input; -1 for those that influence no
+    prediction. Rows with a shared prompt have the same places there.
     num_active: how many of the N entries count. It is N, or 0 for a stand-in: a micro-batch with nothing to train still
     runs forward and backward on one predicted token, with weight zero, because ranks must take part in collectives
     alike.
@@ -65,6 +67,7 @@ class ModelInputs:
     targets: torch.Tensor
     rows: torch.Tensor
     columns: torch.Tensor
+    token_index: torch.Tensor
     response_shape: tuple[int, int]
     num_active: int
 
@@ -95,7 +98,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
-        return _stand_in(columns["input_ids"].device, tuple(mask.shape))
+        return _stand_in(columns["input_ids"], tuple(mask.shape))
     prompt_width = columns["input_ids"].shape[1] - mask.shape[1]
     used = _used_tokens(columns["attention_mask"], mask)
     order = active[torch.argsort(used[active].sum(dim=1), stable=True)]  # sorted, so that runs are long
@@ -110,6 +113,8 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     position[:, :prompt_width] = position[owner, :prompt_width]
     if own is not used:
         sequences = replace(sequences, expand=position[used], collapse=own[used].nonzero().squeeze(1))
+    token_index = torch.full_like(columns["input_ids"], -1)
+    token_index[order] = position.masked_fill(~used, -1)
     rows, response_columns = mask[order].nonzero(as_tuple=True)
     return ModelInputs(
         input_ids=input_ids[own].unsqueeze(0),
@@ -120,6 +125,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         targets=columns["responses"][order[rows], response_columns],
         rows=order[rows],
         columns=response_columns,
+        token_index=token_index,
         response_shape=(mask.shape[0], mask.shape[1]),
         num_active=len(rows),
     )
@@ -148,11 +154,12 @@ def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     rows, response_columns = mask.nonzero(as_tuple=True)
     if len(rows) == 0:
         return replace(
-            _stand_in(columns["input_ids"].device, tuple(mask.shape)),
+            _stand_in(columns["input_ids"], tuple(mask.shape)),
             sequences=None,
             attention_mask=torch.ones(1, 2, dtype=torch.long, device=mask.device),
         )
     width = columns["input_ids"].shape[1]
+    counts = _used_tokens(columns["attention_mask"], mask) & mask.any(dim=1, keepdim=True)
     return ModelInputs(
         input_ids=columns["input_ids"],
         position_ids=columns["position_ids"],
@@ -162,6 +169,7 @@ def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         targets=columns["responses"][rows, response_columns],
         rows=rows,
         columns=response_columns,
+        token_index=torch.arange(mask.shape[0] * width).view(-1, width).masked_fill(~counts, -1),
         response_shape=(mask.shape[0], mask.shape[1]),
         num_active=len(rows),
     )
@@ -183,8 +191,9 @@ def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
     )
 
 
-def _stand_in(device: torch.device, response_shape: tuple[int, ...]) -> ModelInputs:
-    """Two tokens, one prediction, weight zero."""
+def _stand_in(input_ids: torch.Tensor, response_shape: tuple[int, ...]) -> ModelInputs:
+    """Two tokens, one prediction, weight zero. input_ids: (b, P+R) of the micro-batch."""
+    device = input_ids.device
     return ModelInputs(
         input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
         position_ids=torch.arange(2, device=device).unsqueeze(0),
@@ -194,6 +203,7 @@ def _stand_in(device: torch.device, response_shape: tuple[int, ...]) -> ModelInp
         targets=torch.zeros(1, dtype=torch.long, device=device),
         rows=torch.zeros(0, dtype=torch.long, device=device),
         columns=torch.zeros(0, dtype=torch.long, device=device),
+        token_index=torch.full_like(input_ids, -1),
         response_shape=(response_shape[0], response_shape[1]),
         num_active=0,
     )
