@@ -154,6 +154,14 @@ def plan_batch(
     )
 
 
+def plan_samples(number: int, world_size: int, micro_batch_size: int) -> BatchPlan:
+    """`plan_batch` of one optimizer step over samples that all cost the same."""
+    ones = np.ones(number, dtype=np.int64)
+    return plan_batch(
+        ones, world_size=world_size, mini_batch_size=None, micro_batch_size=micro_batch_size, num_tokens=ones
+    )
+
+
 def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     """Splits items into `parts` sets of equal size and nearly equal cost: (parts, k) indices, k = ceil(B / parts).
 

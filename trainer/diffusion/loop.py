@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 
 from trainer.clips.writing import Strip, as_frames, draw_strips
@@ -28,7 +27,7 @@ from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
 from verl_lite.config import RunConfig, RunOptions
 from verl_lite.protocol import DataProto
-from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from verl_lite.seqlen_balance import BatchPlan, plan_samples
 from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.worker_group import WorkerGroup
 
@@ -152,8 +151,7 @@ class DiffusionRole(SavedByWorkers):
 
     def plan_of(self, rows: DataProto) -> BatchPlan:
         """All samples in one optimizer step, cut evenly. A row is a sample, whatever its size."""
-        ones, world = np.ones(len(rows), dtype=np.int64), self.group.world_size
-        return plan_batch(ones, world_size=world, mini_batch_size=None, micro_batch_size=self.together, num_tokens=ones)
+        return plan_samples(len(rows), self.group.world_size, self.together)
 
 
 def draw_before_and_after(

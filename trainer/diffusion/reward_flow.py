@@ -95,7 +95,10 @@ class FlowActorRole(DiffusionRole):
     """Beside what is resumed from, a checkpoint gets the adapter as diffusers reads it."""
 
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
-        """One optimizer step on the batch."""
+        """One optimizer step on the batch. Without noise_seed, as ROLL has it, the ranks plan it themselves."""
+        if "noise_seed" not in batch:
+            of_step = self.group.execute_all_sync("train_step", batch)[0].meta_info["metrics"]
+            return {name: Metric.last(value) for name, value in of_step.items()}
         return join(self.group.train_step(self.plan_of(batch).apply(batch)).meta_info["metrics"])
 
     def sample(self, batch: DataProto) -> DataProto:

@@ -189,12 +189,15 @@ class RewardFlowPolicy(EngineNetwork):
             "frames": (decoded.detach() + 1) / 2,
         }
         if is_scored:
-            reward, kl_coef = self.config.reward, self.config.actor.kl_loss_coef
-            losses = reward_flow_loss(
-                outputs["face_score"], kl, baseline=reward.baseline, std=reward.std, coef=reward.coef, kl_coef=kl_coef
-            )
-            outputs |= {"loss": losses * outputs["counted"], "kl_loss": kl}
+            outputs |= {"loss": self.loss(outputs["face_score"], kl) * outputs["counted"], "kl_loss": kl}
         return {name: _scattered(value, inputs) for name, value in outputs.items()}
+
+    def loss(self, face_score: torch.Tensor, kl_loss: torch.Tensor) -> torch.Tensor:
+        """`reward_flow_loss` of each sample, with the configured constants."""
+        reward, kl_coef = self.config.reward, self.config.actor.kl_loss_coef
+        return reward_flow_loss(
+            face_score, kl_loss, baseline=reward.baseline, std=reward.std, coef=reward.coef, kl_coef=kl_coef
+        )
 
     def _sample(self, inputs: FlowInputs, with_divergence: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents (n, C, T, h, w) after the last step, and the divergence (n,)."""

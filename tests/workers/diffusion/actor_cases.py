@@ -69,11 +69,18 @@ def gradient(
 
 
 @cache
-def plain_gradient(path: str, rows: int, without_face: tuple[int, ...] = ()) -> tuple[Arrays, float]:
-    """The same by autograd on the module alone, a sample at a time: no engine, no sharding. And the mean divergence."""
+def plain_gradient(
+    path: str, rows: int, without_face: tuple[int, ...] = (), noise: int | None = None
+) -> tuple[Arrays, float]:
+    """The same by autograd on the module alone, a sample at a time: no engine, no sharding. And the mean divergence.
+
+    noise: the seed of all samples'; None = that of the clip.
+    """
     arguments = BuildArguments(torch.float32, torch.float32, trains=True, with_weights=True, device=CPU)
     policy: Any = reward_flow_network(flow_config(path))(arguments)
     data, divergence = planned(clips(rows, without_face), 1, rows)[0], 0.0
+    if noise is not None:
+        data.batch["noise_seed"].fill_(noise)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if parameter.requires_grad:
