@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs verl_lite with its dependencies into it. Use: .install/install.sh [EXTRA ...], such as `dev bench`.
-# Does nothing when the same has been installed before. PYTHON names the interpreter (3.11 or later).
+# Does nothing when the same has been installed before. PYTHON names the interpreter
+# (3.11 or later), VERL_LITE_BUILD=cpu or gpu the build; else a CUDA device decides.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -8,8 +9,10 @@ python=${PYTHON:-python3}
 import sys
 sys.exit(sys.version_info < (3, 11))
 PY
-world=cpu
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then world=gpu; fi
+world=${VERL_LITE_BUILD:-cpu}
+if [ -z "${VERL_LITE_BUILD:-}" ] && command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    world=gpu
+fi
 extras=$(IFS=,; echo "$world${*:+,$*}")
 stamp="$extras $(cat setup.py .install/*.txt "$0" | cksum)"
 if [ -f .venv/.installed ] && [ "$(cat .venv/.installed)" = "$stamp" ]; then exit 0; fi
