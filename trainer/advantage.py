@@ -10,8 +10,9 @@ to predictions. `pipeline_config` is any object that has the options as attribut
 it lacks is off. Nothing that is given is changed, but for the two controllers.
 
 Estimators have verl's meaning: grpo normalises within the group itself. In ROLL rewards are normalised first, and
-every estimator but gae is REINFORCE; recipes/COMPARISON.md has its recipes under these options. With KL in the reward
-ROLL takes it off the normalised score and verl off the score that is normalised after.
+every estimator but gae is REINFORCE; that is what a batch without a column of groups gets here too, outside of a run.
+recipes/COMPARISON.md has its recipes under these options. With KL in the reward ROLL takes it off the normalised score
+and verl off the score that is normalised after.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ _SAME_NAMES = "values reward_baselines old_log_probs sum_pi_squared rollout_is_w
 ESTIMATOR_COLUMNS = {"index": "uid"} | {name: name for name in _SAME_NAMES.split()}
 """The column that each argument of an estimator is. One that names it needs it; rollout_is_weights alone may lack."""
 
+RETURNS_IN_ROLL = ("grpo", "gigpo", "step_reinforce")
+"""Estimators that compare rows with each other here, and in ROLL take rewards that were compared before."""
+
+_LABELS = ("uid", "traj_id", "step", "state_hash")
+
 
 @torch.no_grad()
 def reward_postprocess(
@@ -47,8 +53,9 @@ def reward_postprocess(
     from the sums of token_level_scores. Rows without a valid token (padding, a failed reward) count nowhere and get 0.
 
     Args:
-        pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`; groups are rows that share a uid),
-            reward_clip.
+        pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`), reward_clip. Groups are rows that
+            share a uid; without that column ROLL's, each actor_infer.generating_args.num_return_sequences
+            neighbours, and both types are group if adv_estimator=grpo.
         running_ctrl: `RunningMoments` by domain, else data_source (one is added for a new one), or one for all; it
             takes in this batch before it is read.
 
@@ -61,17 +68,21 @@ def reward_postprocess(
     stage = "reward_postprocess"
     scores, valid = response_scores(data, stage)
     types = getattr(pipeline_config, "norm_mean_type", None), getattr(pipeline_config, "norm_std_type", None)
-    groups = _column(data, "uid", f"{stage}: normalisation by group") if "group" in types else None
+    groups = _groups_of_roll(data, pipeline_config, stage)
+    if groups is not None and getattr(pipeline_config, "adv_estimator", None) == "grpo":
+        types = ("group", "group")
+    elif groups is None and "group" in types:
+        groups = _column(data, "uid", f"{stage}: normalisation by group")
     domains: list[Any] | None = None
     running: MutableMapping[Any, RunningMoments] | None
     running = {"all": running_ctrl} if isinstance(running_ctrl, RunningMoments) else running_ctrl
     if "running" in types:
         if running is None:
             raise ValueError(f"{stage}: running_ctrl is None; running statistics need RunningMoments to stand in.")
-        if running_ctrl is not running:
-            domains = ["all"] * len(data)
+        name = "domain" if "domain" in data else "data_source"
+        if running_ctrl is not running or (len(running) == 1 and name not in data):
+            domains = [*running] * len(data)
         else:
-            name = "domain" if "domain" in data.non_tensor_batch else "data_source"
             domains = _column(data, name, f"{stage}: running statistics").tolist()
         update_running(running, scores, valid, domains)
     rewards = normalise_scores(scores, valid, *types, groups=groups, domains=domains, running=running)
@@ -152,7 +163,10 @@ def compute_advantage(
     clipped; and returns, neither. With a clip meta_info["metrics"] gains critic/advantage_clip_frac, over valid tokens.
 
     Args:
-        gamma, lambd: discount, lambda of gae. pipeline_config: handed to the estimator as `config`.
+        gamma, lambd: discount, lambda of gae.
+        pipeline_config: handed to the estimator as `config`; a run gives it. Without it the function is ROLL's: gae is
+            whitened only where whiten_advantages asks for it, and where no column says which rows belong together
+            the estimators `RETURNS_IN_ROLL` are reinforce, of rewards that `reward_postprocess` normalised.
         whiten_rewards: of all valid tokens before the estimator, so that a longer answer loses more; those of the batch
             stay as they are (ROLL: replaced).
         whiten_advantages: of all valid tokens after it. Fewer than two valid tokens are not whitened.
@@ -161,6 +175,9 @@ def compute_advantage(
         ValueError: an unknown estimator, or a missing column: which, for whom, and who writes it.
     """
     stage = f"compute_advantage with adv_estimator={adv_estimator}"
+    is_rolls = pipeline_config is None
+    if is_rolls and adv_estimator in RETURNS_IN_ROLL and not any(name in data for name in _LABELS):
+        adv_estimator = "reinforce"
     check(data, ["token_level_rewards"], stage)
     rewards = data.batch["token_level_rewards"].float()
     mask = _response_mask(data, rewards.shape[-1]) if response_mask is None else response_mask
@@ -179,6 +196,7 @@ def compute_advantage(
         "config": pipeline_config,
         "norm_adv_by_std_in_grpo": getattr(pipeline_config, "norm_adv_by_std_in_grpo", True),
     }
+    given |= {"whiten": False} if is_rolls else {}
     raw_advantages, returns = _call_estimator(adv_estimator, data, given, stage)
     result = data.select()
     advantages = whiten_or_keep(raw_advantages, mask) if whiten_advantages else raw_advantages
@@ -205,6 +223,17 @@ def _column(data: DataProto, name: str, stage: str) -> Any:
     if name not in data:
         check(data, [name], stage)  # raises
     return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
+
+
+def _groups_of_roll(data: DataProto, pipeline_config: Any, stage: str) -> list[int] | None:
+    """The group of each row where no uid says it: num_return_sequences neighbours. None where that is not said."""
+    arguments = getattr(getattr(pipeline_config, "actor_infer", None), "generating_args", None)
+    size = getattr(arguments, "num_return_sequences", None)
+    if not size or "uid" in data:
+        return None
+    if len(data) % size:
+        raise ValueError(f"{stage}: num_return_sequences={size} does not divide the batch of {len(data)} rows.")
+    return [row // size for row in range(len(data))]
 
 
 def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:

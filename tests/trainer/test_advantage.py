@@ -1,4 +1,4 @@
-"""Rewards and advantages on the driver: seed 003's three functions, by hand and against loops, in both layouts."""
+"""Rewards and advantages on the driver, by hand and against loops, in the trainer's layout; ROLL's: `tests.seeds`."""
 
 from __future__ import annotations
 
@@ -65,56 +65,6 @@ def options(**given: Any) -> SimpleNamespace:
 
 def advantages_of(data: DataProto, name: str, config: Any = None, **kwargs: Any) -> torch.Tensor:
     return compute_advantage(data, 1.0, 1.0, name, pipeline_config=config, **kwargs).batch["advantages"]
-
-
-def test_the_example_of_the_seed_runs_as_it_stands() -> None:
-    """With ROLL's columns: one reward for each answer, a mask over prompt and answer, ref_log_probs."""
-    mask = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 1]])
-    tensors = {
-        "response_level_rewards": torch.tensor([1.0, 0.0, 0.0, 1.0]),
-        "response_mask": mask,
-        "old_log_probs": torch.full((4, 4), -1.0) * mask[:, 1:],
-        "ref_log_probs": torch.full((4, 4), -1.5) * mask[:, 1:],
-    }
-    data = DataProto.from_dict(tensors, {"uid": ["a", "a", "b", "b"]}, {"metrics": {"kept": 1.0}})
-    pipeline_config = options(
-        norm_mean_type=None, norm_std_type=None, reward_clip=None, adv_estimator="grpo", add_token_level_kl=True,
-        kl_penalty="kl",
-    )  # fmt: skip
-    kl_ctrl, running_ctrl = FixedKLController(0.1), {"maths": RunningMoments()}
-
-    # Step 1: Post-process response-level rewards
-    data, reward_metrics = reward_postprocess(data, pipeline_config, running_ctrl)
-
-    # Step 2: Add token-level KL penalty
-    data, kl_metrics = compute_token_reward(data, pipeline_config, kl_ctrl)
-
-    # Step 3: Compute advantages
-    data = compute_advantage(
-        data=data,
-        gamma=1.0,
-        lambd=1.0,
-        adv_estimator="grpo",
-        advantage_clip=5.0,
-        whiten_advantages=True,
-    )
-
-    # Access results
-    advantages = data.batch["advantages"]
-    returns = data.batch["returns"]
-
-    # each valid token costs 0.1 * 0.5; the answer's own reward stands on its last token
-    expected = [[0, -0.05, -0.05, 0.95], [0, -0.05, -0.05, 0], [0, -0.05, 0, 0], [0, -0.05, -0.05, 0.95]]
-    assert data.batch["token_level_rewards"].tolist() == [pytest.approx(row) for row in expected]
-    # scores 0.85, -0.1 | -0.05, 0.85: +-1/sqrt(2), then whitened over 3 + 2 + 1 + 3 tokens, six of them above
-    raw = np.array([1, 1, 1, -1, -1, -1, 1, 1, 1]) * math.sqrt(0.5)
-    whitened = (raw - raw.mean()) / raw.std(ddof=1)
-    assert advantages[mask[:, 1:].bool()].tolist() == pytest.approx(whitened.tolist(), abs=1e-4)
-    assert returns[0].tolist() == pytest.approx([0, *[math.sqrt(0.5)] * 3], abs=1e-5), "returns are not whitened"
-    assert torch.equal(data.batch["raw_advantages"], returns)
-    assert reward_metrics == {"critic/reward_clip_frac": 0.0}
-    assert kl_metrics["critic/kl"] == pytest.approx(0.5) and kl_metrics["critic/kl_coef"] == 0.1
-    assert data.meta_info["metrics"] == {"kept": 1.0, "critic/advantage_clip_frac": 0.0}, "none is overwritten"
 
 
 def test_groups_are_told_by_uid_and_failed_rows_count_nowhere() -> None:

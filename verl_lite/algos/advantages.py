@@ -93,14 +93,16 @@ def compute_gae_advantage_return(
     gamma: float = 1.0,
     lam: float = 1.0,
     lambd: float | None = None,
+    whiten: bool = True,
     **_: Any,
 ) -> Pair:
     """GAE: delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next (arXiv:1506.02438, eq. 16).
 
     next is the next valid token: V and A pass tokens under mask 0 unchanged, so that an environment's tokens between
     two turns are no steps. After the last valid token both are 0. returns = A + V; then A is whitened over all valid
-    tokens (kept as it is if there is only one; verl raises). token_level_rewards, values, response_mask: (B, T).
-    `lambd` is ROLL's name of `lam`; without response_mask every token counts, also as in ROLL.
+    tokens (kept as it is if there is only one; verl raises), unless `whiten` is false, as in ROLL.
+    token_level_rewards, values, response_mask: (B, T). `lambd` is ROLL's name of `lam`; without response_mask every
+    token counts, also as in ROLL.
     Raises ValueError if values are missing or shapes differ.
     """
     if response_mask is None:
@@ -121,7 +123,7 @@ def compute_gae_advantage_return(
         next_value = torch.where(valid_at[t], values_at[t], next_value)
     advantages = torch.where(is_valid, advantages_at.t(), 0)
     returns = (advantages + values).masked_fill_(~is_valid, 0)
-    return whiten_or_keep(advantages, is_valid), returns
+    return whiten_or_keep(advantages, is_valid) if whiten else advantages, returns
 
 
 # ---------------------------------------------------------------------------------------------------- GRPO and kin
