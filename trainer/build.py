@@ -53,6 +53,7 @@ from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
 from workers.policy.loading import load_model_config, longest_context
+from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
@@ -82,6 +83,8 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     """Reads, checks and tokenises the data, and tries the reward on two rows, or the environments: all that can fail
     cheaply. trains, scores: see `RayPPOTrainer`."""
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    coefficient = config.actor.router_aux_loss_coef
+    check_routers(config.model, [f"actor.router_aux_loss_coef={coefficient}"] if trains and coefficient else [])
     if config.is_agentic:
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)

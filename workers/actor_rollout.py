@@ -50,7 +50,8 @@ class ActorRolloutWorker(TrainingWorker):
         config, model = self.config, self.config.model
         assert model.path is not None
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
-        network = token_network(model, causal_lm(config.actor.log_prob_chunk_tokens))
+        policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers=config.actor.router_aux_loss_coef > 0)
+        network = token_network(model, policy)
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         self.max_model_len = (
             config.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
@@ -145,12 +146,14 @@ class ActorRolloutWorker(TrainingWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch. Gives metrics in meta_info."""
         self.phases.enter(Phase.TRAIN, self.engine)
+        options = {"calculate_router_aux_loss": True} if self.config.actor.router_aux_loss_coef else {}
         metrics = self.engine.train(
             data,
             self.loss_func,
             temperature=data.meta_info["temperature"],
             calculate_entropy=self._calculates_entropy,
             epochs=self.config.actor.ppo_epochs,
+            **options,
         )
         result = _of_actor(metrics)
         result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}

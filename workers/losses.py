@@ -47,11 +47,13 @@ def actor_loss(
         (b,) where the step needs them. Without old_log_probs the update is strictly on-policy and the ratio is 1 by
         construction.
     outputs: log_probs (b, R) with gradient; entropys (b, R) where asked for; kl (b, R) with gradient where the policy
-        knows its KL to the reference in closed form, which is then not estimated from ref_log_prob.
+        knows its KL to the reference in closed form, which is then not estimated from ref_log_prob; router_aux_loss
+        (b,) with gradient where its coefficient is set, of which the loss takes the mean over sequences.
     data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any); without
         them data is taken for the whole mini-batch.
     correction: with its bypass_mode old_log_probs are the rollout's, and the policy loss is corrected here.
-    Metrics: see `workers.loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss where there are any.
+    Metrics: see `workers.loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss, router_aux_loss where
+        there are any.
     """
     batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
     old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_probs.detach()
@@ -63,6 +65,10 @@ def actor_loss(
 
     loss, metrics = _policy_loss(data, log_probs, old_log_probs, config, counts, correction)
     parts, token_values = {"pg_loss": loss}, {}
+    if config.router_aux_loss_coef:
+        count = int(mask.any(-1).sum()) if sequences is None else sequences
+        parts["router_aux_loss"] = outputs["router_aux_loss"].sum() / max(1, count)
+        loss = loss + config.router_aux_loss_coef * parts["router_aux_loss"]
     if "entropys" in outputs:
         token_values["entropy"] = outputs["entropys"]
         parts["entropy_loss"] = aggregate(outputs["entropys"])

@@ -148,6 +148,7 @@ class ActorConfig(Options):
     use_kl_loss: bool = opt(False, "add a KL term against the reference model to the loss")
     kl_loss_coef: float = opt(0.001, "its weight", at_least(0))
     kl_loss_type: str = opt("low_var_kl", "k1 | abs | k2 | k3 (= low_var_kl); +: gradient of k2", KL_ESTIMATORS)
+    router_aux_loss_coef: float = opt(0.0, "mixtures of experts: weight of the loss that balances them", at_least(0))
     log_prob_chunk_tokens: int = opt(1024, "tokens whose logits exist at one time, for log-probs", at_least(1))
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "which policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")

@@ -17,6 +17,7 @@ from verl_lite.config import ModelConfig
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
+from workers.policy.router import Routers, load_balancing_loss
 
 # Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
 KEPT_LOGITS_BYTES = 32 << 20
@@ -35,14 +36,16 @@ class CausalLMPolicy(Policy):
 
     model: a `...ForCausalLM`. Its parameters appear under the prefix `model.`, followed by their Hugging Face names.
     chunk_tokens: tokens whose logits exist at one time (where they would need more than KEPT_LOGITS_BYTES in all).
+    routers: of the model, where something is asked of them.
     Raises ValueError for a model whose logits are not a linear function of its hidden states.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, chunk_tokens: int, routers: Routers | None = None) -> None:
         super().__init__()
         refuse_logit_transforms(model.config)
         self.model = model
         self.chunk_tokens = chunk_tokens
+        self.routers = routers
 
     def forward(
         self,
@@ -50,10 +53,19 @@ class CausalLMPolicy(Policy):
         temperature: float,
         calculate_entropy: bool,
         calculate_sum_pi_squared: bool = False,
+        calculate_router_aux_loss: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """log_probs (b, R), and where asked for entropys and sum_pi_squared (b, R): see `TokenStatistics`; 0
-        elsewhere."""
-        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
+        """log_probs (b, R), and where asked for entropys and sum_pi_squared (b, R): see `TokenStatistics`; 0 elsewhere.
+        Where asked for, router_aux_loss (b,): see `load_balancing_loss`."""
+        outputs = {}
+        if calculate_router_aux_loss:
+            assert self.routers is not None
+            with self.routers.watched() as routes:
+                hidden = self.hidden_states(inputs)
+            outputs["router_aux_loss"] = load_balancing_loss(routes, inputs.token_index)
+        else:
+            hidden = self.hidden_states(inputs)
+        hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)
         head = self.model.get_output_embeddings()
         statistics = token_log_probs(
             hidden,
@@ -65,17 +77,19 @@ class CausalLMPolicy(Policy):
             calculate_entropy=calculate_entropy,
             calculate_sum_pi_squared=calculate_sum_pi_squared,
         )
-        return {name: inputs.scatter(value) for name, value in statistics._asdict().items() if value is not None}
+        named = statistics._asdict().items()
+        return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
 
 
-def causal_lm(chunk_tokens: int) -> PolicyBuilder:
+def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:
     """Builds a `CausalLMPolicy`, with an adapter if `model.lora_rank` is above 0.
 
-    chunk_tokens: tokens whose logits exist at one time.
+    chunk_tokens: tokens whose logits exist at one time. with_routers: something will be asked of its routers.
     """
 
     def build(spec: NetworkSpec) -> CausalLMPolicy:
-        policy = CausalLMPolicy(build_network(AutoModelForCausalLM, spec), chunk_tokens)
+        model = build_network(AutoModelForCausalLM, spec)
+        policy = CausalLMPolicy(model, chunk_tokens, Routers(model) if with_routers else None)
         if isinstance(spec.model, ModelConfig) and spec.model.lora_rank > 0:
             policy.adapter = add_adapter(policy.model, spec.model)
         return policy

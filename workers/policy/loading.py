@@ -145,16 +145,17 @@ def shown(model: NetworkConfig) -> str:
 
 def count_parameters(model: NetworkConfig) -> int:
     """Parameters of a causal language model, tied ones once, by its config alone."""
-    return sum(parameter.numel() for parameter in _without_memory(model).parameters())
+    return sum(parameter.numel() for parameter in empty_network(model).parameters())
 
 
 def count_trained(model: NetworkConfig) -> int:
     """Those of them that learn, or the adapter's that learn in their place. UserError if the network has no layer that
     `model.target_modules` names."""
-    return count_trained_parameters(_without_memory(model), model)
+    return count_trained_parameters(empty_network(model), model)
 
 
-def _without_memory(model: NetworkConfig) -> PreTrainedModel:
+def empty_network(model: NetworkConfig) -> PreTrainedModel:
+    """The causal language model by its config alone: parameters without memory. UserError if it cannot be built."""
     config = load_model_config(model)
     remedy = "its config.json has to describe a causal language model; mend it, or the entries of model.override_config"
     with told_as(f"{shown(model)} cannot be built", remedy), torch.device("meta"):
@@ -162,7 +163,7 @@ def _without_memory(model: NetworkConfig) -> PreTrainedModel:
 
 
 def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
-    """A network of a transformers Auto class, without dropout.
+    """A network of a transformers Auto class, without dropout or other noise.
 
     new_head: the layer after the backbone may be missing from the checkpoint; it then starts as zeros. Raises UserError
     for a checkpoint that lacks anything else: a layer of random numbers is never what was meant.
@@ -182,8 +183,9 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if getattr(module, "attention_dropout", 0.0):
-            vars(module)["attention_dropout"] = 0.0
+        for noise in ("attention_dropout", "jitter_noise"):  # the latter before routers
+            if getattr(module, noise, 0.0):
+                vars(module)[noise] = 0.0
     return network
 
 
