@@ -42,13 +42,14 @@ class Routers:
         self._seen: list[Routes] | None = None
         for router in find_routers(network):
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
-            vars(router)["forward"] = partial(self._route, router.forward, int(router.top_k), matrix.shape[0])
+            vars(router)["forward"] = partial(self._route, router.forward, router.top_k, matrix.shape[0])
 
     @contextmanager
     def watched(self) -> Iterator[list[Routes]]:
         """The routes of the forward that runs inside, one entry for each router. What is computed again for the
         backward pass comes later and is not seen."""
-        self._seen = seen = []
+        seen: list[Routes] = []
+        self._seen = seen
         try:
             yield seen
         finally:
