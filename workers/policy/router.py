@@ -42,7 +42,8 @@ class Routers:
         self._seen: list[Routes] | None = None
         for router in find_routers(network):
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
-            vars(router)["forward"] = partial(self._route, router.forward, router.top_k, matrix.shape[0])
+            top_k: Any = router.top_k
+            vars(router)["forward"] = partial(self._route, router.forward, top_k, matrix.shape[0])
 
     @contextmanager
     def watched(self) -> Iterator[list[Routes]]:
