@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
+Part = float | torch.Tensor
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 _JOIN: dict[Reduction, Any] = {
     "mean": operator.add,
@@ -30,51 +32,71 @@ _JOIN: dict[Reduction, Any] = {
 class Metric:
     """A partial result: `total` over `count` things, and how two of them become one.
 
-    Build it with one of the five class methods. Floats inside, so it pickles small and holds no graph and no device.
+    Build it with one of the five class methods. What a loss gives are scalar tensors that stay on their device, so that
+    nobody waits for it; `to_host` makes floats of them, once a batch. Over a count of 0 it is left out of the report.
     """
 
     reduction: Reduction
-    total: float
-    count: float = 1.0
+    total: Part
+    count: Part = 1.0
 
     @classmethod
-    def mean(cls, total: float, count: float) -> Metric:
-        """A sum over `count` things, reported as total / count; left out of the report if the count is 0 in all."""
-        return cls("mean", float(total), float(count))
+    def mean(cls, total: Part, count: Part) -> Metric:
+        """A sum over `count` things, reported as total / count."""
+        return cls("mean", _part(total), _part(count))
 
     @classmethod
-    def sum(cls, value: float) -> Metric:
+    def sum(cls, value: Part) -> Metric:
         """Reported as the sum of all parts."""
-        return cls("sum", float(value))
+        return cls("sum", _part(value))
 
     @classmethod
-    def max(cls, value: float) -> Metric:
-        """Reported as the largest part; NaN if any part is."""
-        return cls("max", float(value))
+    def max(cls, value: Part, count: Part = 1) -> Metric:
+        """Of `count` things; reported as the largest part; NaN if any part is."""
+        return cls("max", _part(value), _part(count))
 
     @classmethod
-    def min(cls, value: float) -> Metric:
-        """Reported as the smallest part; NaN if any part is."""
-        return cls("min", float(value))
+    def min(cls, value: Part, count: Part = 1) -> Metric:
+        """Of `count` things; reported as the smallest part; NaN if any part is."""
+        return cls("min", _part(value), _part(count))
 
     @classmethod
-    def last(cls, value: float) -> Metric:
+    def last(cls, value: Part) -> Metric:
         """Reported as the part combined last: a setting, such as a learning rate."""
-        return cls("last", float(value))
+        return cls("last", _part(value))
 
     @property
     def value(self) -> float:
         """The number to report; NaN for a mean over nothing."""
         if self.reduction == "mean":
-            return self.total / self.count if self.count else math.nan
-        return self.total
+            return float(self.total) / float(self.count) if self.count else math.nan
+        return float(self.total)
 
     def __add__(self, other: Metric) -> Metric:
         """Both parts as one. Raises ValueError if their reductions differ."""
         if self.reduction != other.reduction:
             raise ValueError(f"Metric: cannot combine a {self.reduction} with a {other.reduction}.")
-        total = _JOIN[self.reduction](self.total, other.total)
-        return Metric(self.reduction, float(total), self.count + other.count if self.reduction == "mean" else 1.0)
+        total = _JOIN[self.reduction](float(self.total), float(other.total))
+        return Metric(self.reduction, float(total), float(self.count) + float(other.count))
+
+
+def _part(value: Part) -> Part:
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+
+
+def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
+    """The same with floats inside, in one transfer for all."""
+    metrics = [metric for part in parts for metric in part.values()]
+    tensors = [each for metric in metrics for each in (metric.total, metric.count) if isinstance(each, torch.Tensor)]
+    numbers = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else ())
+
+    def on_host(part: Part) -> float:
+        return next(numbers) if isinstance(part, torch.Tensor) else part
+
+    return [
+        {name: Metric(metric.reduction, on_host(metric.total), on_host(metric.count)) for name, metric in part.items()}
+        for part in parts
+    ]
 
 
 def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -98,8 +120,8 @@ def join(parts: Mapping[str, Sequence[Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers to report; means over nothing are left out, since they have no value (0 would be a lie)."""
-    return {name: metric.value for name, metric in metrics.items() if metric.reduction != "mean" or metric.count}
+    """The numbers to report; what is over nothing is left out, since it has no value (0 would be a lie)."""
+    return {name: metric.value for name, metric in metrics.items() if metric.count}
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

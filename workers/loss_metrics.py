@@ -1,7 +1,7 @@
 """What the actor's update reports: parts of the loss, and how far the policy has moved from the one that sampled.
 
 Each number travels as a part with its reduction (`Metric`), so that what a step reports does not depend on how the
-batch was cut. All parts of one micro-batch go to the host in one transfer. Names are those of ROLL's agentic actor.
+batch was cut. The parts stay on the device: see `verl_lite.metrics.to_host`. Names are those of ROLL's agentic actor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def loss_metrics(
     config: Any,
     num_tokens: int | None,
 ) -> dict[str, Metric]:
-    """The metrics of one micro-batch; none at all if it has no valid token.
+    """The metrics of one micro-batch.
 
     parts: scalars whose sum over micro-batches and ranks is a mini-batch's value, reported as the mean over the
         mini-batches of a step. Each counts by its share of num_tokens (null = all tokens are here): 1 in a mini-batch.
@@ -71,25 +71,16 @@ def loss_metrics(
     }
     is_valid = response_mask != 0
     lengths = is_valid.sum(dim=-1)
-    scalars = {
-        "tokens": lengths.sum(),
-        "sequences": (lengths > 0).sum(),
-        "ratio_mean": (masked_sum(ratio, response_mask, axis=-1) / lengths.clamp(min=1)).sum(),
-        "ratio_max": torch.where(is_valid, ratio, -torch.inf).amax(),
-        "ratio_min": torch.where(is_valid, ratio, torch.inf).amin(),
-        **{name: masked_sum(values.to(ratio.dtype), response_mask) for name, values in token_values.items()},
-        **parts,
-    }
-    host = torch.stack([value.double() for value in scalars.values()]).tolist()
-    numbers = dict(zip(scalars, host, strict=True))
-    tokens = numbers["tokens"]
-    if not tokens:
-        return {}
-    share = tokens / max(1, tokens if num_tokens is None else num_tokens)
+    tokens = lengths.sum()
+    share = tokens.double() / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
+    by_sequence = masked_sum(ratio, response_mask, axis=-1) / lengths.clamp(min=1)
     return {
-        "ratio_mean": Metric.mean(numbers["ratio_mean"], numbers["sequences"]),
-        "ratio_max": Metric.max(numbers["ratio_max"]),
-        "ratio_min": Metric.min(numbers["ratio_min"]),
-        **{name: Metric.mean(numbers[name], tokens) for name in token_values},
-        **{name: Metric.mean(numbers[name], share) for name in parts},
+        "ratio_mean": Metric.mean(by_sequence.sum(), (lengths > 0).sum()),
+        "ratio_max": Metric.max(torch.where(is_valid, ratio, -torch.inf).amax(), tokens),
+        "ratio_min": Metric.min(torch.where(is_valid, ratio, torch.inf).amin(), tokens),
+        **{
+            name: Metric.mean(masked_sum(values.to(ratio.dtype), response_mask), tokens)
+            for name, values in token_values.items()
+        },
+        **{name: Metric.mean(value, share) for name, value in parts.items()},
     }

@@ -173,7 +173,7 @@ def critic_loss(
     outputs: values (b, R) with gradient. actor: gives loss_agg_mode where the critic has none, and loss_scale_factor.
     """
     new_values, mask = outputs["values"], data.batch["response_mask"]
-    tokens, valid = data.meta_info["num_tokens"], float(mask.sum())
+    tokens, valid = data.meta_info["num_tokens"], mask.sum().double()
     loss, clipped_share = compute_value_loss(
         new_values,
         data.batch["returns"],
@@ -185,10 +185,10 @@ def critic_loss(
         global_batch_size=data.meta_info["num_sequences"],
         loss_scale_factor=actor.loss_scale_factor,
     )
-    value = Metric.mean(float(loss.detach()), valid / max(1, tokens))
+    value = Metric.mean(loss, valid / max(1, tokens))
     return loss, {
         "vf_loss": value,
-        "vf_clipfrac": Metric.mean(float(clipped_share) * valid, valid),
-        "vpred_mean": Metric.mean(float(masked_sum(new_values.detach(), mask)), valid),
+        "vf_clipfrac": Metric.mean(clipped_share * valid, valid),
+        "vpred_mean": Metric.mean(masked_sum(new_values.detach(), mask), valid),
         "loss": value,
     }

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from verl_lite.metrics import Metric, combine
+from verl_lite.metrics import Metric, combine, to_host
 from verl_lite.protocol import DataProto
 
 # (micro-batch, outputs of the forward with gradient) -> (loss to be summed over micro-batches and ranks, metrics)
@@ -72,7 +72,7 @@ def train_epochs(
                 between()
             metrics.append(engine.optimizer_step())
             between()
-    return combine(metrics)
+    return combine(to_host(metrics))
 
 
 @torch.no_grad()

@@ -158,9 +158,9 @@ def call_policy_loss(
     loss, metrics = loss_fn(*arguments, **given)
     if all(isinstance(value, Metric) for value in metrics.values()):
         return loss, dict(metrics)
-    tokens = float(response_mask.bool().sum())
+    tokens = response_mask.bool().sum().double()
     return loss, {
-        name: value if isinstance(value, Metric) else Metric.mean(float(value) * tokens, tokens)
+        name: value if isinstance(value, Metric) else Metric.mean(value * tokens, tokens)
         for name, value in metrics.items()
     }
 
@@ -186,10 +186,11 @@ def _require_whole(name: str, is_valid: torch.Tensor, batch_num_tokens: Count | 
 
 
 def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str, Metric]:
-    """Metrics that are means over valid tokens, moved to the host in one transfer. Each value: (B, T)."""
-    totals = torch.stack([masked_sum(value.detach().float(), response_mask) for value in values.values()])
-    host = torch.cat([totals, response_mask.bool().sum()[None].to(totals.dtype)]).tolist()
-    return {name: Metric.mean(total, host[-1]) for name, total in zip(values, host[:-1], strict=True)}
+    """Metrics that are means over valid tokens. Each value: (B, T)."""
+    tokens = response_mask.bool().sum()
+    return {
+        name: Metric.mean(masked_sum(value.detach().float(), response_mask), tokens) for name, value in values.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- ratios

@@ -20,13 +20,11 @@ def rollout_probs_diff(
 
     All arguments (B, R). The trainer's log-probs are those before the update.
     """
-    mask = response_mask.bool()
-    difference = (log_probs.exp() - rollout_log_probs.exp()).abs()[mask].double()
-    if difference.numel() == 0:
-        return {}
+    is_valid = response_mask.bool()
+    difference = torch.where(is_valid, (log_probs.exp() - rollout_log_probs.exp()).abs(), 0).double()
     return {
-        "training/rollout_probs_diff_mean": Metric.mean(float(difference.sum()), difference.numel()),
-        "training/rollout_probs_diff_max": Metric.max(float(difference.max())),
+        "training/rollout_probs_diff_mean": Metric.mean(difference.sum(), is_valid.sum()),
+        "training/rollout_probs_diff_max": Metric.max(difference.amax(), is_valid.sum()),
     }
 
 
@@ -47,33 +45,29 @@ def mismatch_metrics(
     """
     is_valid = response_mask != 0
     lengths = is_valid.sum(dim=-1)
-    has_token, tokens = lengths > 0, int(lengths.sum())
-    if not tokens:
-        return {}
+    has_token, rows, tokens = lengths > 0, (lengths > 0).sum(), lengths.sum()
+
+    def row_sums(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
+
+    def mean_over_rows(values: torch.Tensor) -> Metric:
+        return Metric.mean(torch.where(has_token, values, 0).sum(), rows)
+
+    training = -row_sums(log_probs) / lengths.clamp(min=1)  # (b,): per token
+    of_training = {"training_ppl": training.exp(), "training_log_ppl": training}
     if rollout_log_probs is None:
-        totals = torch.where(is_valid, at_least_fp32(log_probs), 0).sum(dim=-1, dtype=torch.float64)[has_token]
-        alone = -totals / lengths[has_token]
-        return {
-            "rollout_corr/training_ppl": Metric.mean(float(alone.exp().sum()), len(alone)),
-            "rollout_corr/training_log_ppl": Metric.mean(float(alone.sum()), len(alone)),
-        }
+        return {f"rollout_corr/{name}": mean_over_rows(values) for name, values in of_training.items()}
     log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
-    totals = torch.stack(
-        [
-            torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)[has_token]
-            for values in (log_probs, rollout_log_probs, log_ratio)
-        ]
-    )
-    training, rollout, change = -totals / lengths[has_token]  # (3, b): per token, of each row that has one
-    summed = totals[2].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio_sums = row_sums(log_ratio)
+    rollout, change = -row_sums(rollout_log_probs) / lengths.clamp(min=1), -ratio_sums / lengths.clamp(min=1)
+    summed = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     by_token = {
         "kl": -log_ratio,
         "k3_kl": log_ratio.expm1() - log_ratio,
         "chi2_token": (2 * log_ratio).expm1(),
     }
     by_row = {
-        "training_ppl": training.exp(),
-        "training_log_ppl": training,
+        **of_training,
         "rollout_ppl": rollout.exp(),
         "rollout_log_ppl": rollout,
         "log_ppl_diff": change,
@@ -81,13 +75,8 @@ def mismatch_metrics(
         "ppl_ratio": change.exp(),
         "chi2_seq": (2 * summed).expm1(),
     }
-    means = [values.sum(dtype=torch.float64) for values in (*by_token.values(), *by_row.values())]
-    numbers = torch.stack([*means, change.max(), change.min()]).tolist()  # one transfer
-    counts = [tokens] * len(by_token) + [totals.shape[1]] * len(by_row)
-    metrics = {
-        f"rollout_corr/{name}": Metric.mean(number, count)
-        for name, number, count in zip((*by_token, *by_row), numbers, counts, strict=False)
-    }
-    metrics["rollout_corr/log_ppl_diff_max"] = Metric.max(numbers[-2])
-    metrics["rollout_corr/log_ppl_diff_min"] = Metric.min(numbers[-1])
-    return metrics
+    metrics = {name: Metric.mean(values.sum(dtype=torch.float64), tokens) for name, values in by_token.items()}
+    metrics |= {name: mean_over_rows(values) for name, values in by_row.items()}
+    metrics["log_ppl_diff_max"] = Metric.max(torch.where(has_token, change, -torch.inf).amax(), rows)
+    metrics["log_ppl_diff_min"] = Metric.min(torch.where(has_token, change, torch.inf).amin(), rows)
+    return {f"rollout_corr/{name}": metric for name, metric in metrics.items()}
