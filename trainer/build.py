@@ -52,7 +52,7 @@ from workers.actor_rollout import ActorRolloutWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
-from workers.policy.loading import load_model_config, longest_context
+from workers.policy.loading import load_model_config, longest_context, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
@@ -133,6 +133,8 @@ class PPOJob(Job[PPOConfig]):
         for part in dict.fromkeys((self.data.train, self.data.val)):
             if part is not None:
                 self.console.print(part.report)
+        if self.kind.trains and (line := packing_note(self.config.model)):
+            self.console.note(line)
         self.total_steps = count_steps(self.config, self.data.epoch_prompts)
         return self.total_steps
 

@@ -7,25 +7,43 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from tests.workers.engine_cases import PROMPT, Batch, ragged_batch
+from tests.workers.model_families import tiny_config, tiny_network
+from verl_lite.errors import UserError
 from workers.engine.packing import pad
 from workers.policy import causal_lm
-from workers.policy.causal_lm import CausalLMPolicy, refuse_logit_transforms, token_log_probs
+from workers.policy.causal_lm import (
+    PLAIN_LOGITS,
+    CausalLMPolicy,
+    LogitTransform,
+    TokenStatistics,
+    logit_transform,
+    token_log_probs,
+)
 
 
 def naive(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    transform: LogitTransform = PLAIN_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row by row, by the definitions."""
     log_probs, entropys = [], []
     for row, target in zip(hidden, targets.tolist(), strict=True):
-        logits = (weight @ row + (0 if bias is None else bias)) / temperature
+        logits = transform.scale * (weight @ row + (0 if bias is None else bias))
+        if transform.cap is not None:
+            logits = transform.cap * torch.tanh(logits / transform.cap)
+        logits = logits / temperature
         log_p = logits - logits.exp().sum().log()
         log_probs.append(log_p[target])
         entropys.append(-(log_p.exp() * log_p).sum())
@@ -34,9 +52,17 @@ def naive(
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 100])
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("with_bias", "transform"),
+    [
+        (False, PLAIN_LOGITS),
+        (True, PLAIN_LOGITS),
+        (True, LogitTransform(0.3)),
+        (False, LogitTransform(1.5, 2.0)),
+    ],
+)
 def test_equals_naive_in_fp64(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kept_bytes: int, with_bias: bool
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kept_bytes: int, with_bias: bool, transform: LogitTransform
 ) -> None:
     monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(0)
@@ -52,18 +78,26 @@ def test_equals_naive_in_fp64(
     def loss(log_probs: torch.Tensor, entropys: torch.Tensor) -> torch.Tensor:
         return (weights[0] * log_probs).sum() + (weights[1] * entropys).sum()
 
-    expected = naive(*inputs, targets, 0.7)
-    found = token_log_probs(*inputs, targets, temperature=0.7, chunk_tokens=chunk_tokens, calculate_entropy=True)
+    def found_by(calculate_entropy: bool) -> TokenStatistics:
+        return token_log_probs(
+            *inputs,
+            targets,
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+            calculate_entropy=calculate_entropy,
+            transform=transform,
+        )
+
+    expected = naive(*inputs, targets, 0.7, transform)
+    found = found_by(calculate_entropy=True)
     for one, other in zip(found[:2], expected, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
     expected_grads = torch.autograd.grad(loss(*expected), variables)
     for one, other in zip(torch.autograd.grad(loss(*found[:2]), variables), expected_grads, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
-    without, *none = token_log_probs(
-        *inputs, targets, temperature=0.7, chunk_tokens=chunk_tokens, calculate_entropy=False
-    )
+    without, *none = found_by(calculate_entropy=False)
     assert none == [None, None]
-    expected_grads = torch.autograd.grad((weights[0] * naive(*inputs, targets, 0.7)[0]).sum(), variables)
+    expected_grads = torch.autograd.grad((weights[0] * naive(*inputs, targets, 0.7, transform)[0]).sum(), variables)
     for one, other in zip(torch.autograd.grad((weights[0] * without).sum(), variables), expected_grads, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
@@ -151,9 +185,37 @@ def test_peak_memory_does_not_grow_with_tokens() -> None:
     assert 20 < many < 150 and many < 1.2 * few + 10, output
 
 
-def test_models_with_transformed_logits_are_refused() -> None:
-    plain = SimpleNamespace(model_type="qwen2", final_logit_softcapping=None, logits_scaling=1.0)
-    refuse_logit_transforms(plain)
-    for name, value in (("final_logit_softcapping", 30.0), ("logit_scale", 0.0625), ("logits_scaling", 8.0)):
-        with pytest.raises(ValueError, match=name):
-            refuse_logit_transforms(SimpleNamespace(model_type="other", **{name: value}))
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("llama", {}, (1.0, None)),
+        ("gemma2", {"final_logit_softcapping": 30.0}, (1.0, 30.0)),
+        ("cohere2", {"logit_scale": 0.0625}, (0.0625, None)),
+        ("granite", {"logits_scaling": 8.0}, (0.125, None)),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, (0.5, None)),
+        ("recurrent_gemma", {"logits_soft_cap": 20.0}, (1.0, 20.0)),
+    ],
+)
+def test_what_a_model_does_to_its_logits_is_found(
+    family: str, options: dict[str, float], expected: tuple[float, float | None]
+) -> None:
+    network = tiny_network(family, **options)
+    scale, cap = logit_transform(network)
+    assert (scale, cap or 0.0) == pytest.approx((expected[0], expected[1] or 0.0), rel=1e-6)
+    assert "forward" not in vars(network.base_model), "the backbone computes again"
+
+
+def test_other_transforms_of_logits_are_refused() -> None:
+    class Shifted(LlamaForCausalLM):
+        def forward(self, **kwargs: Any) -> Any:
+            output = super().forward(**kwargs)
+            output.logits = output.logits + 1.0
+            return output
+
+    class WithMore(LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            return SimpleNamespace(logits=self.lm_head(self.model(input_ids)[0] * 2.0))
+
+    for network in (Shifted(tiny_config("llama")), WithMore(tiny_config("llama"))):
+        with pytest.raises(UserError, match=type(network).__name__):
+            logit_transform(network)

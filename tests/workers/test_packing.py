@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.workers.engine_cases import PROMPT, RESPONSE, Batch, ragged_batch
-from workers.engine.packing import ModelInputs, PackedSequences, pack, packed_attention, pad
+from workers.engine.packing import ModelInputs, PackedSequences, align, pack, packed_attention, pad
 
 
 def rows_of(*rows: tuple[list[int], list[int]], prompt: int = 4, response: int = 3) -> dict[str, torch.Tensor]:
@@ -38,6 +37,19 @@ def test_kept_tokens_by_hand() -> None:
     assert inputs.predict_index.tolist() == [0, 3, 4]  # after 6; after 3; after 4
     assert inputs.targets.tolist() == [7, 4, 5]
     assert inputs.scatter(torch.tensor([10.0, 20.0, 30.0])).tolist() == [[20, 30, 0], [10, 0, 0]]
+
+
+def test_aligned_tokens_by_hand() -> None:
+    """Every sequence begins in the first column, without what nothing predicts from; padding comes last."""
+    columns = rows_of(([1, 2, 3], [4, 5]), ([6], [7]), ([8], [9]))
+    columns["response_mask"][2] = 0
+    inputs = align(columns)
+    assert inputs.input_ids.tolist() == [[1, 2, 3, 4], [6, 0, 0, 0]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert inputs.sequences is None and inputs.attention_mask is None
+    assert inputs.predict_index.tolist() == [2, 3, 4]  # after 3; after 4; after 6
+    assert inputs.targets.tolist() == [4, 5, 7]
+    assert inputs.scatter(torch.tensor([10.0, 20.0, 30.0])).tolist() == [[10, 20, 0], [30, 0, 0], [0, 0, 0]]
 
 
 def test_a_shared_prompt_is_kept_once() -> None:
@@ -88,7 +100,7 @@ def test_holes_in_the_response_mask() -> None:
     assert pack(columns).input_ids.tolist() == [[1]]
 
 
-@pytest.mark.parametrize("arrange", [pack, pad])
+@pytest.mark.parametrize("arrange", [pack, pad, align])
 def test_stand_in_for_a_micro_batch_of_padding(arrange: object) -> None:
     for rows in (2, 0):
         columns = {name: value[:rows] for name, value in rows_of(([1, 2], [3]), ([4], [5, 6])).items()}
@@ -115,9 +127,9 @@ def test_token_index_has_every_token_that_counts(arrange: Callable[[Mapping[str,
 
 def test_packed_and_padded_predict_the_same_tokens() -> None:
     columns = ragged_batch(Batch(rows=9, shared_prompts=3)).batch
-    packed, padded = pack(columns), pad(columns)
-    context = packed.input_ids[0][packed.predict_index], padded.input_ids.flatten()[padded.predict_index]
-    for inputs, last in zip((packed, padded), context, strict=True):
+    packed, padded, aligned = pack(columns), pad(columns), align(columns)
+    for inputs in (packed, padded, aligned):
+        last = inputs.input_ids.flatten()[inputs.predict_index]
         source = columns["input_ids"][inputs.rows, PROMPT + inputs.columns - 1]
         assert torch.equal(last, source)
         assert torch.equal(inputs.targets, columns["responses"][inputs.rows, inputs.columns])
@@ -126,8 +138,21 @@ def test_packed_and_padded_predict_the_same_tokens() -> None:
     assert torch.equal(grid.long(), columns["response_mask"])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(4, 4, None), (4, 2, None), (4, 1, 3)])
-def test_attention_equals_each_sequence_alone(heads: int, kv_heads: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window", "softcap", "sinks"),
+    [
+        (4, 4, None, None, None),
+        (4, 2, None, None, None),
+        (4, 1, 3, None, None),
+        (4, 2, None, 0.5, None),
+        (4, 2, 3, 0.5, None),
+        (4, 2, None, None, [0.5, -1.0, 2.0, 0.0]),
+        (4, 1, 3, None, [0.5, -1.0, 2.0, 0.0]),
+    ],
+)
+def test_attention_equals_each_sequence_alone(
+    heads: int, kv_heads: int, window: int | None, softcap: float | None, sinks: list[float] | None
+) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [1, 3, 3, 3, 5, 8]
     inputs = pack(rows_of(*[([7] * length, [9]) for length in lengths], prompt=8))
@@ -141,7 +166,16 @@ def test_attention_equals_each_sequence_alone(heads: int, kv_heads: int, window:
 
     query, key, value = draw(heads), draw(kv_heads), draw(kv_heads)
     output, _ = packed_attention(
-        torch.nn.Identity(), query, key, value, None, 0.3, packed_sequences=sequences, sliding_window=window
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        0.3,
+        packed_sequences=sequences,
+        sliding_window=window,
+        softcap=softcap,
+        s_aux=None if sinks is None else torch.tensor(sinks),
     )
     places = torch.arange(total) if sequences.expand is None else sequences.expand
     expected = torch.zeros(total, heads, 16)
@@ -152,7 +186,11 @@ def test_attention_equals_each_sequence_alone(heads: int, kv_heads: int, window:
         for head in range(heads):
             source = head // (heads // kv_heads)
             scores = 0.3 * query[0, head, part] @ key[0, source, part].T
-            expected[part, head] = F.softmax(scores.masked_fill(mask == 0, -torch.inf), -1) @ value[0, source, part]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            unscaled = scores.masked_fill(mask == 0, -torch.inf).exp()
+            total = unscaled.sum(-1, keepdim=True) + (0 if sinks is None else torch.tensor(sinks[head]).exp())
+            expected[part, head] = unscaled / total @ value[0, source, part]
     assert torch.allclose(output[0], expected, atol=1e-5)
 
 
@@ -161,5 +199,8 @@ def test_attention_refuses_what_it_does_not_compute() -> None:
     sequences = pack(rows_of(([1, 2, 3], [4, 5]))).sequences
     with pytest.raises(ValueError, match="use_remove_padding=false"):
         packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None)
+    both = {"softcap": 50.0, "s_aux": torch.zeros(2)}
     with pytest.raises(ValueError, match="soft-capping"):
-        packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None, packed_sequences=sequences, softcap=50.0)
+        packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None, packed_sequences=sequences, **both)
+    with pytest.raises(ValueError, match="mask of its own"):
+        packed_attention(torch.nn.Identity(), tensor, tensor, tensor, tensor, packed_sequences=sequences)

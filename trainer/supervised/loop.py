@@ -38,7 +38,7 @@ from verl_lite.single_controller.guard import guarded
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engine.checkpoint import export
 from workers.phase import Phase, PhaseManager
-from workers.policy.loading import PolicyBuilder, token_network
+from workers.policy.loading import PolicyBuilder, packing_note, token_network
 from workers.training_worker import TrainingWorker
 from workers.update import LossFunction
 
@@ -203,6 +203,8 @@ class SupervisedJob(Job[Options]):
 
     def read_data(self) -> int:
         self.task = self.read_task()
+        if line := packing_note(self.config.model):
+            self.console.note(line)
         data: SupervisedDataConfig = self.config.data
         longest = max(len(row) for row in (*self.task.train, *self.task.val))
         if longest > data.max_token_len_per_gpu:

@@ -3,9 +3,13 @@ back.
 
 `pack` leaves out padding, repeated prompts (samples of one prompt in the same micro-batch share its tokens) and
 whatever follows the last predicting position. `pad` is the plain padded form (`model.use_remove_padding=false`) that
-it is tested against. The attention function registered here with transformers keeps the sequences apart: SDPA by runs
-of equal length, on CUDA variable-length flash attention. Only attention sees a shared prompt once per sample; all
-other layers see it once.
+it is tested against. `align` is the form for networks with other layers than attention that look at several tokens
+(`workers.policy.token_mixing`): each sequence in a row of its own, from the first column on, so that padding comes
+after everything that counts and no causal layer, of whatever kind, can see it.
+
+The attention function registered here with transformers keeps the sequences of a packed row apart: SDPA by runs of
+equal length, on CUDA variable-length flash attention. Only attention sees a shared prompt once per sample; all other
+layers see it once.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +52,8 @@ class PackedSequences:
 class ModelInputs:
     """What the policy's forward takes, and the way back to the (b, R) matrix of responses.
 
-    input_ids, position_ids: (1, T) packed or (b, S) padded. sequences: set if packed; attention_mask (b, S): set if
-    padded.
+    input_ids, position_ids: (1, T) packed, (b, S) padded, (n, L) aligned. sequences: set if packed; attention_mask
+    (b, S): set if padded.
     predict_index: (N,) positions in the flattened input that predict a response token; targets: (N,) those tokens.
     rows, columns: (N,) their places in the (b, R) response matrix of shape `response_shape`.
     token_index: (b, P+R) where each token of the columns lies in the flattened input; -1 for those that influence no
@@ -175,6 +179,40 @@ def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     )
 
 
+def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
+    """The aligned form of a micro-batch: the tokens that `pack` keeps, each sequence from the first column on.
+    Arguments as there."""
+    mask = _response_mask(columns)
+    active = mask.any(dim=1).nonzero().squeeze(1)
+    if len(active) == 0:
+        return replace(_stand_in(columns["input_ids"], tuple(mask.shape)), sequences=None)
+    used = _used_tokens(columns["attention_mask"], mask)[active]
+    column = used.cumsum(dim=1) - 1  # of each token in its new row
+    longest = int(column.max()) + 1
+    places = used.nonzero()[:, 0], column[used]
+    input_ids = columns["input_ids"].new_zeros(len(active), longest)
+    input_ids[places] = columns["input_ids"][active][used]
+    position_ids = torch.arange(longest).repeat(len(active), 1)  # padding goes on counting
+    position_ids[places] = columns["position_ids"][active][used]
+    index = column + torch.arange(len(active)).unsqueeze(1) * longest
+    token_index = torch.full_like(columns["input_ids"], -1)
+    token_index[active] = index.masked_fill(~used, -1)
+    rows, response_columns = mask[active].nonzero(as_tuple=True)
+    return ModelInputs(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        sequences=None,
+        attention_mask=None,
+        predict_index=index[rows, used.shape[1] - mask.shape[1] + response_columns - 1],
+        targets=columns["responses"][active[rows], response_columns],
+        rows=active[rows],
+        columns=response_columns,
+        token_index=token_index,
+        response_shape=(mask.shape[0], mask.shape[1]),
+        num_active=len(rows),
+    )
+
+
 def _response_mask(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """(b, R) bool; False in padding rows."""
     mask = columns["response_mask"].bool()
@@ -224,18 +262,24 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each packed sequence, as an attention function of transformers.
 
-    query: (1, H, T, D); key, value: (1, K, T, D), K dividing H. Returns (1, T, H, D). Raises ValueError for variants of
-    attention that it does not compute. Dropout is not applied: a policy gradient needs the policy that sampled.
+    query: (1, H, T, D); key, value: (1, K, T, D), K dividing H. softcap: of the scores, as in Gemma 2. s_aux: (H,)
+    sinks, scores that take part in the softmax and give nothing, as in GPT-OSS. Returns (1, T, H, D). Raises
+    ValueError for variants of attention that it does not compute. Dropout is not applied: a policy gradient needs the
+    policy that sampled.
     """
     remedy = f"set model.use_remove_padding=false for {type(module).__name__}"
     if packed_sequences is None:
         raise ValueError(f"this model does not hand keyword arguments down to its attention layers; {remedy}")
-    if softcap is not None or s_aux is not None:
-        raise ValueError(f"the packed forward has no attention with soft-capping or sinks; {remedy}")
+    if attention_mask is not None:
+        raise ValueError(f"this model makes an attention mask of its own, which knows no packed sequences; {remedy}")
+    if softcap is not None and s_aux is not None:
+        raise ValueError(f"the packed forward has no attention with soft-capping and sinks at once; {remedy}")
     window = sliding_window if sliding_window is not None and sliding_window < packed_sequences.max_length else None
-    attend = _varlen_attention if query.device.type == "cuda" and query.dtype in HALF else _sdpa_runs
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
+    on_cuda = query.device.type == "cuda" and query.dtype in HALF and s_aux is None
+    attend = _varlen_attention if on_cuda else _sdpa_runs
     query, key, value = (_rows(tensor[0].transpose(0, 1), packed_sequences.expand) for tensor in (query, key, value))
-    output = attend(query, key, value, scaling, packed_sequences, window)
+    output = attend(query, key, value, scores, packed_sequences)
     return _rows(output, packed_sequences.collapse).unsqueeze(0), None
 
 
@@ -247,13 +291,17 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
+class Scores(NamedTuple):
+    """How attention scores are made: scaled products, within a window of that many tokens, soft-capped, with sinks."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
 def _sdpa_runs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    sequences: PackedSequences,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
 ) -> torch.Tensor:
     """One SDPA call for each run of equally long sequences. (U, heads, D) in and out; no copy before the last `cat`."""
     outputs = []
@@ -262,12 +310,46 @@ def _sdpa_runs(
     pieces = (tensor.split(sizes) for tensor in (query, key, value))
     for (count, length), *heads in zip(sequences.runs, *pieces, strict=True):
         queries, keys, values = (part.unflatten(0, (count, length)).transpose(1, 2) for part in heads)
-        band = _band(length, window, query.device) if window is not None and window < length else None
-        output = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=gqa
-        )  # (count, heads, length, D)
+        window = length if scores.window is None else scores.window
+        band = _band(length, window, query.device) if window < length else None
+        if scores.softcap is not None:
+            output = _capped_attention(queries, keys, values, scores.scale, scores.softcap, window)
+        elif scores.sinks is not None:
+            output = _sink_attention(queries, keys, values, scores.scale, scores.sinks, window)
+        else:
+            output = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=band, is_causal=band is None, scale=scores.scale, enable_gqa=gqa
+            )  # (count, heads, length, D)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _capped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, cap: float, window: int
+) -> torch.Tensor:
+    """(count, H, length, D) of keys and values (count, K, length, D), with scores cap * tanh(score / cap)."""
+    keys, values = (part.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1) for part in (keys, values))
+    weights = torch.tanh(queries @ keys.transpose(2, 3) * (scale / cap)) * cap
+    weights = weights.masked_fill(~_band(queries.shape[2], window, queries.device), -torch.inf)
+    return torch.softmax(weights, dim=-1, dtype=torch.promote_types(weights.dtype, torch.float32)).to(values) @ values
+
+
+def _sink_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sinks: torch.Tensor, window: int
+) -> torch.Tensor:
+    """As `_capped_attention`, with sinks (H,) instead of a cap: one more key in front, whose value is 0 and whose
+    product with a query is that head's sink, by a dimension of its own (eight of them, which fast kernels want)."""
+    count, heads, length, size = queries.shape
+    products = (sinks / scale).to(queries).view(1, -1, 1, 1).expand(count, heads, length, 1)
+    sink_key = F.pad(keys.new_ones(count, keys.shape[1], 1, 1), (size, 7))
+    return F.scaled_dot_product_attention(
+        F.pad(torch.cat([queries, products], dim=3), (0, 7)),
+        torch.cat([sink_key, F.pad(keys, (0, 8))], dim=2),
+        F.pad(values, (0, 8, 1, 0)),
+        attn_mask=F.pad(_band(length, window, queries.device), (1, 0), value=True),
+        scale=scale,
+        enable_gqa=heads != keys.shape[1],
+    )[..., : values.shape[3]]
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -276,23 +358,20 @@ def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 def _varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    sequences: PackedSequences,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
 ) -> torch.Tensor:
     """Flash attention over cu_seqlens, (U, heads, D): the flash-attn package, else PyTorch's own, else runs of SDPA."""
     bounds, longest = sequences.cu_seqlens, sequences.max_length
     where = (bounds, bounds, longest, longest)
-    left = -1 if window is None else window - 1
+    left = -1 if scores.window is None else scores.window - 1
     if (flash := _flash_attn_varlen()) is not None:
-        return flash(query, key, value, *where, softmax_scale=scaling, causal=True, window_size=(left, 0))
-    if (varlen := _torch_varlen()) is not None:
+        capped = {} if scores.softcap is None else {"softcap": scores.softcap}
+        window = (left, 0)
+        return flash(query, key, value, *where, softmax_scale=scores.scale, causal=True, window_size=window, **capped)
+    if scores.softcap is None and (varlen := _torch_varlen()) is not None:
         gqa = query.shape[1] != key.shape[1]
-        return varlen(query, key, value, *where, scale=scaling, window_size=(left, 0), enable_gqa=gqa)
-    return _sdpa_runs(query, key, value, scaling, sequences, window)
+        return varlen(query, key, value, *where, scale=scores.scale, window_size=(left, 0), enable_gqa=gqa)
+    return _sdpa_runs(query, key, value, scores, sequences)
 
 
 @cache

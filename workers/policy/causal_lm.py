@@ -14,21 +14,43 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl_lite.config import ModelConfig
+from verl_lite.errors import UserError
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
+from workers.policy.guarded import told_as
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
 from workers.policy.router import Routers, load_balancing_loss
 
 # Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
 KEPT_LOGITS_BYTES = 32 << 20
 
-# Entries of a model's config that change the logits after the output layer; with these values they do nothing.
-LOGIT_TRANSFORMS: dict[str, tuple[Any, ...]] = {
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "lm_head_multiplier": (None, 1.0),
-}
+_REMEDY = "choose a model whose logits are a linear layer of its last hidden states, scaled and soft-capped at most"
+
+
+class LogitTransform(NamedTuple):
+    """What a model does to a logit z after its output layer: cap * tanh(scale * z / cap), without a cap scale * z."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        logits = logits if self.scale == 1.0 else logits.mul_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def divided_by(self, temperature: float) -> LogitTransform:
+        """The transform whose result is this one's divided by a temperature."""
+        inverse = 1.0 / temperature
+        return LogitTransform(self.scale * inverse, None if self.cap is None else self.cap * inverse)
+
+    def backward(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The gradient at z from that at the transformed logits, in place."""
+        if self.cap is not None:
+            gradient = gradient.mul_(1.0 - (logits / self.cap).square_())
+        return gradient.mul_(self.scale)
+
+
+PLAIN_LOGITS = LogitTransform()
 
 
 class CausalLMPolicy(Policy):
@@ -37,13 +59,13 @@ class CausalLMPolicy(Policy):
     model: a `...ForCausalLM`. Its parameters appear under the prefix `model.`, followed by their Hugging Face names.
     chunk_tokens: tokens whose logits exist at one time (where they would need more than KEPT_LOGITS_BYTES in all).
     routers: of the model, where something is asked of them.
-    Raises ValueError for a model whose logits are not a linear function of its hidden states.
+    Raises UserError for a model that does something else to its logits than `LogitTransform`.
     """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int, routers: Routers | None = None) -> None:
         super().__init__()
-        refuse_logit_transforms(model.config)
         self.model = model
+        self.logit_transform = logit_transform(model)
         self.chunk_tokens = chunk_tokens
         self.routers = routers
 
@@ -76,6 +98,7 @@ class CausalLMPolicy(Policy):
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,
             calculate_sum_pi_squared=calculate_sum_pi_squared,
+            transform=self.logit_transform,
         )
         named = statistics._asdict().items()
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
@@ -97,15 +120,53 @@ def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:
     return build
 
 
-def refuse_logit_transforms(config: Any) -> None:
-    """Raises ValueError if the config transforms logits after the output layer."""
-    for name, harmless in LOGIT_TRANSFORMS.items():
-        value = getattr(config, name, None)
-        if value not in harmless:
-            raise ValueError(
-                f"model.path: the {config.model_type} model sets {name}={value}, which transforms its logits after the "
-                "output layer; the log-probs here expect plain logits. Choose a model without it."
-            )
+class _Outputs:
+    """A backbone's outputs of which only the hidden states are there."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.last_hidden_state
+
+
+@torch.no_grad()
+def logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Found by trying: the model's own forward, with hidden states in place of its backbone and known numbers in place
+    of what its output layer gives. Its parameters are not read.
+
+    Raises UserError where the output layer does not get the hidden states, or where something else than a scale and a
+    soft cap comes after it: the log-probs of tokens would be those of another distribution.
+    """
+    backbone, head = model.base_model, model.get_output_embeddings()
+    hidden = torch.randn(1, 1, 8, generator=torch.Generator().manual_seed(0))
+    points = 2.0 ** torch.arange(-10, 41, dtype=torch.float64)
+    given = torch.cat([-points, points])[None, None]
+    seen: list[torch.Tensor] = []
+
+    def known(states: torch.Tensor) -> torch.Tensor:
+        seen.append(states)
+        return given.clone()
+
+    try:
+        backbone.forward, head.forward = lambda *args, **kwargs: _Outputs(hidden), known
+        with told_as(f"model.path: what a {type(model).__name__} does to its logits cannot be found", _REMEDY):
+            found = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double()
+    finally:
+        del backbone.forward, head.forward
+    scale, largest = float(found[0, 0, len(points)] / points[0]), float(found[0, 0, -1])
+    cap = largest if largest < 0.5 * scale * float(points[-1]) else None
+    transform = LogitTransform(1.0 if abs(scale - 1.0) < 1e-6 else scale, cap)
+    is_plain = len(seen) == 1 and torch.equal(seen[0].float(), hidden)
+    if not is_plain or not torch.allclose(transform(given.clone()), found, rtol=1e-5, atol=0.0):
+        raise UserError(
+            f"model.path: a {type(model).__name__} does something to its hidden states or logits that is no scale and "
+            f"no soft cap; {_REMEDY}"
+        )
+    return transform
 
 
 class TokenStatistics(NamedTuple):
@@ -129,13 +190,15 @@ def token_log_probs(
     chunk_tokens: int,
     calculate_entropy: bool,
     calculate_sum_pi_squared: bool = False,
+    transform: LogitTransform = PLAIN_LOGITS,
 ) -> TokenStatistics:
-    """The log-prob of each target, and what else is asked for, with logits hidden @ weight.T + bias.
+    """The log-prob of each target, and what else is asked for, with logits transform(hidden @ weight.T + bias).
 
     hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,).
     """
+    divided = transform.divided_by(temperature)
     log_probs, entropys, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, 1.0 / temperature, chunk_tokens, calculate_entropy, calculate_sum_pi_squared
+        hidden, weight, bias, targets, divided, chunk_tokens, calculate_entropy, calculate_sum_pi_squared
     )
     return TokenStatistics(
         log_probs, entropys if calculate_entropy else None, squares if calculate_sum_pi_squared else None
@@ -150,7 +213,7 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        inverse_temperature: float,
+        transform: LogitTransform,
         chunk_tokens: int,
         calculate_entropy: bool,
         calculate_sum_pi_squared: bool,
@@ -166,7 +229,7 @@ class _TokenLogProbs(torch.autograd.Function):
         logits = log_probs.new_empty(0, weight.shape[0])
         for start in range(0, count, size):
             part = slice(start, start + size)
-            logits = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
+            logits = transform(F.linear(hidden[part], weight, bias).to(dtype))
             normalizers[part] = logits.logsumexp(dim=-1)
             log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normalizers[part]
             if calculate_entropy or calculate_sum_pi_squared:
@@ -178,7 +241,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, targets, normalizers, entropys, logits if keep else logits.new_empty(0)
         )
-        ctx.inverse_temperature, ctx.size, ctx.keep = inverse_temperature, size, keep
+        ctx.transform, ctx.size, ctx.keep = transform, size, keep
         ctx.calculate_entropy = calculate_entropy
         ctx.mark_non_differentiable(squares)
         return log_probs, entropys, squares
@@ -187,7 +250,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, normalizers, entropys, kept = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
-        dtype, scale = normalizers.dtype, ctx.inverse_temperature
+        dtype = normalizers.dtype
         grad_hidden = torch.empty_like(hidden)
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # frozen beside an adapter
         single = hidden.shape[0] <= ctx.size
@@ -197,7 +260,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
         for start in range(0, hidden.shape[0], ctx.size):
             part = slice(start, start + ctx.size)
-            logits = kept if ctx.keep else _scaled_logits(hidden[part], weight, bias, scale, dtype)
+            logits = kept if ctx.keep else ctx.transform(F.linear(hidden[part], weight, bias).to(dtype))
             probs = (logits - normalizers[part].unsqueeze(1)).exp_()
             # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
             if ctx.calculate_entropy:
@@ -207,7 +270,7 @@ class _TokenLogProbs(torch.autograd.Function):
             else:
                 grad_logits = probs.mul_(grad_log_probs[part].neg().unsqueeze(1))
             grad_logits.scatter_add_(1, targets[part].unsqueeze(1), grad_log_probs[part].unsqueeze(1))
-            grad_logits = grad_logits.mul_(scale)
+            grad_logits = ctx.transform.backward(grad_logits, logits)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -220,11 +283,3 @@ class _TokenLogProbs(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _scaled_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, dtype: torch.dtype
-) -> torch.Tensor:
-    """(n, V) logits / temperature in `dtype`."""
-    logits = F.linear(hidden, weight, bias).to(dtype)
-    return logits if scale == 1.0 else logits.mul_(scale)

@@ -22,23 +22,25 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engine.checkpoint import save_model_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
+from workers.engine.packing import ModelInputs
 from workers.policy.adapter import count_trained_parameters, has_adapter
 from workers.policy.guarded import told_as
+from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
     """How a network is to be built: on the CPU in `dtype`.
 
-    attention: name of an attention function registered with transformers. with_weights=False leaves the parameters
-    uninitialised (and untouched: the operating system gives them no memory before they are written); buffers are right.
+    attention: name of an attention function registered with transformers; None = the model's own choice.
+    with_weights=False leaves the parameters uninitialised (and untouched: the operating system gives them no memory
+    before they are written); buffers are right.
     """
 
     model: NetworkConfig
     config: PretrainedConfig
     dtype: torch.dtype
-    attention: str
+    attention: str | None
     with_weights: bool
 
 
@@ -48,11 +50,12 @@ class Policy(EngineNetwork):
     The parameters of `model` appear under the prefix `model.`, followed by their Hugging Face names. forward takes
     `ModelInputs` and options of its own, and gives outputs (b, R) by name. adapter: peft's config of the adapter that
     is trained in place of `model`'s own parameters (`workers.policy.adapter`), if there is one. spec: what it was built
-    from, set by `token_network`.
+    from; arrangement: the form of its micro-batches (`workers.policy.token_mixing`); both set by `token_network`.
     """
 
     model: PreTrainedModel
     spec: NetworkSpec
+    arrangement: Arrangement
     prefix = "model."
 
     def blocks(self) -> list[nn.Module]:
@@ -60,9 +63,8 @@ class Policy(EngineNetwork):
         return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
 
     def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
-        """The packed or the padded form of a micro-batch's tokens, and whether any predicted token counts."""
-        arrange: Callable[..., ModelInputs] = pack if self.spec.model.use_remove_padding else pad
-        inputs = arrange(micro_batch.batch)
+        """A micro-batch's tokens as the network takes them, and whether any predicted token counts."""
+        inputs = self.arrangement(micro_batch.batch)
         return inputs.to(device), inputs.num_active > 0
 
     def save_assets(self, path: str) -> None:
@@ -70,7 +72,7 @@ class Policy(EngineNetwork):
         save_model_assets(path, self.spec.model, self.spec.config, self.adapter)
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
-        """The backbone's last hidden states: (1, T, H) packed or (b, S, H) padded."""
+        """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
         packed = {} if inputs.sequences is None else {"packed_sequences": inputs.sequences}
         return self.model.get_decoder()(
             input_ids=inputs.input_ids,
@@ -100,11 +102,11 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
             model,
             load_model_config(model),
             dtype=arguments.compute_dtype if has_adapter(model) else arguments.dtype,
-            attention=PACKED_ATTENTION if model.use_remove_padding else "sdpa",
+            attention=None,
             with_weights=arguments.with_weights,
         )
         policy = build_policy(spec)
-        policy.spec = spec
+        policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
         if arguments.trains and model.enable_gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         return policy
@@ -152,6 +154,20 @@ def count_trained(model: NetworkConfig) -> int:
     """Those of them that learn, or the adapter's that learn in their place. UserError if the network has no layer that
     `model.target_modules` names."""
     return count_trained_parameters(empty_network(model), model)
+
+
+def packing_note(model: NetworkConfig) -> str:
+    """One line for the user where `model.use_remove_padding` does not pack this network; else empty."""
+    if not model.use_remove_padding:
+        return ""
+    network = empty_network(model)
+    if not (mixing := mixing_layers(network)):
+        return ""
+    return (
+        f"model.use_remove_padding=true: a {type(network).__name__} is not packed, because layers of kind "
+        f"{', '.join(mixing[:3])} know no borders between packed sequences; each sequence of a micro-batch has a row "
+        "of its own, padded to the longest"
+    )
 
 
 def empty_network(model: NetworkConfig) -> PreTrainedModel:

@@ -1,0 +1,101 @@
+"""Every family of models gives the same log-probs and gradients in each form of a micro-batch as one row at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
+
+from tests.workers.engine_cases import PROMPT, RESPONSE, TEMPERATURE, Batch, ragged_batch
+from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
+from verl_lite.config import NetworkConfig
+from verl_lite.errors import UserError
+from workers.engine.packing import PACKED_ATTENTION, pack
+from workers.policy.causal_lm import CausalLMPolicy
+from workers.policy.loading import packing_note
+from workers.policy.token_mixing import arrangement_of, mixing_layers
+
+Columns = dict[str, torch.Tensor]
+
+
+def statistics_of_single_rows(network: PreTrainedModel, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropys (b, R) by transformers' own forward of each row's real tokens alone, with its plain
+    attention."""
+    network.set_attn_implementation("eager")
+    log_probs, entropys = [], []
+    for row in range(len(columns["input_ids"])):
+        real = columns["attention_mask"][row].bool()
+        ids = columns["input_ids"][row][real]
+        logits = network(ids.unsqueeze(0), use_cache=False).logits[0] / TEMPERATURE
+        all_log_probs = logits.log_softmax(-1)
+        at_width = torch.zeros(2, PROMPT + RESPONSE)
+        values = torch.stack(
+            [all_log_probs[:-1].gather(1, ids[1:, None])[:, 0], -(all_log_probs.exp() * all_log_probs).sum(-1)[:-1]]
+        )
+        places = real.nonzero()[1:, 0]
+        at_width = at_width.index_put((torch.arange(2)[:, None], places[None]), values)
+        log_probs.append(at_width[0, PROMPT:])
+        entropys.append(at_width[1, PROMPT:])
+    mask = columns["response_mask"]
+    return torch.stack(log_probs) * mask, torch.stack(entropys) * mask
+
+
+def gradients(network: PreTrainedModel, statistics: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a sum in which every log-prob and entropy has a weight of its own."""
+    network.zero_grad()
+    weights = torch.randn(2, *statistics[0].shape, generator=torch.Generator().manual_seed(0))
+    sum((weight * values).sum() for weight, values in zip(weights, statistics, strict=True)).backward()
+    return {
+        name: parameter.grad.clone() for name, parameter in network.named_parameters() if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_equals_one_row_at_a_time(family: str) -> None:
+    network = tiny_network(family)
+    columns = dict(ragged_batch(Batch(rows=6, shared_prompts=3)).batch)
+    expected = statistics_of_single_rows(network, columns)
+    expected_gradients = gradients(network, expected)
+    policy = CausalLMPolicy(network, chunk_tokens=7)
+    for packed in (True, False):
+        arrange = arrangement_of(network, NetworkConfig(use_remove_padding=packed))
+        outputs = policy(arrange(columns), TEMPERATURE, True)
+        found = outputs["log_probs"], outputs["entropys"]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        found_gradients = gradients(network, found)
+        assert found_gradients.keys() == expected_gradients.keys()
+        for name, gradient in found_gradients.items():
+            scale = float(expected_gradients[name].abs().max())
+            torch.testing.assert_close(
+                gradient,
+                expected_gradients[name],
+                rtol=0,
+                atol=2e-5 * max(scale, 1.0),
+                msg=f"gradient of {name}",
+            )
+
+
+def test_attention_that_sees_the_future_is_refused() -> None:
+    with pytest.raises(UserError, match="BertSelfAttention"):
+        mixing_layers(AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=8)))
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"), [("qwen3_next", "GatedDeltaNet"), ("lfm2", "ShortConv"), ("jamba", "Mamba")]
+)
+def test_a_network_that_is_not_packed_is_named_with_the_layer(family: str, layer: str, tmp_path: Path) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    model = NetworkConfig(path=str(tmp_path))
+    assert layer in packing_note(model) and "use_remove_padding" in packing_note(model)
+    assert packing_note(replace(model, use_remove_padding=False)) == ""
+
+
+def test_a_network_of_attention_alone_is_packed_without_a_word(tmp_path: Path) -> None:
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    assert packing_note(NetworkConfig(path=str(tmp_path))) == ""
+    network = tiny_network("qwen3_moe")
+    assert arrangement_of(network, NetworkConfig()) is pack and network.config._attn_implementation == PACKED_ATTENTION
