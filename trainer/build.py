@@ -48,7 +48,7 @@ from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
-from workers.actor_rollout import ActorRolloutWorker
+from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
@@ -285,7 +285,7 @@ def worker_classes(
         modules, log_dir = env_modules(), str(run_dir / "logs")
         roles["actor_rollout"] = ClassWithInitArgs(AgentRolloutWorker, config, actor_steps, modules, log_dir)
     else:
-        roles["actor_rollout"] = ClassWithInitArgs(ActorRolloutWorker, config, actor_steps, pool)
+        roles["actor_rollout"] = ClassWithInitArgs(ActorWorker, config, actor_steps, pool)
     return roles
 
 

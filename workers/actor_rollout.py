@@ -14,10 +14,10 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.device import compute_dtype, device_memory
-from verl_lite.metrics import Metric
+from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.losses import actor_loss, outputs_of_logits
+from workers.losses import actor_loss, loss_of_batch
 from workers.phase import Phase
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
@@ -30,7 +30,7 @@ from workers.training_worker import TrainingWorker
 from workers.weight_sync import sync_weights
 
 
-class ActorRolloutWorker(TrainingWorker):
+class ActorWorker(TrainingWorker):
     """Generates with the policy and trains it.
 
     rewards: handle of the reward pool; finished samples are sent to it while others still generate. None = no reward
@@ -146,13 +146,14 @@ class ActorRolloutWorker(TrainingWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch. Gives metrics in meta_info."""
         self.phases.enter(Phase.TRAIN, self.engine)
-        options = {"calculate_router_aux_loss": True} if self.config.actor.router_aux_loss_coef else {}
+        actor = self.config.actor
+        options = {"calculate_router_aux_loss": True} if actor.router_aux_loss_coef else {}
         metrics = self.engine.train(
             data,
-            self.loss_func,
+            self._loss,
             temperature=data.meta_info["temperature"],
-            calculate_entropy=self._calculates_entropy,
-            epochs=self.config.actor.ppo_epochs,
+            calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
+            epochs=actor.ppo_epochs,
             **options,
         )
         result = _of_actor(metrics)
@@ -161,20 +162,19 @@ class ActorRolloutWorker(TrainingWorker):
 
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The actor's one loss entry, for token and segment ratios alike: (loss, actor/* metrics) of a micro-batch.
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """ROLL's loss entry, of token and segment ratios alike: (loss, actor/* metrics) of a batch, ROLL's or ours.
 
-        output_tensor: the policy's outputs by name (b, R), or logits (b, S, V). See `workers.losses.actor_loss`.
+        output_tensor: logits (b, S, V), or the policy's outputs by name (b, R). See `workers.losses.loss_of_batch`.
+        Metrics are numbers under ROLL's names, without the @sum, @max or @min that its trackers take off.
         """
-        outputs = output_tensor
-        if isinstance(outputs, torch.Tensor):
-            outputs = outputs_of_logits(data, outputs, self._calculates_entropy)
+        loss, metrics = loss_of_batch(data, output_tensor, self.config)
+        return loss, values(_of_actor(metrics))
+
+    def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The same of a micro-batch that the driver prepared, in parts that add up to a step's metrics."""
         loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)
         return loss, _of_actor(metrics)
-
-    @property
-    def _calculates_entropy(self) -> bool:
-        return self.config.actor.calculate_entropy or self.config.actor.entropy_coeff != 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
@@ -191,6 +191,10 @@ class ActorRolloutWorker(TrainingWorker):
     def close(self) -> None:
         """Ends the rollout engine; nothing of it stays behind."""
         self.rollout.close()
+
+
+ActorRolloutWorker = ActorWorker
+"""The name that it had."""
 
 
 def _of_actor(metrics: dict[str, Metric]) -> dict[str, Metric]:

@@ -1,4 +1,4 @@
-"""The policy's worker where agents act in environments: `ActorRolloutWorker` that also runs episodes.
+"""The policy's worker where agents act in environments: `ActorWorker` that also runs episodes.
 
 Its environments live in child processes of its own, which end with it. Episodes go on between the passes of training
 where some are under way; the weights that they are sampled with do not change meanwhile.
@@ -15,7 +15,7 @@ from verl_lite.envs import env_templates
 from verl_lite.group_filters import GroupFilter
 from verl_lite.metrics import Metric
 from verl_lite.single_controller.decorator import Dispatch, register
-from workers.actor_rollout import ActorRolloutWorker
+from workers.actor_rollout import ActorWorker
 from workers.engine.fsdp import FSDPEngine
 from workers.envs.pool import EnvPool
 from workers.phase import Phase
@@ -26,11 +26,11 @@ from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.rollout.trajectories import trajectory_rows
 
 
-class AgentRolloutWorker(ActorRolloutWorker):
+class AgentRolloutWorker(ActorWorker):
     """Acts with the policy and trains it.
 
     modules: imported where environments run, for those that they register (`verl_lite.envs.env_modules()`). log_dir:
-    folder for what environments print; None drops it. Other arguments: as of `ActorRolloutWorker`.
+    folder for what environments print; None drops it. Other arguments: as of `ActorWorker`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class AgentRolloutWorker(ActorRolloutWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
-        """As in `ActorRolloutWorker`. Raises RuntimeError while episodes are under way, which would be of two
+        """As in `ActorWorker`. Raises RuntimeError while episodes are under way, which would be of two
         policies."""
         if not self.groups.is_idle:
             raise RuntimeError(

@@ -8,13 +8,14 @@ weighted so that their mean over a step is the mini-batches' mean.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from verl_lite.algos.policy_losses import call_policy_loss
 from verl_lite.algos.rollout_diff import mismatch_metrics, rollout_probs_diff
-from verl_lite.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrectionConfig
 from verl_lite.core_algos import (
     agg_loss,
     compute_value_loss,
@@ -27,10 +28,13 @@ from verl_lite.core_algos import (
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout
+from verl_lite.schema import check
 from workers.loss_metrics import loss_metrics, policy_movement
 
 REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
+ROLL_COLUMNS = {"ref_log_probs": "ref_log_prob", "infer_logprobs": "rollout_log_probs"}
+ROLL_COUNTS = {"batch_num_tokens": "num_tokens", "global_valid_samples": "num_sequences"}
 LOSS_COLUMNS = ("selected", "scores")
 """Columns that the driver sends where the policy loss names them: see `trainer.requirements`."""
 
@@ -53,7 +57,7 @@ def actor_loss(
         them data is taken for the whole mini-batch.
     correction: with its bypass_mode old_log_probs are the rollout's, and the policy loss is corrected here.
     Metrics: see `workers.loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss, router_aux_loss where
-        there are any.
+        there are any; kl_loss wherever there is a reference, in the loss or not.
     """
     batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
     old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_probs.detach()
@@ -74,11 +78,13 @@ def actor_loss(
         parts["entropy_loss"] = aggregate(outputs["entropys"])
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * parts["entropy_loss"]
-    if config.use_kl_loss:
-        kl = outputs.get("kl")
-        if kl is None:
-            kl = kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask)
+    kl = outputs.get("kl")
+    if kl is None and (config.use_kl_loss or "ref_log_prob" in batch.keys()):
+        check(data, ["ref_log_prob"], "actor.use_kl_loss=true")
+        kl = kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask)
+    if kl is not None:
         parts["kl_loss"] = aggregate(kl)
+    if config.use_kl_loss:
         loss = loss + config.kl_loss_coef * parts["kl_loss"]
         metrics["kl_coef"] = Metric.last(config.kl_loss_coef)
     ratio, movement = policy_movement(log_probs, old_log_probs, batch["advantages"], mask, config, aggregate)
@@ -143,6 +149,45 @@ def _counted(mask: torch.Tensor, counts: dict[str, Any]) -> dict[str, Any]:
     lengths = (mask != 0).sum(dim=-1)
     whole = {"batch_num_tokens": int(lengths.sum()), "global_batch_size": int((lengths > 0).sum())}
     return {name: whole[name] if count is None else count for name, count in counts.items()}
+
+
+def loss_of_batch(
+    data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor, config: PPOConfig
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """`actor_loss` of a batch that no driver prepared: in the layout of ROLL or of ours, with the correction.
+
+    data: as for `actor_loss`, or with ROLL's names: ref_log_probs, infer_logprobs, meta_info batch_num_tokens and
+        global_valid_samples; a response_mask (b, S) belongs to (b, S - 1) of the others, which are of all that is
+        predicted. Where algorithm.rollout_correction asks for weights or rejection and there are no weights yet, they
+        come from old_log_probs and the rollout's.
+    output_tensor: the policy's outputs by name (b, R), or logits (b, S, V).
+    """
+    data, correction, actor = _of_roll(data), config.algorithm.rollout_correction, config.actor
+    batch, outputs = data.batch, output_tensor
+    found: dict[str, Metric] = {}
+    if isinstance(outputs, torch.Tensor):
+        if actor.router_aux_loss_coef:
+            raise ValueError("loss_func: logits do not say what actor.router_aux_loss_coef weighs: name outputs.")
+        outputs = outputs_of_logits(data, outputs, actor.calculate_entropy or actor.entropy_coeff != 0)
+    asked = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode
+    if asked and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
+        log_probs = batch.get("old_log_probs", outputs["log_probs"].detach()), batch["rollout_log_probs"]
+        weights, kept, found = correct_rollout(*log_probs, batch["response_mask"], correction)
+        batch.update({"response_mask": kept} | ({} if weights is None else {"rollout_is_weights": weights}))
+    if actor.loss_scale_factor is None:  # the mask may be wider than a response
+        actor = replace(actor, loss_scale_factor=float(config.data.max_response_length))
+    loss, metrics = actor_loss(data, outputs, actor, correction)
+    return loss, metrics | found
+
+
+def _of_roll(data: DataProto) -> DataProto:
+    """The same with our names and shapes; what has them already stays as it is."""
+    columns = {ROLL_COLUMNS.get(name, name): data.batch[name] for name in map(str, data.batch.keys())}
+    mask, meta_info = columns["response_mask"], dict(data.meta_info)
+    if mask.shape[1] == columns["advantages"].shape[1] + 1:
+        columns["response_mask"] = mask[:, 1:]
+    counts = {ours: meta_info[theirs]["response_mask"] for theirs, ours in ROLL_COUNTS.items() if theirs in meta_info}
+    return DataProto.from_dict(columns, meta_info=meta_info | counts)
 
 
 def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: bool) -> dict[str, torch.Tensor]:

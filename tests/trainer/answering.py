@@ -28,7 +28,7 @@ from verl_lite.rewards import RewardItem
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.resource_pool import LocalService
-from workers.actor_rollout import ActorRolloutWorker
+from workers.actor_rollout import ActorWorker
 from workers.phase import PhaseManager
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.pool import RewardPool
@@ -41,7 +41,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-class AnsweringWorker(ActorRolloutWorker):
+class AnsweringWorker(ActorWorker):
     """The policy's worker without its training engine."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

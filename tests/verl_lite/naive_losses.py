@@ -34,7 +34,7 @@ def vanilla(old: float, new: float, a: float, config: Any, chosen: bool) -> floa
     low, high = clip_bounds(config)
     r = ratio(old, new)
     loss = max(-a * r, -a * clip(r, 1 - low, 1 + high))
-    return min(loss, -a * config.clip_ratio_c) if a < 0 else loss
+    return min(loss, -a * (config.clip_ratio_c or math.inf)) if a < 0 else loss
 
 
 def sapo(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
@@ -77,7 +77,7 @@ def dppo_tv(old: float, new: float, a: float, config: Any, chosen: bool) -> floa
     low, high = clip_bounds(config)
     shift = math.exp(new) - math.exp(old)
     inside = shift <= high if a > 0 else shift >= -low
-    return -min(ratio(old, new), config.clip_ratio_c) * a * new if inside else 0.0
+    return -min(ratio(old, new), config.clip_ratio_c or math.inf) * a * new if inside else 0.0
 
 
 def dppo_kl(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
@@ -85,7 +85,7 @@ def dppo_kl(old: float, new: float, a: float, config: Any, chosen: bool) -> floa
     p, q = math.exp(old), math.exp(new)
     divergence = p * (old - new) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
     inside = (divergence <= high or q <= p) if a > 0 else (divergence <= low or q >= p)
-    return -min(ratio(old, new), config.clip_ratio_c) * a * new if inside else 0.0
+    return -min(ratio(old, new), config.clip_ratio_c or math.inf) * a * new if inside else 0.0
 
 
 def clip_cov(old: float, new: float, a: float, config: Any, chosen: bool) -> float:

@@ -13,7 +13,7 @@ from verl_lite.config import ActorConfig, PolicyLossConfig, PPOConfig
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY, agg_loss
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
-from workers.actor_rollout import ActorRolloutWorker
+from workers.actor_rollout import ActorWorker
 from workers.losses import actor_loss
 
 
@@ -113,9 +113,9 @@ def test_segment_ratios_are_reported_by_segment() -> None:
 # ---------------------------------------------------------------------------------------------------- the loss entry
 
 
-def worker(actor: ActorConfig) -> ActorRolloutWorker:
+def worker(actor: ActorConfig) -> ActorWorker:
     config = PPOConfig(actor=actor)
-    return ActorRolloutWorker(config, total_training_steps=1, rewards=None)
+    return ActorWorker(config, total_training_steps=1, rewards=None)
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment"])
@@ -147,7 +147,7 @@ def test_logits_and_outputs_give_the_same_loss_and_gradient(ratio_type: str) -> 
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
     assert gradient[:2].abs().max() > 1e-3 and not gradient[2].any()
     assert {f"actor/{name}" for name in (*SEED_METRICS, *VERL_METRICS)} == metrics.keys()
-    assert values(metrics) == pytest.approx(values(expected), rel=1e-9)
+    assert metrics == pytest.approx(expected, rel=1e-9)
     with pytest.raises(ValueError, match=r"output_tensor has shape \(3, 8, 7\), expected .* \(3, 9\)"):
         entry.loss_func(data, logits[:, :-1])
 

@@ -245,21 +245,23 @@ def clipped_surrogate(
     advantages: torch.Tensor,
     clip_ratio_low: float,
     clip_ratio_high: float,
-    clip_ratio_c: float,
+    clip_ratio_c: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """PPO's clipped surrogate with asymmetric and dual clip, per token.
 
     With r = exp(log_ratio): max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7), and where A < 0 at most
-    -A c (dual clip, arXiv:1912.09729, eq. 5): a bad action made very likely no longer dominates the batch.
+    -A c (dual clip, arXiv:1912.09729, eq. 5): a bad action made very likely no longer dominates the batch. c None: off.
     All tensors (B, T). Returns (loss, whether the clip was active, whether the dual clip was active).
     Raises ValueError unless clip_ratio_c > 1.
     """
-    if clip_ratio_c <= 1.0:
+    if clip_ratio_c is not None and clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
     advantages = at_least_fp32(advantages)
     ratio, cost = log_ratio.exp(), -advantages
     plain, clipped = cost * ratio, cost * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     pessimistic = torch.maximum(plain, clipped)
+    if clip_ratio_c is None:
+        return pessimistic, clipped > plain, torch.zeros_like(pessimistic, dtype=torch.bool)
     bound = cost * clip_ratio_c
     is_bounded = (advantages < 0) & (pessimistic > bound)
     loss = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)

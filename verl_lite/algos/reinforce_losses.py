@@ -6,6 +6,7 @@ kimi15 and dro add the squared log-ratio instead of a weight. Notation and decor
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -183,8 +184,9 @@ def _divergence_gated(
     config: Any,
     is_inside: torch.Tensor,
 ) -> TokenLosses:
-    if config.clip_ratio_c <= 1.0:
-        raise ValueError(f"clip_ratio_c={config.clip_ratio_c}: it bounds ratios above 1; set it above 1.0.")
+    bound = math.inf if config.clip_ratio_c is None else config.clip_ratio_c
+    if bound <= 1.0:
+        raise ValueError(f"clip_ratio_c={bound}: it bounds ratios above 1; set it above 1.0.")
     ratio = bounded_log_ratio(log_prob.detach(), old_log_prob).exp()
-    losses = torch.where(is_inside, -ratio.clamp(max=config.clip_ratio_c) * advantages * log_prob, 0)
-    return losses, {"pg_clipfrac": ~is_inside, "pg_clipfrac_lower": is_inside & (ratio > config.clip_ratio_c)}
+    losses = torch.where(is_inside, -ratio.clamp(max=bound) * advantages * log_prob, 0)
+    return losses, {"pg_clipfrac": ~is_inside, "pg_clipfrac_lower": is_inside & (ratio > bound)}

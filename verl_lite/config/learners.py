@@ -137,7 +137,7 @@ class ActorConfig(Options):
     clip_ratio: float = opt(0.2, "PPO clip range, both sides", POSITIVE)
     clip_ratio_low: float | None = opt(None, "lower clip range; null = clip_ratio", POSITIVE)
     clip_ratio_high: float | None = opt(None, "upper clip range; null = clip_ratio", POSITIVE)
-    clip_ratio_c: float = opt(3.0, "dual clip: bound of the ratio where the advantage is negative, > 1", _ABOVE_ONE)
+    clip_ratio_c: float | None = opt(3.0, "dual clip: bound of the ratio where A < 0, > 1; null = none", _ABOVE_ONE)
     ratio_type: str = opt("token", "of vanilla, cispo, tis, topr: token | segment (of tokens)", ("token", "segment"))
     tau_pos: float = opt(1.0, "sapo: steepness of the gate where the advantage is positive", POSITIVE)
     tau_neg: float = opt(1.05, "sapo: and where it is not", POSITIVE)

@@ -64,6 +64,7 @@ def test_losses_equal_plain_loops(name: str, mode: str) -> None:
         ("dppo_tv", replace(CONFIG, clip_ratio_c=1.2)),
         ("dppo_kl", replace(CONFIG, clip_ratio_low=0.01, clip_ratio_high=0.02)),
         ("kl_cov", replace(CONFIG, policy_loss=PolicyLossConfig(ppo_kl_coef=2.0))),
+        *((name, replace(CONFIG, clip_ratio_c=None)) for name in ("vanilla", "dppo_tv")),
         *((name, ActorConfig(clip_ratio=0.05, policy_loss=OPTIONS)) for name in ("vanilla", "gspo", "geo_mean")),
     ],
 )
