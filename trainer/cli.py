@@ -89,6 +89,16 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 @contextmanager
+def file_mask(mask: str) -> Iterator[None]:
+    """Inside, this process and what it starts make files and folders without the permissions of `mask` (octal)."""
+    before = os.umask(int(mask, 8))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
 def signals_interrupt() -> Iterator[list[signal.Signals]]:
     """Inside, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the run ends in good order; another one
     during that ends the process at once, and the run's guard cleans up. Gives the list of those received."""

@@ -22,7 +22,7 @@ from rich.console import RenderableType
 
 from trainer import final_report
 from trainer.checkpoint import saved_steps, whole_checkpoint
-from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, stopping_on_signal
+from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopping_on_signal
 from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
 from trainer.inspect import closing_findings
@@ -183,11 +183,11 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         console.note(note)
     job.prepare()
     if config.trainer.dry_run:
-        return dry_run(job, loaded)
+        return dry_run(job, loaded, stack)
     job.check(visible_devices(device_type(config.trainer.device)))
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
-    make_run_dir(config)
+    make_run_dir(config, stack)
     stack.enter_context(locked_folder(run_dir, console.note))
     with uncounted():
         check_run_dir(job, total_steps)
@@ -221,12 +221,12 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     return INTERRUPTED if result.stopped else 0
 
 
-def dry_run(job: Job[Options], loaded: LoadedConfig[Options]) -> int:
+def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) -> int:
     """`trainer.dry_run=true`: all that can be checked without workers and devices, the plan, and the resolved
     configuration as RUN/dry_run.yaml. Returns the exit status: a plan that does not fit is wrong input."""
     job.check(None)
     total_steps = job.read_data()
-    job.run_dir.mkdir(parents=True, exist_ok=True)
+    open_run_dir(job.config, stack)
     check_run_dir(job, total_steps)
     save_config(loaded, job.run_dir / "dry_run.yaml")
     text, fits = job.full_plan()
@@ -257,9 +257,8 @@ def run_folder(config: RunOptions) -> Path:
     return Path(config.trainer.default_local_dir).expanduser().absolute()
 
 
-def make_run_dir(config: RunOptions) -> Path:
-    """Makes the run folder. Raises UserError if it cannot be made or written to, or holds another run that is not to be
-    resumed."""
+def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
+    """Makes the run folder; see `open_run_dir`. Raises UserError if it holds another run that is not to be resumed."""
     run_dir = run_folder(config)
     taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if taken and config.trainer.resume_mode == "disable":
@@ -267,15 +266,24 @@ def make_run_dir(config: RunOptions) -> Path:
             f"trainer.default_local_dir={run_dir} holds a run already, and trainer.resume_mode=disable. Choose another "
             "trainer.experiment_name, or continue that run with trainer.resume_mode=auto"
         )
+    open_run_dir(config, stack)
+    return run_dir
+
+
+def open_run_dir(config: RunOptions, stack: ExitStack) -> None:
+    """Makes the run folder where it is not there. From then on, until `stack` ends, files are made with trainer.umask.
+    Raises UserError if the folder cannot be made or written to."""
+    run_dir = run_folder(config)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.parent.mkdir(parents=True, exist_ok=True)  # as the user's own umask says: it holds other runs too
+        stack.enter_context(file_mask(config.trainer.umask))
+        run_dir.mkdir(exist_ok=True)
         (run_dir / LOCK).touch()
     except OSError as error:
         raise UserError(
-            f"trainer.default_local_dir={run_dir} cannot be written to ({error.strerror}): give a folder of yours on a "
-            "disk with room"
+            f"trainer.default_local_dir={run_dir} cannot be written to ({error.strerror}: {error.filename}): "
+            "give a folder of yours on a disk with room"
         ) from error
-    return run_dir
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from trainer.cli import command
+from trainer.cli import command, file_mask
 
 if TYPE_CHECKING:
     from trainer.sweeps.question import Options
@@ -36,13 +36,13 @@ def main(argv: list[str]) -> int:
 
     options = read_options(argv)
     study = find_study(options)
-    device = load(study.question, next(combinations(study.question.space, corners=True))).trainer.device
+    trainer = load(study.question, next(combinations(study.question.space, corners=True))).trainer
     from trainer.sweeps.tuning import places, run_study  # Ray and Tune: only now, since importing them takes a while
 
-    with places(options, device, tell) as place:
+    with places(options, trainer.device, tell) as place:
         check_sweep(study.question, study.search, place.gpus)
-        study.save()
-        with locked(study.folder):
+        study.save(trainer.umask)
+        with file_mask(trainer.umask), locked(study.folder):
             tell(f"study {study.folder}; the same command goes on with it")
             try:
                 run_study(study, place, options, tell)

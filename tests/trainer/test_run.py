@@ -6,8 +6,12 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,11 +20,12 @@ from tests.fuzz.cases import good_row
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from trainer import build, run
 from trainer.build import check_context, check_engine, check_vocabulary, request_of
-from trainer.cli import failure_text
+from trainer.cli import failure_text, file_mask
 from trainer.data.prompts import PromptDataset
 from trainer.resources import reserved_devices
 from trainer.run import locked_folder, make_run_dir
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
+from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import NoRoomError, StalledError, UserError, WorkerDiedError
 
@@ -33,17 +38,68 @@ def in_folder(folder: Path, resume_mode: str = "disable") -> RewardFlowConfig:
 
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="holds a run already, and trainer.resume_mode=disable"):
-        make_run_dir(in_folder(tmp_path))
-    assert make_run_dir(in_folder(tmp_path, "auto")) == tmp_path
+    with pytest.raises(UserError, match="holds a run already, and trainer.resume_mode=disable"), ExitStack() as stack:
+        make_run_dir(in_folder(tmp_path), stack)
+    with ExitStack() as stack:
+        assert make_run_dir(in_folder(tmp_path, "auto"), stack) == tmp_path
 
 
 def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"trainer\.default_local_dir=.*run cannot be written to \(Not a directory\)"):
-        make_run_dir(in_folder(tmp_path / "file" / "run"))
-    with pytest.raises(UserError, match=r"cannot be written to \(No such file or directory\)"):
-        make_run_dir(in_folder(Path("/proc/self/fdinfo/run")))  # where nobody, root included, makes a folder
+    nowhere = Path("/proc/self/fdinfo/run")  # where nobody, root included, makes a folder
+    for folder, why in ((tmp_path / "file" / "run", "File exists: .*/file"), (nowhere, "No such file .*")):
+        said = rf"trainer\.default_local_dir={folder} cannot be written to \({why}\)"
+        with pytest.raises(UserError, match=said), ExitStack() as stack:
+            make_run_dir(in_folder(folder), stack)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that everybody can enter, as folders of tests cannot be; of a user whose files all may read."""
+    folder = Path(tempfile.mkdtemp(prefix="vt-", dir="/tmp"))
+    folder.chmod(0o755)
+    with file_mask("022"):
+        yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("umask", "mode", "is_read"), [("077", 0o700, False), ("027", 0o750, False), ("022", 0o755, True)]
+)
+def test_what_a_run_writes_is_its_users_alone_unless_it_is_shared(
+    umask: str, mode: int, is_read: bool, open_folder: Path
+) -> None:
+    config = in_folder(open_folder / "project" / "run")
+    config.trainer.umask = umask
+    with ExitStack() as stack:
+        file = make_run_dir(config, stack) / "metrics.jsonl"
+        subprocess.run([sys.executable, "-c", f"open({str(file)!r}, 'w').write('{{}}')"], check=True)
+    assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (mode, mode & 0o666)
+    (open_folder / "after").touch()
+    for path, expected in ((open_folder / "after", 0o644), (file.parent.parent, 0o755)):
+        assert path.stat().st_mode & 0o777 == expected, "only the run's files are touched"
+    if os.getuid() == 0:
+        read = f"import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); open({str(file)!r})"
+        done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True)
+        assert (done.returncode == 0) is is_read and (is_read or "Permission denied" in done.stderr)
+
+
+def test_a_folder_that_the_user_made_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    with ExitStack() as stack:
+        assert make_run_dir(in_folder(tmp_path), stack).stat().st_mode & 0o777 == 0o770
+
+
+@pytest.mark.parametrize(
+    ("umask", "is_one"),
+    [("0", True), ("0022", True), ("27", True), ("700", False), ("18", False), ("63", False), ("private", False)],
+)
+def test_a_umask_that_is_none_is_refused(umask: str, is_one: bool) -> None:
+    config = in_folder(Path("x"))
+    config.trainer.umask = umask
+    said = [problem for problem in section_problems(config) if "umask" in problem]
+    assert (not said) is is_one
+    assert is_one or said[0].startswith(f"trainer.umask={umask}: an octal umask is expected, 077 ")
 
 
 def test_a_folder_in_use_is_refused_with_the_name_of_its_user(tmp_path: Path) -> None:

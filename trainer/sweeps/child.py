@@ -47,7 +47,11 @@ class MachineFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Order:
-    """A run to be done. environment: of its process; None = that of this machine. sweep: mark of all its runs."""
+    """A run to be done.
+
+    Args:
+        environment: of its process; None = that of this machine. sweep: mark of all its runs. umask: of its log.
+    """
 
     command: list[str]
     folder: Path
@@ -56,6 +60,7 @@ class Order:
     environment: dict[str, str] | None
     sweep: str
     gpus: bool
+    umask: int
 
     def is_unwanted(self) -> bool:
         """Whether the sweep, or the trial, is to end."""
@@ -68,6 +73,7 @@ def train(config: dict[str, Any]) -> None:
     what it logs, and how it ended, as JSON, as Tune takes nested results apart. Raises MachineFault."""
     order: Order = config["order"]
     path = order.folder.with_suffix(".log")
+    os.umask(order.umask)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:
         fcntl.flock(log, fcntl.LOCK_EX)  # the run has it as well, and one of an earlier sweep may still end

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint import write_atomically
+from trainer.cli import file_mask
 from trainer.evaluate.intervals import half_width
 from trainer.sweeps.question import STOP, Question, Search
 from trainer.sweeps.space import Value
@@ -141,12 +142,14 @@ class Study:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"--study: {path} cannot be read ({error}): begin a study with another name") from None
 
-    def save(self) -> None:
-        """Writes what was asked. Raises UserError if nothing can be written there."""
+    def save(self, umask: str = "077") -> None:
+        """Writes what was asked. Raises UserError if nothing can be written there. umask: of the study's files."""
         kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
+            self.folder.parent.mkdir(parents=True, exist_ok=True)  # it holds other studies too
+            with file_mask(umask):
+                self.folder.mkdir(exist_ok=True)
+                write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
         except OSError as error:
             raise UserError(f"--study {self.folder}: nothing can be written there: {error.strerror}") from None
 

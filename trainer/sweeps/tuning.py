@@ -38,7 +38,7 @@ from verl_lite.device import device_type
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus
 from verl_lite.single_controller.guard import guarded, set_environment
-from verl_lite.single_controller.ray_cluster import joined_cluster, machines, ray_running
+from verl_lite.single_controller.ray_cluster import current_umask, joined_cluster, machines, ray_running
 
 Tell = Callable[[str], None]
 _FIRST_ANSWER_S = 20.0
@@ -147,8 +147,8 @@ class Sweep(Searcher):
         own["experiment_name"] = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
         words = [f"trainer.{key}={value}" for key, value in own.items() if value is not None]
         command, metric = [sys.executable, *run.words, *words], self._study.question.metric
-        has_gpus = self._place.gpus is not None
-        order = Order(command, run.folder, os.getcwd(), metric, self._place.environment, self._mark, has_gpus)
+        has_gpus, umask = self._place.gpus is not None, current_umask()
+        order = Order(command, run.folder, os.getcwd(), metric, self._place.environment, self._mark, has_gpus, umask)
         return {"order": order}
 
     def _begun(self) -> tuple[Trial, Run] | None:

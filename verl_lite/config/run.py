@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_lite.config.fields import POSITIVE, SEED, Options, Problems, at_least, opt, section
+from verl_lite.config.fields import POSITIVE, SEED, Options, Problems, Range, at_least, opt, section
 
 _RESUME = ("disable", "auto", "resume_path")
+_UMASK = Range(
+    "an octal umask is expected, 077 (only you read the run), 027 (your group reads it too) or 022 (all do); with 0 in "
+    'place of a 2 they write as well. In YAML it stands in quotes: "022"',
+    # no digits but these: 022 without quotes is 18 in YAML, which would be another mask
+    lambda mask: re.fullmatch("0*[027]{1,2}", str(mask)) is not None,
+)
 
 
 @dataclass
@@ -19,6 +26,7 @@ class RunConfig(Options):
     project_name: str = opt("verl_lite", "groups runs in trackers and folders", read="load")
     experiment_name: str | None = opt(None, "name of the run; null = from recipe, date and time", read="load")
     default_local_dir: str = opt("runs/${trainer.project_name}/${trainer.experiment_name}", "run folder")
+    umask: str = opt("077", "permissions that the run's files lack, as of umask: 077 = private; 022 = all read", _UMASK)
     logger: list[str] = opt(["console", "jsonl", "tensorboard"], "trackers, also wandb, mlflow, swanlab, trackio")
     n_gpus_per_node: int | None = opt(None, "devices (CPU: worker slots); null = all GPUs, or 2 slots", at_least(1))
     nnodes: int = opt(1, "machines", at_least(1))

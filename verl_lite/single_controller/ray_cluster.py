@@ -316,14 +316,23 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def redirect_output(log_file: str | None) -> None:
-    """Append all that this process prints, C libraries included, to a file, if one is given."""
+def current_umask() -> int:
+    """The umask of this process, for those that it starts."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def begin_process(umask: int, log_file: str | None) -> None:
+    """At the start of a worker process: its files are made as the driver's, also where a joined cluster started it with
+    another umask; all that it prints, C libraries included, is appended to `log_file`, if one is given."""
+    os.umask(umask)
     if log_file is None:
         return
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(target, stream)
     os.close(target)

@@ -11,7 +11,13 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_lite.errors import add_circumstances
-from verl_lite.single_controller.ray_cluster import cluster_answers, redirect_output, require_head, worker_env
+from verl_lite.single_controller.ray_cluster import (
+    begin_process,
+    cluster_answers,
+    current_umask,
+    require_head,
+    worker_env,
+)
 from verl_lite.single_controller.ray_errors import cause_of_death, death, original_error, portable_errors, stalled
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, LocalService
 
@@ -21,8 +27,8 @@ _LOOK_S = 0.5
 class ServiceProcess:
     """What runs in the service's process."""
 
-    def __init__(self, log_file: str | None) -> None:
-        redirect_output(log_file)
+    def __init__(self, umask: int, log_file: str | None) -> None:
+        begin_process(umask, log_file)
 
     def start(self, recipe: ClassWithInitArgs) -> None:
         """Make the object; apart from the constructor, so that its error arrives as it was raised."""
@@ -57,7 +63,7 @@ class RayService:
             max_concurrency=max_concurrency,
             # beside the driver: a machine that leaves does not take it along, and it sees the driver's files
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
-        ).remote(self._log)
+        ).remote(current_umask(), self._log)
         self._wait(self._actor.start.remote(recipe), "its constructor")
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:

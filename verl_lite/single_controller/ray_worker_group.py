@@ -32,10 +32,11 @@ from verl_lite.registry import import_modules
 from verl_lite.single_controller.ray_cluster import (
     OF_BATCH_SYSTEMS,
     Machine,
+    begin_process,
     cluster_answers,
+    current_umask,
     joined_cluster,
     machines,
-    redirect_output,
     require_head,
     silence_of,
     worker_env,
@@ -112,12 +113,12 @@ def _listed(resources: Bundle) -> str:
 class SlotProcess:
     """What runs in a worker process: the slot, and calls on the objects in it."""
 
-    def __init__(self, log_file: str | None, stall_timeout_s: float | None) -> None:
+    def __init__(self, umask: int, log_file: str | None, stall_timeout_s: float | None) -> None:
         self._stall_timeout_s = stall_timeout_s
         for number in OF_BATCH_SYSTEMS:  # passed over here, and heard by what user code starts from here
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_BATCH_SYSTEMS)
-        redirect_output(log_file)
+        begin_process(umask, log_file)
         if log_file is not None:
             faulthandler.enable()  # a crash in native code leaves its stack there
         tensor_dict({}, 0)  # imports what the first batch would otherwise wait for
@@ -194,7 +195,7 @@ class RayTransport:
         }
         places = [PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n) for n in pool.nodes]
         self._actors: list[Any] = [
-            actor.options(scheduling_strategy=place, **options).remote(log, stall_timeout_s)
+            actor.options(scheduling_strategy=place, **options).remote(current_umask(), log, stall_timeout_s)
             for place, log in zip(places, self._logs, strict=True)
         ]
         self._machines: dict[int, Machine] = {}  # by rank, in a joined cluster

@@ -111,6 +111,7 @@ def test_killed_and_stopped_in_the_middle_it_goes_on_and_nothing_runs_twice(tmp_
 
     assert started(folder, *words).wait(timeout=500) == 0, output.read_text()
     assert before.items() <= over(folder).items(), "a pruned trial is not run again"
+    assert not [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077], "its user's alone"
     states = check(folder, 8)
     assert states[0] == "complete" and len(states) == 4 and set(states) == {"complete", "pruned"}, output.read_text()
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.verl_lite.single_controller.workers import Calculator, Collective
+from trainer.cli import file_mask
 from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError, circumstances
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
@@ -78,7 +79,9 @@ def leftovers(facts: dict) -> list:
 @pytest.mark.parametrize(("how", "expected"), [("raise", LookupError), ("die", WorkerDiedError)])
 def test_driver_does_not_wait_for_ranks_that_wait(how: str, expected: type[Exception], tmp_path: Path) -> None:
     recipe = {"c": ClassWithInitArgs(Collective), "d": ClassWithInitArgs(Calculator)}
-    groups = create_worker_groups("ray", POOL, recipe, log_dir=tmp_path, env={"FLAG": "up", "OMP_NUM_THREADS": "1"})
+    with file_mask("027"):  # other than that of the cluster
+        groups = create_worker_groups("ray", POOL, recipe, log_dir=tmp_path, env={"FLAG": "up", "OMP_NUM_THREADS": "1"})
+    assert (tmp_path / "c+d-1.log").stat().st_mode & 0o777 == 0o640
     assert groups["d"].environment("FLAG") == ["up", "up"]
     assert groups["d"].environment("OMP_NUM_THREADS") == ["1", "1"]
     groups["d"].say("good morning")
