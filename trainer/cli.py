@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -83,8 +84,12 @@ def run_command(command: Callable[[], int]) -> int:
             return 128 + number
         except ClusterLostError as error:
             print_failure(type(error), error, error.__traceback__)
+            if error.again is not None:  # all that the run started has ended
+                print(f"Starting again from the last checkpoint, in this process: {shlex.join(error.again)}")
             sys.stdout.flush()
             sys.stderr.flush()
+            if error.again is not None:
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *error.again])
             os._exit(1)  # Ray's part of this process cannot end in good order without a head; the guard cleans up
 
 

@@ -161,8 +161,13 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
             with ExitStack() as stack:
                 stack.enter_context(guarded())
                 return train(job, loaded, command, stack)
+        except ClusterLostError as error:  # this process cannot join another
+            if retries_left and runs_as(job.module):
+                error.again = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={retries_left - 1}"]
+                error.again += ["~trainer.resume_from_path", "trainer.resume_mode=auto"] if has_own(job) else []
+            raise
         except (WorkerDiedError, StalledError) as error:
-            if not retries_left or isinstance(error, ClusterLostError):  # this process cannot join another
+            if not retries_left:
                 raise
             lost = error
             print(failure_text(error), file=sys.stderr)
@@ -172,8 +177,21 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
                 raise
             lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, job.run_dir)}")
             raise lost from None
-        trainer.resume_mode, trainer.resume_from_path = "auto", None
+        if has_own(job):
+            trainer.resume_mode, trainer.resume_from_path = "auto", None
     raise AssertionError("the last try returns or raises")
+
+
+def runs_as(module: str) -> bool:
+    """True in a process of `python -m module`."""
+    spec = sys.modules["__main__"].__spec__
+    return spec is not None and spec.name.removesuffix(".__main__") == module
+
+
+def has_own(job: Job[Options]) -> bool:
+    """True where another try begins with what the run folder has: not where nothing was saved yet of a run that began
+    with another's checkpoint."""
+    return job.config.trainer.resume_mode != "resume_path" or bool(saved_steps(job.run_dir))
 
 
 def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], stack: ExitStack) -> int:
@@ -238,7 +256,7 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
     """The command that goes on where a stopped run ended."""
     again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
-    kept = [word for word in command if word.partition("=")[0] not in again]
+    kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
     return "Stopped. To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
 
 

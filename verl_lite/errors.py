@@ -22,7 +22,10 @@ class WorkerDiedError(RuntimeError):
 
 
 class ClusterLostError(WorkerDiedError):
-    """The Ray cluster of the run is gone as a whole."""
+    """The Ray cluster of the run is gone as a whole. again: options with which the process's command is to start once
+    more, since this process's part of Ray is lost with it; None = not at all."""
+
+    again: list[str] | None = None
 
 
 class NoRoomError(UserError):

@@ -1,7 +1,8 @@
 """Exact resume under Ray with two ranks: train(2N) equals train(N), kill -9 of the driver, resume(N), bit for bit.
 
 The same comparison as in `test_exact_resume`, of runs as their user starts them: two Ray actors that hold shards of one
-model, with an adapter, a critic or all parameters, and the answers of the Hugging Face engine or of vLLM.
+model, with an adapter, a critic or all parameters, and the answers of the Hugging Face engine or of vLLM. The resumed
+run loses its Ray on the way, with trainer.max_retries=1.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.test_exact_resume import FOREVER, GAE
@@ -38,16 +41,27 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def test_two_ranks_train_kill_resume_is_train(options: list[str], parts: tuple[str, ...], tmp_path: Path) -> None:
     task = TinyTask(tmp_path, rows=10)  # 4 prompts a step: an epoch does not end with a step
     tiny_qwen2(tmp_path / "model", heads=2)
-    options = [*RAY, *options]
-    whole = task.start("whole", *options, steps=FOREVER)
+    options = [*RAY, *options, "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:loss_that_pauses"]
+    pause = tmp_path / "pause"
+    whole = task.start("whole", *options, steps=FOREVER, env={"PAUSE": str(pause)})
     marker = whole.run_dir / MARKER
     whole.wait_for(lambda: marker.exists() and int(marker.read_text()) >= 4)
     os.kill(whole.process.pid, signal.SIGKILL)
     whole.process.wait()
     whole.leaves_nothing(within_s=60)
     start = f"trainer.resume_from_path={whole.run_dir}/global_step_2"
-    resumed = task.start("resumed", *options, "trainer.resume_mode=resume_path", start, steps=4)
+    pause.touch()  # in the second step that it makes
+    options += ["trainer.max_retries=1", "trainer.resume_mode=resume_path", start]
+    resumed = task.start("resumed", *options, steps=4, env={"PAUSE": str(pause)})
+    resumed.wait_for(lambda: len(list(tmp_path.glob("paused-*"))) == 2)
+    [store] = [pid for pid in resumed.processes() if psutil.Process(pid).name() == "gcs_server"]
+    os.kill(store, signal.SIGKILL)
+    killed = time.monotonic()
+    resumed.wait_for(lambda: "Starting again" in resumed.log.read_text())
+    assert time.monotonic() - killed < 20
+    pause.unlink()
     assert resumed.wait() == 0, resumed.output()
+    resumed.leaves_nothing(within_s=0)
     expected, found = (run.run_dir / "global_step_4" for run in (whole, resumed))
     models = models_of(expected, parts)
     assert {f"{part}.random_{rank}" for part in parts for rank in (0, 1)} <= set(models)

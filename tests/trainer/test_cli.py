@@ -76,6 +76,39 @@ def test_the_second_signal_ends_at_once() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=50).returncode == 128 + signal.SIGINT
 
 
+LOST = """
+import os, signal, sys, time
+from trainer.cli import run_command
+from verl_lite.errors import ClusterLostError
+def command():
+    print(os.getpid(), flush=True)
+    if "again=1" in sys.argv:
+        time.sleep(60)
+    error = ClusterLostError("gone")
+    error.again = ["again=1"]
+    try:
+        raise error
+    finally:
+        if "early" in sys.argv:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(run_command(command))
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_command_that_lost_its_cluster_starts_again_in_its_process_and_hears_signals(when: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOST, when], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == f"{process.pid}\n"
+    if when == "late":
+        assert process.stdout.readline().startswith("Starting again from the last checkpoint")
+        assert process.stdout.readline() == f"{process.pid}\n"
+        process.terminate()
+    printed, told = process.communicate(timeout=50)
+    assert process.returncode == 128 + signal.SIGTERM and "Stopped by SIGTERM" in told and printed == ""
+
+
 def test_the_first_cause_is_printed_last() -> None:
     error = ValueError("no such loss\nin two lines")
     error.add_note("raised in actor, rank 1, update")

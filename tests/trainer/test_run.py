@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,9 @@ from trainer.run import locked_folder, make_run_dir
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import RewardFlowConfig
-from verl_lite.errors import NoRoomError, StalledError, UserError, WorkerDiedError
+from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
+
+FROM = ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/other/global_step_2")
 
 
 def in_folder(folder: Path, resume_mode: str = "disable") -> RewardFlowConfig:
@@ -124,7 +127,7 @@ def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, mo
 
 
 def test_the_command_that_goes_on_says_nothing_twice(tmp_path: Path) -> None:
-    given = ["python", "-m", "trainer.main_ppo", "trainer.default_local_dir=x", "trainer.resume_mode=disable"]
+    given = ["python", "-m", "trainer.main_ppo", "trainer.default_local_dir=x", *FROM, "~trainer.resume_from_path"]
     said = run.how_to_continue(given, tmp_path).splitlines()[-1].split()
     assert said == [*given[:3], f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"]
 
@@ -205,7 +208,7 @@ Tries = Callable[..., list[str]]
 def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
     """Runs the command with tries that end so; gives the resume_mode of each."""
 
-    def run_with(*ends: Exception | None, retries: int) -> list[str]:
+    def run_with(*ends: Exception | None, retries: int, options: Sequence[str] = ()) -> list[str]:
         modes, left = [], list(ends)
 
         def train(job, loaded, *args) -> int:
@@ -217,7 +220,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
 
         monkeypatch.setattr(run, "train", train)
         monkeypatch.setattr(run, "guarded", nullcontext)
-        assert build.run_ppo([*ARGV, f"trainer.max_retries={retries}"]) == 0
+        assert build.run_ppo([*ARGV, f"trainer.max_retries={retries}", *options]) == 0
         return modes
 
     return run_with
@@ -225,6 +228,31 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
 
 def test_a_lost_worker_and_a_stall_start_again_from_the_last_checkpoint(tries: Tries) -> None:
     assert tries(WorkerDiedError("one"), StalledError("two"), None, retries=2) == ["disable", "auto", "auto"]
+
+
+def test_before_its_first_checkpoint_a_run_starts_again_where_it_began(tries: Tries) -> None:
+    assert tries(WorkerDiedError("one"), None, retries=1, options=FROM) == ["resume_path"] * 2
+
+
+@pytest.mark.parametrize(
+    ("retries", "options", "is_command", "expected"),
+    [
+        (3, (), True, ["trainer.max_retries=1", "~trainer.resume_from_path", "trainer.resume_mode=auto"]),
+        (2, FROM, True, ["trainer.max_retries=0"]),  # nothing of its own was saved
+        (1, (), True, None),
+        (3, (), False, None),
+    ],
+)
+def test_after_a_lost_worker_and_a_lost_cluster_the_process_starts_again_with_what_is_left(
+    retries: int, options: Sequence[str], is_command: bool, expected: list[str] | None, tries: Tries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A program that is not the command's own is not started again."""
+    name = build.PPOJob.module if is_command else "somebodys_program"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=name))
+    with pytest.raises(ClusterLostError) as caught:
+        tries(WorkerDiedError("one"), ClusterLostError("two"), retries=retries, options=options)
+    assert caught.value.again == (expected and ["trainer.default_local_dir=/runs/x", *expected])
 
 
 def test_no_room_at_the_start_is_the_users_to_mend(tries: Tries) -> None:
