@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.data.prompts import PromptDataset
 
 _SETTINGS = "settings.json"
-_PIECES, _PIECE_BYTES = 256, 1 << 16
+_PIECES, _PIECE_BYTES = 256, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,8 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
 def content_of(path: str | Path) -> str:
     """A short name for what is in a file, or in the files of a folder of weights; "absent" for what is not there.
 
-    Size and 256 evenly spread pieces of 64 KiB are looked at: all of a file of up to 16 MiB.
+    A change anywhere in a file of up to 64 MiB gives another name: all of it is read. Of a larger one size and 256
+    evenly spread pieces of 256 KiB are looked at, its end among them.
     """
     path, digest = Path(path).expanduser(), hashlib.blake2b(digest_size=8)
     if path.is_dir():
@@ -190,9 +191,10 @@ def content_of(path: str | Path) -> str:
     if not path.is_file():
         return "absent"
     size = path.stat().st_size
+    pieces = min(_PIECES, -(-size // _PIECE_BYTES))
     digest.update(str(size).encode())
     with path.open("rb") as file:
-        for place in sorted({max(0, size - _PIECE_BYTES) * piece // (_PIECES - 1) for piece in range(_PIECES)}):
+        for place in ((size - _PIECE_BYTES) * piece // max(1, pieces - 1) for piece in range(pieces)):
             file.seek(place)
             digest.update(file.read(_PIECE_BYTES))
     return digest.hexdigest()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainer import checkpoint
+from trainer.evaluate import chunks
 from trainer.evaluate.chunks import (
     Kept,
     KeptAnswers,
@@ -132,8 +133,23 @@ def test_contents_tell_files_and_folders_apart(tmp_path: Path, monkeypatch: pyte
     assert content_of(tmp_path / "none") == "absent" and content_of(tmp_path) != first
     path.write_bytes(bytes(range(256)) * 63 + bytes(255) + b"x")
     assert content_of(path) != first
-    monkeypatch.setattr("trainer.evaluate.chunks._PIECE_BYTES", 16)
+    monkeypatch.setattr(chunks, "_PIECE_BYTES", 16)
     pieces, folder = content_of(path), content_of(tmp_path)
     path.write_bytes(bytes(range(256)) * 63 + bytes(256))
     assert content_of(path) != pieces, "the last bytes are always looked at"
     assert content_of(tmp_path) != folder
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 100, 4095, 4096])
+def test_every_byte_of_a_file_up_to_64_mib_counts(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small: pieces of 16 bytes, and so files of up to 4096."""
+    assert chunks._PIECES * chunks._PIECE_BYTES == 64 << 20
+    monkeypatch.setattr(chunks, "_PIECE_BYTES", 16)
+    path, content = tmp_path / "data.jsonl", bytearray(size)
+    path.write_bytes(content)
+    before = content_of(path)
+    for place in {*range(0, size, 13), size - 1}:
+        content[place] = 1
+        path.write_bytes(content)
+        assert content_of(path) != before, place
+        content[place] = 0
