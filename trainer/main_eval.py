@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     from trainer.console import Console
-    from trainer.evaluate.evaluation import FOLDER, find_targets, split_arguments
+    from trainer.evaluate.evaluation import FOLDER, find_targets, split_arguments, titles
     from trainer.final_report import validation_table
 
     names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
@@ -102,8 +102,8 @@ def main(argv: list[str]) -> int:
     if given and len(targets) > 1:
         raise UserError(f"{given[-1]}: each of the {len(targets)} targets has a folder of its own; leave it out")
     done: dict[str, dict[str, float]] = {}
-    for target in targets:
-        status, done[target.name] = evaluate(target, options)
+    for target, title in zip(targets, titles(targets), strict=True):
+        status, done[title] = evaluate(target, options)
         if status:
             return status
     if len(targets) > 1:

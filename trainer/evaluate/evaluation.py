@@ -9,6 +9,7 @@ with, or those of a model alone, less all that belongs to training. `Evaluation`
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +54,11 @@ _TRAINING_ALONE = ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout
 
 @dataclass(frozen=True)
 class Target:
-    """A policy to look at. name: for people and folders. folder: where results belong. arguments: of a run that only
-    answers with it. is_model: without data of its own."""
+    """A policy to look at. name: for people and folders. path: where it is, or its name on the hub. folder: where
+    results belong. arguments: of a run that only answers with it. is_model: without data of its own."""
 
     name: str
+    path: str
     folder: Path
     arguments: tuple[str, ...]
     is_model: bool = False
@@ -80,13 +82,23 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
         name, model = text.replace("/", "--"), text
     elif not (path / "config.json").exists():
         raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
-    return [Target(name, MODELS.absolute(), (f"model.path={model}", *ONLY_ANSWERS), is_model=True)]
+    return [Target(name, model, MODELS.absolute(), (f"model.path={model}", *ONLY_ANSWERS), is_model=True)]
 
 
 def _checkpoint(path: Path) -> Target:
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
     arguments = ("--config", str(path.parent / "config.yaml"), *ONLY_ANSWERS, *resume)
-    return Target(path.name, path.parent / "eval", arguments)
+    return Target(path.name, str(path), path.parent / "eval", arguments)
+
+
+def titles(targets: Sequence[Target]) -> list[str]:
+    """What each is called beside the others: its name, or what of its path tells it from those of the same name."""
+
+    def title(target: Target) -> str:
+        twins = {os.path.abspath(each.path) for each in targets if each.name == target.name}
+        return target.name if len(twins) == 1 else os.path.relpath(target.path, os.path.commonpath(twins))
+
+    return list(map(title, targets))
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:

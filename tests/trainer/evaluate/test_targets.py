@@ -15,10 +15,12 @@ from trainer.evaluate.evaluation import (
     RESULTS,
     Evaluation,
     Generation,
+    Target,
     answer_settings,
     find_targets,
     finished_metrics,
     folder_of,
+    titles,
 )
 from trainer.main_eval import eval_arguments
 from trainer.main_eval import main as main_eval
@@ -48,6 +50,28 @@ def test_a_run_is_its_newest_checkpoint_or_all_in_order(run: Path) -> None:
     config = load_config([*newest.arguments, "model.path=m", "data.val_files=v"]).config
     assert config.trainer.seed == 5 and config.trainer.val_only and config.data.train_files == []
     assert config.trainer.resume_from_path == str(run / "global_step_10")
+
+
+def test_a_table_tells_targets_of_one_name_apart() -> None:
+    paths = ("runs/a/x/global_step_2", "runs/b/x/global_step_2", "runs/a/x/global_step_4", "me/hf", "you/hf", "Qwen/Q")
+    targets = [Target(path.rpartition("/")[2], path, Path("eval"), ()) for path in paths]
+    assert titles([*targets, targets[0]]) == [
+        "a/x/global_step_2", "b/x/global_step_2", "global_step_4", "me/hf", "you/hf", "Q", "a/x/global_step_2",
+    ]  # fmt: skip
+
+
+def test_the_same_step_of_two_runs_has_two_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracy = {str(tmp_path / "a" / "global_step_2"): 0.125, str(tmp_path / "b" / "global_step_2"): 0.25}
+    for step in map(Path, accuracy):
+        step.mkdir(parents=True)
+        (step / "data.pt").touch()
+    found = lambda target, _: (0, {"val-core/s/acc/mean@1": accuracy[target.path]})  # noqa: E731
+    monkeypatch.setattr("trainer.main_eval.evaluate", found)
+    assert main_eval(list(accuracy)) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("a/global_step_2", "b/global_step_2", "0.125", "0.25")), shown
 
 
 def test_a_model_is_a_folder_or_a_hub_name_and_needs_data(tmp_path: Path) -> None:
