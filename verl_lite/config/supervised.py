@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_lite.config.data import CHAT_TEMPLATE
-from verl_lite.config.fields import Options, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, Options, at_least, opt, section
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RunConfig, RunOptions
 
@@ -20,7 +20,7 @@ class SupervisedDataConfig(Options):
     train_files: list[str] = opt([], "parquet, json or jsonl files to learn from")
     val_files: list[str] = opt([], "the same, to measure on; may be empty")
     train_batch_size: int = opt(64, "rows per optimizer step, over all ranks", at_least(1))
-    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all")
+    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all", ALL_OR_SOME)
     shuffle: bool = opt(True, "shuffle the rows each epoch")
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
     max_token_len_per_gpu: int = opt(16384, "token budget of a micro-batch on one device")

@@ -149,6 +149,7 @@ def test_the_command_answers_wrong_settings_in_one_message(
         "loss.center_rewards_coefficient=-1": "loss.center_rewards_coefficient=-1.0: at least 0 is expected",
         "data.score_at=middle": "data.score_at=middle is not known; known: end_of_text, end_of_turn",
         "data.truncation=right": "data.truncation=right is not known; known: drop, error",
+        "data.train_max_samples=0": "data.train_max_samples=0: -1 (all) or at least 1 is expected",
         "data.max_token_len_per_gpu=20": "data.max_token_len_per_gpu=20: the longest row has ",
         "loss.center_reward_coefficient=1": "did you mean loss.center_rewards_coefficient",
     }.items():
