@@ -184,7 +184,7 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
 
 def runs_as(module: str) -> bool:
     """True in a process of `python -m module`."""
-    spec = sys.modules["__main__"].__spec__
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # a debugger leaves it out
     return spec is not None and spec.name.removesuffix(".__main__") == module
 
 
