@@ -76,8 +76,7 @@ def train(config: dict[str, Any]) -> None:
     os.umask(order.umask)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)  # the run has it as well, and one of an earlier sweep may still end
-        while order.gpus and (reason := busy_device(order.sweep)) and not order.is_unwanted():
+        while (reason := held_up(order, log)) and not order.is_unwanted():
             _report(order, {}, waits=reason)
             time.sleep(1.0)
         if order.is_unwanted():
@@ -104,6 +103,15 @@ def train(config: dict[str, Any]) -> None:
     steps = read_metrics(metrics)
     ended = {"seconds": time.monotonic() - begun, "steps": max(steps, default=0)}
     _report(order, steps, ended | _how_it_ended(process.returncode, path, before, was_asked=bool(asked)))
+
+
+def held_up(order: Order, log: BinaryIO) -> str:
+    """For what the run has to wait; empty if it may begin, and then the log is its own."""
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run's process has it as well
+    except BlockingIOError:
+        return f"its process of an earlier sweep, which writes to {log.name}, has not ended yet"
+    return busy_device(order.sweep) if order.gpus else ""
 
 
 def _started(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,6 +22,16 @@ from verl_lite.errors import UserError
 STOP = "stop"
 """A file that asks runs to end: in the study's folder all of them, in a trial's those of the trial."""
 
+_GONE = {
+    **dict.fromkeys(("--command", "--options"), "a trial is one run of trainer.main_ppo; give its key=value words"),
+    "--take": "the last value of a run counts; leave it out",
+    "--again": "to run failed trials once more give the study another name: --study NAME",
+    "--skip-invalid": "leave out the values that the command would refuse",
+    "--share": "--slots N says how many runs there are at a time, --per-trial N the GPUs of each",
+    "--threads": "write OMP_NUM_THREADS=N before the command",
+    "--wait": "begin when a device is free, or name others: CUDA_VISIBLE_DEVICES=0,1 before the command",
+}
+"""Options that there were once, and what to type in their place."""
 _ASHA = ("grace_period", "reduction_factor", "brackets")
 
 
@@ -122,17 +133,23 @@ def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dic
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        gone = next((option for option in _GONE if re.search(rf"{option}(?![\w-])", message)), None)
+        if gone is not None:
+            raise UserError(f"{gone} is gone: {_GONE[gone]}")
         raise UserError(f"{message}; `python -m trainer.sweep --help` lists the options")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch("[0-9]+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {least}")
+        return int(text)
+
+    return read
 
 
 def _count(kind: str) -> Callable[[str], tuple[str, int]]:
-    return lambda text: (kind, _positive(text))
+    return lambda text: (kind, _at_least(1)(text))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,10 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--mode", choices=("max", "min"), default="max", help="which is better; default max")
     add("--seeds", metavar="N", help="runs of each trial, with trainer.seed 1 to N; [1,5,9] names them")
     add("--study", help="folder of the study, or a name in runs/sweeps; with it alone an interrupted study goes on")
-    add("--slots", type=_positive, metavar="N", help="runs at a time; default 1 on a CPU, else all that fit")
-    add("--per-trial", type=_positive, default=1, metavar="N", help="GPUs of each run; default 1")
+    add("--slots", type=_at_least(1), metavar="N", help="runs at a time; default 1 on a CPU, else all that fit")
+    add("--per-trial", type=_at_least(1), default=1, metavar="N", help="GPUs of each run; default 1")
     add("--ray-address", metavar="HOST:PORT", help="runs on the machines of this Ray cluster")
-    add("--retries", type=int, default=3, metavar="N", help="of a run that the machine failed; default 3")
+    add("--retries", type=_at_least(0), default=3, metavar="N", help="of a run that the machine failed; default 3")
     return found
 
 

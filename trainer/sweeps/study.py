@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from trainer.checkpoint import write_atomically
 from trainer.cli import file_mask
@@ -249,5 +250,8 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"--study {folder}: another sweep works on it; to begin one: --study NAME") from None
+            who = (folder / "lock").read_text() or "another sweep"
+            raise UserError(f"--study {folder}: {who} works on it; to begin one: --study NAME") from None
+        file.truncate(0)
+        print(f"pid {os.getpid()} of user {psutil.Process().username()}", file=file, end="", flush=True)
         yield

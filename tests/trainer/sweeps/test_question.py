@@ -86,14 +86,22 @@ def test_a_study_alone_goes_on() -> None:
         (["a=1,2", "--pruner", "ash"], "--pruner ash: expected none, or asha"),
         (["a=1,2", "--pruner", "asha:min_resource=1"], "grace_period"),
         (["a=1,2", "--metrik", "x"], "--metrik x; `python -m trainer.sweep --help`"),
+        (["a=1,2", "--retries", "-1"], "--retries: '-1': expected a whole number of at least 0"),
+        (["a=1,2", "--slots", "²"], "whole number of at least 1"),
+        (["a=1,2", "--threads", "2"], "--threads is gone: write OMP_NUM_THREADS=N before the command"),
+        (["a=1,2", "--take=best"], "--take is gone: the last value"),
+        (["--file", "GONE"], "--skip-invalid is gone: leave out"),
+        (["a=1,2", "--wait-for", "x"], "--wait-for x; `python -m"),
         (["--file", "/nowhere.yaml"], "cannot be read"),
         (["--file", "FILE"], "--spcae"),
     ],
 )
 def test_what_cannot_be_is_refused(argv: list[str], said: str, tmp_path: Path) -> None:
-    (tmp_path / "sweep.yaml").write_text("spcae: {a: [1, 2]}")
+    files = {"FILE": tmp_path / "sweep.yaml", "GONE": tmp_path / "gone.yaml"}
+    files["FILE"].write_text("spcae: {a: [1, 2]}")
+    files["GONE"].write_text("space: {a: [1, 2]}\nskip_invalid: true")
     with pytest.raises(UserError) as refused:
-        read_options([str(tmp_path / "sweep.yaml") if word == "FILE" else word for word in argv])
+        read_options([str(files.get(word, word)) for word in argv])
     assert said in str(refused.value)
 
 

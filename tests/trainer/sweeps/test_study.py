@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from trainer.sweep import summary
 from trainer.sweeps import tuning
-from trainer.sweeps.child import diagnose
+from trainer.sweeps.child import Order, diagnose, held_up
 from trainer.sweeps.question import STOP, Question, Search
 from trainer.sweeps.study import Study, locked
 from trainer.sweeps.tuning import Place, Sweep
@@ -169,8 +170,10 @@ def test_another_question_a_damaged_study_and_a_second_sweep_are_refused(tmp_pat
     driver = Driver(tmp_path, question(["x=1,2"]))
     with pytest.raises(UserError, match=r"words was \['x=1,2'\], and is \['x=1,3'\]"):
         driver.study.refuse_another(question(["x=1,3"]))
-    with locked(tmp_path), pytest.raises(UserError, match="another sweep works on it"), locked(tmp_path):
-        pass
+    for _ in range(2):
+        who = f"pid {os.getpid()} of user [^ ]* works on it"
+        with locked(tmp_path), pytest.raises(UserError, match=who), locked(tmp_path):
+            pass
     driver.next()
     (tmp_path / "log.jsonl").write_text("no\n")
     with pytest.raises(UserError, match="log.jsonl cannot be read .*begin a study with another name"):
@@ -180,6 +183,15 @@ def test_another_question_a_damaged_study_and_a_second_sweep_are_refused(tmp_pat
 
 
 # ------------------------------------------------------------------------------------------------- a run, from outside
+
+
+def test_a_run_says_that_it_waits_for_one_of_an_earlier_sweep(tmp_path: Path) -> None:
+    order = Order([], tmp_path / "run", "", "m", None, "mark", gpus=False, umask=0o077)
+    with (tmp_path / "run.log").open("ab") as before, (tmp_path / "run.log").open("ab") as log:
+        assert held_up(order, before) == ""
+        assert held_up(order, log) == f"its process of an earlier sweep, which writes to {log.name}, has not ended yet"
+        before.close()
+        assert held_up(order, log) == ""
 
 
 @pytest.mark.parametrize(
