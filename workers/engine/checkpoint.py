@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -54,7 +53,7 @@ CLASSIFIERS = {
 
 def save(
     path: str,
-    parameters: Mapping[str, DTensor],
+    parameters: Mapping[str, torch.Tensor],
     optimizer: ShardedAdamW | None,
     scheduler_step: int,
     background: dist.ProcessGroup | None = None,
@@ -70,7 +69,7 @@ def save(
     return cast("Future[Any]", dcp.async_save(state, checkpoint_id=path, process_group=background))
 
 
-def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None) -> int:
+def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None) -> int:
     """Reads parameters and optimizer state in place, whatever number of ranks wrote them. Returns the scheduler step.
 
     Raises UserError if `path` holds no whole checkpoint of them. Collective.
@@ -83,7 +82,7 @@ def load(path: str, parameters: Mapping[str, DTensor], optimizer: ShardedAdamW |
     return int(state["scheduler_step"])
 
 
-def _require_same_parameters(path: str, parameters: Mapping[str, DTensor]) -> None:
+def _require_same_parameters(path: str, parameters: Mapping[str, torch.Tensor]) -> None:
     """Raises UserError for a checkpoint of other parameters, such as those of an adapter of another rank."""
     if not (index := Path(path) / ".metadata").is_file():
         raise _damaged(path, "it has no .metadata")
@@ -143,7 +142,9 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def _state(parameters: Mapping[str, DTensor], optimizer: ShardedAdamW | None, scheduler_step: int) -> dict[str, Any]:
+def _state(
+    parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None, scheduler_step: int
+) -> dict[str, Any]:
     """Everything by flat names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME, steps_taken, scheduler_step."""
     state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     state["scheduler_step"] = scheduler_step

@@ -29,7 +29,7 @@ from verl_lite.random_state import seed_random_state
 from workers.engine import checkpoint
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 from workers.engine.optimizer import ShardedAdamW, lr_factor
-from workers.engine.parameters import fill_shards, gather_full
+from workers.engine.parameters import fill_shards, gather_full, saved_buffers
 from workers.policy.adapter import adapter_off, merged, scale_of
 from workers.update import Between, LossFunction, infer_batch, train_epochs
 
@@ -93,6 +93,8 @@ class FSDPEngine:
         self._shard(policy, master_dtype)
         if dist.get_world_size() > 1:
             fill_shards(dict(policy.named_parameters()), full if dist.get_rank() == 0 else {}, self.device)
+            for buffer in saved_buffers(policy).values():
+                dist.broadcast(buffer, src=0)
         return policy
 
     def _shard(self, policy: EngineNetwork, master_dtype: torch.dtype) -> None:
@@ -130,6 +132,16 @@ class FSDPEngine:
     def trained(self) -> dict[str, DTensor]:
         """The parameters that learn: all, or an adapter's."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """See `saved_buffers`, by the network's own names."""
+        return {name.removeprefix(self.policy.prefix): value for name, value in saved_buffers(self.policy).items()}
+
+    @property
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint has of the network; an adapter's base model stays where it is."""
+        return dict(self.trained) if self.policy.adapter is not None else {**self.trained, **self.buffers}
 
     def _reshard(self) -> None:
         for module in self._fsdp_modules(self.policy):
@@ -206,11 +218,13 @@ class FSDPEngine:
     # -- weights out, checkpoints, memory ------------------------------------------------------------------------------
 
     def full_params(self, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, in the compute dtype, under the network's own name; tied ones once. All ranks call it.
+        """Every parameter whole, in the compute dtype, under the network's own name, tied ones once; and the buffers
+        that are saved. All ranks call it.
 
         bucket_bytes: full tensors gathered at one time; an adapter is held whole beside them, and merged. A tensor may
         share memory with the engine's own parameters: use or copy it before the next training step.
         """
+        yield from self.buffers.items()
         if self.policy.adapter is None:
             yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
             return
@@ -233,7 +247,7 @@ class FSDPEngine:
         if background:
             self._save_group = self._save_group or dist.new_group(backend="gloo")
         group = self._save_group if background else None
-        self._saving = checkpoint.save(path, self.trained, self.optimizer, self.scheduler_step, group)
+        self._saving = checkpoint.save(path, self._state, self.optimizer, self.scheduler_step, group)
         checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
             self.policy.save_assets(path)
@@ -248,7 +262,7 @@ class FSDPEngine:
     def load(self, path: str) -> None:
         """Reads what `save` wrote, on any number of ranks."""
         self.move_in_optimizer()
-        self.scheduler_step = checkpoint.load(path, self.trained, self.optimizer)
+        self.scheduler_step = checkpoint.load(path, self._state, self.optimizer)
         checkpoint.load_random_state(path, dist.get_rank())
 
     def move_in(self) -> None:

@@ -10,12 +10,24 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 
 def shard_rows(parameter: DTensor, group_size: int) -> int:
     """Rows of dimension 0 on each rank, the last ranks perhaps fewer: FSDP2 cuts like torch.chunk."""
     return -(-parameter.shape[0] // group_size)
+
+
+def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
+    """What belongs to a checkpoint without being a parameter, such as the biases that balance experts: whole on each
+    rank."""
+    return {
+        f"{place}.{name}".removeprefix("."): buffer
+        for place, module in network.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 @torch.no_grad()

@@ -46,6 +46,11 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     _require_linear_layers(network, "model.exclude_modules", excluded)
     if targets != [ALL_LINEAR]:
         _require_linear_layers(network, "model.target_modules", targets)
+    place: nn.Module = network
+    if any(type(module).__name__.endswith("Experts") for module in network.modules()):
+        # where peft sees a model of transformers, it takes names of layers for those of experts, as these once were
+        place = nn.ModuleDict({"network": network})
+        targets = linear_layers(network) if targets == [ALL_LINEAR] else targets
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -56,7 +61,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(model.path),
     )
-    inject_adapter_in_model(config, network)
+    inject_adapter_in_model(config, place)
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             raise UserError(f"model.target_modules: {name} is no torch.nn.Linear, and only such layers can be adapted")

@@ -199,9 +199,9 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str], v
 
 
 def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:
-    """The parameters of a model, each with all its names (tied ones have several)."""
+    """The parameters and saved buffers of a model, each with all its names (tied ones have several)."""
     names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.state_dict(keep_vars=True).items():
         names.setdefault(id(parameter), set()).add(name)
     return [frozenset(group) for group in names.values()]
 

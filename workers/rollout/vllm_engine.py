@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
 from workers.rollout.base import (
@@ -62,8 +63,8 @@ class VLLMEngine:
         self._config, self._max_model_len, self._device = config, max_model_len, device
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
-        self._names = parameter_names(model)
+            self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+        self._names = parameter_names(self._model)
         self._owns_process_group = not torch.distributed.is_initialized()
         _prepare_process(device)
         from vllm import EngineArgs, LLMEngine, ModelRegistry
@@ -141,14 +142,22 @@ class VLLMEngine:
         def recorded() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
                 given.add(name)
-                yield name, tensor
+                # vLLM reads the names of files, where experts are not yet one tensor
+                yield from revert_weight_conversion(self._model, {name: tensor}).items()
 
+        if self._device.type == "cpu":
+            self._engine.collective_rpc(_unpack_experts)
         self._engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": recorded(), "is_checkpoint_format": True}
         )
         check_names(given, self._names)
         if self._device.type == "cpu":
             self._engine.collective_rpc(_repack_tied_head)
+            if any(self._engine.collective_rpc(_has_stale_experts)):
+                raise ValueError(
+                    f"rollout.name=vllm: vLLM on a CPU does not reload the experts of a {type(self._model).__name__}; "
+                    "say rollout.name=hf"
+                )
         self._version = version
         # the caller resets too; a stale prefix cache is silent, so an engine never relies on it
         self.reset_cache()
@@ -201,6 +210,21 @@ def _repack_tied_head(worker: Any) -> None:
     head = getattr(worker.model_runner.get_model(), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
+
+
+def _unpack_experts(worker: Any) -> None:
+    """On a CPU vLLM packs the weights of experts when it builds their kernel, and leaves a reload unpacked (0.32).
+    Without a kernel it builds one anew, and packs.
+    """
+    for module in worker.model_runner.get_model().modules():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
+
+
+def _has_stale_experts(worker: Any) -> bool:
+    """Whether a mixture of experts got no kernel in the reload, since its weights came past vLLM's account of them."""
+    methods = [getattr(module, "quant_method", None) for module in worker.model_runner.get_model().modules()]
+    return any(getattr(method, "moe_kernel", method) is None and method is not None for method in methods)
 
 
 def _prepare_process(device: torch.device) -> None:

@@ -1,0 +1,88 @@
+"""Experts are one tensor of three dimensions a layer: sharded, trained, saved, exported, adapted, and synced by name.
+
+Two families: one whose experts have other names in files, one with biases of the router that are saved without being
+parameters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_experts import tiny_experts
+from tests.workers.engine_cases import Batch, Case, build_engine, trained
+from tests.workers.ranks import Ranks
+from verl_lite.config import RolloutConfig
+from verl_lite.errors import UserError
+from workers.engine.checkpoint import export
+from workers.rollout.base import Request, SamplingParams, build_rollout_engine
+from workers.weight_sync import sync_weights
+
+FAMILIES: dict[str, dict[str, Any]] = {"mixtral": {}, "glm4_moe": {"first_k_dense_replace": 0}}
+BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
+BATCH = Batch(rows=8, shared_prompts=4)
+CASE = Case(max_token_len=60)
+vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+
+
+def write(folder: Path, family: str, seed: int = 0) -> str:
+    return tiny_experts(folder / f"{family}{seed}", family, seed, **FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_train_save_and_export_what_one_does(family: str, tmp_path: Path, ranks: Ranks) -> None:
+    path, folder = write(tmp_path, family), str(tmp_path / "checkpoint")
+    before = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    alone = trained(path, BATCH, CASE, 2)["parameters"]
+    for found in ranks.run(trained, path, BATCH, CASE, 2, folder, size=2):
+        assert found["parameters"].keys() == alone.keys() == before.keys()
+        for name, value in alone.items():
+            assert np.abs(found["parameters"][name] - value).max() <= 2e-6, name
+    assert all(
+        bool((before[name] != torch.from_numpy(value)).any()) != (BIAS[-10:] in name) for name, value in alone.items()
+    )
+    other = write(tmp_path, family, seed=1)  # whatever it starts from, a checkpoint is loaded whole
+    loaded = trained(other, BATCH, CASE, 0, load=folder)["parameters"]
+    export(folder, str(tmp_path / "exported"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    for name, value in found["parameters"].items():
+        assert np.array_equal(loaded[name], value) and np.array_equal(exported[name], value), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.long, vllm_missing])])
+def test_what_is_sampled_after_an_update_is_what_is_trained(name: str, family: str, tmp_path: Path) -> None:
+    paths = [write(tmp_path, family, seed) for seed in (0, 1)]
+    engine = build_rollout_engine(
+        name, paths[0], RolloutConfig(kv_cache_memory_mb=32), max_model_len=64, device=torch.device("cpu"),
+        dtype=torch.float32, seed=0,
+    )  # fmt: skip
+    for version, path in enumerate(paths):  # twice: a first update may differ from those after it
+        sync_weights(build_engine(path, Case()), engine, version, 512)
+        prompt = tuple(range(3, 23))
+        engine.submit(Request("r", prompt, SamplingParams(max_tokens=12, seed=1, ignore_eos=True)))
+        while engine.unfinished:
+            done = engine.step()
+        tokens = torch.tensor([[*prompt, *done[0].token_ids]])
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(path)(tokens).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done[0].log_probs), expected, atol=1e-4, rtol=0)
+    engine.close()
+
+
+def test_an_adapter_leaves_experts_and_routers_as_they_are(tmp_path: Path) -> None:
+    """They are no linear layers: all-linear means the others, and by name they are refused."""
+    path = write(tmp_path, "glm4_moe")
+    engine = build_engine(path, Case(), model={"lora_rank": 2})
+    assert {name.split(".")[3] for name in engine.trained} == {"self_attn", "mlp"}
+    assert not any(".experts." in name or ".mlp.gate." in name for name in engine.trained)
+    assert dict(engine.full_params()).keys() == AutoModelForCausalLM.from_pretrained(path).state_dict().keys()
+    with pytest.raises(UserError, match="target_modules: gate_up_proj fits no linear layer"):
+        build_engine(path, Case(), model={"lora_rank": 2, "target_modules": ["gate_up_proj"]})
