@@ -211,8 +211,11 @@ class RayPPOTrainer:
         return batch
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
-        """Adds the log-probs that ratios are taken against; logs how far the rollout engine's are from them."""
-        batch = batch | self.actor.compute_log_prob(batch)
+        """Adds the log-probs that ratios are taken against."""
+        return self.compare_rollout(batch | self.actor.compute_log_prob(batch))
+
+    def compare_rollout(self, batch: DataProto) -> DataProto:
+        """Logs how far the rollout engine's log-probs are from old_log_probs; gives the same batch."""
         if self.config.rollout.calculate_log_probs:
             self.metrics |= rollout_probs_diff(
                 batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]

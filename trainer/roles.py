@@ -23,7 +23,7 @@ from verl_lite.core_algos import outcome_scores
 from verl_lite.errors import UserError
 from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric, combine, join
-from verl_lite.protocol import DataProto
+from verl_lite.protocol import DataProto, DataProtoFuture
 from verl_lite.rewards import RewardResult
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
@@ -60,11 +60,11 @@ class ModelRole:
         return self.group.world_size
 
     def infer(
-        self, call: Callable[[DataProto], DataProto], batch: DataProto, stage: str, **meta_info: Any
-    ) -> DataProto:
+        self, call: Callable[..., Any], batch: DataProto, stage: str, blocking: bool = True, **meta_info: Any
+    ) -> Any:
         """A pass without gradient over all rows, by a method of the worker group; meta_info goes with the batch."""
         plan = self.plan(batch, stage)
-        return plan.restore(call(arrange(batch, plan, TRAIN_COLUMNS, **meta_info)))
+        return answer_of(call, arrange(batch, plan, TRAIN_COLUMNS, **meta_info), plan.restore, blocking)
 
     def plan(
         self,
@@ -99,6 +99,26 @@ def arrange(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_in
     return data
 
 
+def answer_of(call: Callable[..., Any], data: DataProto, then: Callable[[Any], DataProto], blocking: bool) -> Any:
+    """`then` of what a method of a worker group answers; with blocking=False a future of it, as the ranks begin."""
+    if blocking:
+        return then(call(data))
+    answer = call(data, blocking=False)
+    return DataProtoFuture(lambda: then(answer.get()))
+
+
+def joined_metrics(results: Iterable[DataProto], more: Metrics) -> DataProto:
+    """The metrics of all ranks, and more, as meta_info of a batch."""
+    return DataProto(meta_info={"metrics": combine([result.meta_info["metrics"] for result in results]) | more})
+
+
+def step_of(batch: DataProto) -> int:
+    """The training step of a batch that says it as ROLL does, counted from 0; ours count from 1."""
+    if "global_step" not in batch.meta_info:
+        raise ValueError("train_step: the batch has no meta_info['global_step'], counted from 0, as get_batch gives it")
+    return int(batch.meta_info["global_step"]) + 1
+
+
 class ActorRole(ModelRole, SavedByWorkers):
     """The policy, as the driver sees it."""
 
@@ -110,20 +130,29 @@ class ActorRole(ModelRole, SavedByWorkers):
         answers.meta_info["metrics"] = metrics | {"rollout/idle_frac": Metric.last(1 - mean / slowest)}
         return answers
 
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
+    def compute_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
         """old_log_probs and entropys of the batch under the weights of now, and sum_pi_squared for estimators that
-        read it."""
+        read it; blocking=False gives a future of it."""
         return self.infer(
             self.group.compute_log_prob,
             batch,
             "log_prob",
+            blocking,
             temperature=self.config.rollout.temperature,
             calculate_entropy=True,
             calculate_sum_pi_squared=estimator_takes(self.config, "sum_pi_squared"),
         )
 
+    compute_log_probs = compute_log_prob  # ROLL's name
+
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
+        return self.train_step(batch, step=step).meta_info["metrics"]
+
+    def train_step(self, batch: DataProto, blocking: bool = True, step: int | None = None) -> Any:
+        """`update` under ROLL's name: a batch with the metrics in meta_info, with blocking=False a future of it. step:
+        None = as the batch says."""
+        step = step_of(batch) if step is None else step
         config, correction = self.config, self.config.algorithm.rollout_correction
         plan = self.plan(
             batch,
@@ -143,9 +172,9 @@ class ActorRole(ModelRole, SavedByWorkers):
         columns += ["rollout_is_weights"] if correction.rollout_is and not correction.bypass_mode else []
         batch = batch | DataProto.from_dict(chosen)
         data = arrange(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
-        metrics = combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
         lengths = batch.batch["attention_mask"].sum(1).numpy()
-        return metrics | {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
+        shape = {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
+        return answer_of(self.group.update_actor, data, lambda results: joined_metrics(results, shape), blocking)
 
     def update_weights(self, version: int) -> Metrics:
         """Makes the rollout engines use the trained weights; samples drawn from now on carry `version`."""
@@ -200,12 +229,17 @@ class AgentRole(ActorRole):
 class CriticRole(ModelRole, SavedByWorkers):
     """The critic on its worker group. What `critic` leaves open is as in the actor's update."""
 
-    def compute_values(self, batch: DataProto) -> DataProto:
-        """values of the batch under the critic's weights of now."""
-        return self.infer(self.group.compute_values, batch, "values")
+    def compute_values(self, batch: DataProto, blocking: bool = True) -> Any:
+        """values of the batch under the critic's weights of now; blocking=False gives a future of it."""
+        return self.infer(self.group.compute_values, batch, "values", blocking)
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Fits the values to the returns, with mini-batches and epochs of its own where `critic` sets them."""
+        return self.train_step(batch, step=step).meta_info["metrics"]
+
+    def train_step(self, batch: DataProto, blocking: bool = True, step: int | None = None) -> Any:
+        """`update` under ROLL's name; see `ActorRole.train_step`."""
+        step = step_of(batch) if step is None else step
         critic, actor = self.config.critic, self.config.actor
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
         plan = self.plan(
@@ -216,16 +250,18 @@ class CriticRole(ModelRole, SavedByWorkers):
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
         )
         data = arrange(batch, plan, [*TRAIN_COLUMNS, "values", "returns"])
-        return combine([result.meta_info["metrics"] for result in self.group.update_critic(data)])
+        return answer_of(self.group.update_critic, data, lambda results: joined_metrics(results, {}), blocking)
 
 
 class ReferenceRole(ModelRole):
     """The frozen reference model, as the driver sees it."""
 
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob of the batch."""
+    def compute_ref_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
+        """ref_log_prob of the batch; blocking=False gives a future of it."""
         temperature = self.config.rollout.temperature
-        return self.infer(self.group.compute_ref_log_prob, batch, "ref", temperature=temperature)
+        return self.infer(self.group.compute_ref_log_prob, batch, "ref", blocking, temperature=temperature)
+
+    compute_log_probs = compute_ref_log_prob  # ROLL's name
 
 
 class RewardModelRole(ModelRole):

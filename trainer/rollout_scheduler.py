@@ -109,7 +109,7 @@ class RolloutScheduler:
         """The rows of `batch_size` episodes.
 
         data: meta_info global_step, counted from 0. Rows are ordered by group, and within it as they were begun.
-        meta_info: `metrics` of scheduler, environments and engine; `episodes`, an EpisodeCounts.
+        meta_info: `metrics` of scheduler, environments and engine; `episodes`, an EpisodeCounts; global_step.
         """
         step, started = int(data.meta_info["global_step"]), time.perf_counter()
         if self.purpose != "train":
@@ -261,6 +261,7 @@ class RolloutScheduler:
             "scheduler/groups_kept_though_dropped": Metric.last(kept),
             "scheduler/off_policy_ratio": Metric.last(batch.step - batch.start_step),
         }
+        result.meta_info["global_step"] = batch.step
         result.meta_info["episodes"] = EpisodeCounts.total(part.counts for part in batch.parts)
         return result
 

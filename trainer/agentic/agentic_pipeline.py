@@ -7,6 +7,7 @@ A batch is made of whole episodes, which `trainer.rollout_scheduler` chooses and
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
 from trainer.ray_trainer import RayPPOTrainer, training_sampling
 from trainer.rewards.failures import Failures
-from trainer.roles import AgentRole, Metrics
+from trainer.roles import ActorRole, AgentRole, Metrics
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.steps import EpisodeSteps
 from verl_lite.config import PPOConfig
+from verl_lite.config.spellings import RENAMED, VALUES
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
@@ -64,10 +66,16 @@ class EpisodeRewards:
         return DataProto(meta_info={"metrics": metrics})
 
 
-class AgenticPipeline(RayPPOTrainer):
+BasePipeline = RayPPOTrainer  # ROLL's name
+
+
+class AgenticPipeline(BasePipeline):
     """Trains an agent in environments.
 
     train_rollout_scheduler, val_rollout_scheduler: choose the episodes; the latter is None where nothing is validated.
+
+    A loop of one's own (recipes/agentic_frozen_lake/roll_loop.py) finds ROLL's names: pipeline_config; actor_train and
+    actor_infer, one worker with two engines; reference and critic, None where nothing asks for one; running, tracker.
     """
 
     def __init__(
@@ -82,6 +90,10 @@ class AgenticPipeline(RayPPOTrainer):
         self.train_rollout_scheduler = train_rollout_scheduler
         self.val_rollout_scheduler = val_rollout_scheduler
         self.engine_version: int | None = None  # the step after which the rollout engines got their weights
+        self.pipeline_config: Any = RollConfig(config)
+        self.actor_train = self.actor_infer = self.actor
+        self.reference, self.running, self.tracker = self.ref, self.running_moments, self.tracking
+        self.set_model_update_pair(self.actor_train, self.actor_infer, config.agentic.model_update_frequency)
 
     # -------------------------------------------------------------------------------------------------- the stages
 
@@ -95,16 +107,30 @@ class AgenticPipeline(RayPPOTrainer):
             scheduler.begin_ahead(prompts, size)
         return batch
 
-    def model_update(self) -> Metrics:
+    def set_model_update_pair(self, src_cluster: ActorRole, tgt_cluster: ActorRole, frequency: int = 1) -> None:
+        """Between which roles `model_update` moves weights, actor_train and actor_infer, and every how many steps."""
+        if src_cluster is not self.actor_train or tgt_cluster is not self.actor_infer or frequency < 1:
+            raise ValueError(
+                f"set_model_update_pair: found {src_cluster=}, {tgt_cluster=}, {frequency=}; expected actor_train, "
+                "actor_infer (two engines of one worker) and at least 1"
+            )
+        self.model_update_frequency = frequency
+
+    def model_update(self, global_step: int | None = None) -> Metrics:
         """Gives the rollout engines the trained weights, every agentic.model_update_frequency steps. Where episodes of
-        later steps are on their way, `sample` does it instead, when those of its own step have ended."""
+        later steps are on their way, `sample` does it instead, when those of its own step have ended.
+
+        global_step: for a loop that begins its steps with it: trained so far. Episodes on their way are finished.
+        """
+        if global_step is not None:
+            return self._give_weights(global_step)
         if self.train_rollout_scheduler.ratio and self.engine_version is not None:
             return {}
         return self._give_weights(self.steps.global_step)
 
     def _give_weights(self, version: int, must: bool = False) -> Metrics:
         """version: the last step that they were trained in. must: whether the frequency says so or not."""
-        is_due = must or self.engine_version is None or version % self.config.agentic.model_update_frequency == 0
+        is_due = must or self.engine_version is None or version % self.model_update_frequency == 0
         if version == self.engine_version or not is_due:
             return {}
         self.train_rollout_scheduler.finish()
@@ -119,6 +145,16 @@ class AgenticPipeline(RayPPOTrainer):
     def token_estimator(self) -> str:
         """GiGPO and step_reinforce are done by then; what is left of them is REINFORCE."""
         return token_estimator(self.config)
+
+    def do_checkpoint(self, global_step: int) -> None:
+        """Ends a step, counted from 0, in a loop of one's own: writes its checkpoint where one is due."""
+        self.steps.global_step = global_step + 1
+        if self.saver.is_due(self.steps):
+            self.save()
+
+    def run(self) -> FitResult:
+        """`fit` under ROLL's name."""
+        return self.fit()
 
     # -------------------------------------------------------------------------------------------------- validation
 
@@ -166,6 +202,20 @@ class AgenticPipeline(RayPPOTrainer):
         if every and step % every == 0:
             for episode in episodes[:EPISODES_SHOWN]:
                 self.tracking.show(readable(episode))
+
+
+class RollConfig:
+    """The options under ROLL's names, `pipeline_config.actor_train.model_update_frequency`, beside our own. One that
+    has other values in ROLL is not there."""
+
+    def __init__(self, config: PPOConfig, section: str = "") -> None:
+        self._config, self._section = config, section
+
+    def __getattr__(self, name: str) -> Any:
+        key = f"{self._section}{name}"
+        if any(known.startswith(f"{key}.") for known in RENAMED):
+            return RollConfig(self._config, f"{key}.")
+        return attrgetter(RENAMED[key] if key in RENAMED and key not in VALUES else key)(self._config)
 
 
 # --------------------------------------------------------------------------------------------------- making a run of it

@@ -1,0 +1,59 @@
+"""The recipe with its loop written out in the calls of ROLL's AgenticPipeline, for who wants another order of things:
+
+python -m trainer.main_ppo recipe=recipes.agentic_frozen_lake.roll_loop
+"""
+
+from recipes.agentic_frozen_lake.recipe import overrides, prepare  # noqa: F401  what a recipe has
+from trainer.agentic.agentic_pipeline import AgenticPipeline
+from trainer.agentic.metrics import compute_data_metrics
+from trainer.final_report import FitResult
+from verl_lite.metrics import values
+from verl_lite.protocol import DataProto
+
+
+class RollLoop(AgenticPipeline):
+    """Steps count from 0, as in ROLL; what is logged and saved counts those that are done."""
+
+    def fit(self) -> FitResult:
+        config, scheduler, result = self.pipeline_config, self.train_rollout_scheduler, self.result
+        frequency = config.actor_train.model_update_frequency
+        self.set_model_update_pair(src_cluster=self.actor_train, tgt_cluster=self.actor_infer, frequency=frequency)
+        self.resume()
+        for global_step in range(self.steps.global_step, config.max_steps):
+            metrics = self.metrics = self.model_update(global_step)
+            self._evaluate()
+            batch = scheduler.get_batch(DataProto(meta_info={"global_step": global_step}), config.rollout_batch_size)
+            metrics.update(batch.meta_info.pop("metrics"))
+            if global_step + 1 < config.max_steps:  # the next ones, with agentic.async_generation_ratio
+                scheduler.begin_ahead(batch, config.rollout_batch_size)
+            batch = self.score(batch)  # counts episodes that failed, and masks them
+            old_log_probs = self.actor_train.compute_log_probs(batch, blocking=False)
+            if self.critic:
+                batch.union(self.critic.compute_values(batch, blocking=False).get())
+            if self.reference:
+                batch.union(self.reference.compute_log_probs(batch))
+            batch = self.estimate_advantages(self.compare_rollout(batch.union(old_log_probs.get())))
+            critic = self.critic.train_step(batch, blocking=False) if self.critic else None
+            if global_step >= config.critic_warmup:
+                metrics.update(self.actor_train.train_step(batch).meta_info["metrics"])
+            metrics.update(critic.get().meta_info["metrics"] if critic else {})
+            done = global_step + 1
+            counts = {"training/global_step": float(done), "system/samples": float(done * config.rollout_batch_size)}
+            shown = compute_data_metrics(batch, use_critic=bool(critic)) | values(metrics)
+            self.tracker.log(counts | shown, step=done)
+            self.do_checkpoint(global_step)
+            self.keep_samples(batch)
+            if self.steps.stopping:
+                break
+        self._evaluate()
+        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
+        return result
+
+    def _evaluate(self) -> None:
+        if self.validates and self.steps.due(self.pipeline_config.eval_steps):
+            self.result.after = self.validate(self.result)
+            self.result.before = self.result.before or self.result.after
+            self.tracker.log(self.result.after, step=self.steps.global_step)
+
+
+trainer_class = RollLoop
