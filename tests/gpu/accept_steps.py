@@ -26,7 +26,7 @@ from verl_lite.device import compute_dtype, get_device
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 from workers.engine.fsdp import FSDPEngine
-from workers.engine.packing import PackedSequences, _sdpa_runs, _varlen_attention
+from workers.engine.packing import PackedSequences, Scores, _sdpa_runs, _varlen_attention
 from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
@@ -80,7 +80,7 @@ def machine(folder: Path, size: Size) -> dict[str, Any]:
     ]
     results = []
     for attend in (_varlen_attention, _sdpa_runs):
-        output = attend(*inputs, 0.1, sequences, None)
+        output = attend(*inputs, Scores(0.1, None, None, None), sequences)
         results.append((output, *torch.autograd.grad(output.sum(), inputs)))
     gap = max(float((one - other).float().abs().max()) for one, other in zip(*results, strict=True))
     assert gap < 0.05, f"attention differs by {gap}"

@@ -12,7 +12,7 @@ from tests.workers.engine_cases import Batch, loss_fn, planned, ragged_batch
 from tests.workers.engine_cases import Case as EngineCase
 from verl_lite.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
 from workers.engine.fsdp import FSDPEngine
-from workers.engine.packing import PackedSequences, _sdpa_runs, _varlen_attention
+from workers.engine.packing import PackedSequences, Scores, _sdpa_runs, _varlen_attention
 from workers.policy.causal_lm import causal_lm, token_log_probs
 from workers.policy.loading import token_network
 
@@ -107,7 +107,7 @@ def test_varlen_attention_equals_sdpa_with_gradients(heads: int, kv_heads: int, 
     grad = torch.randn(sum(lengths), heads, 64, device="cuda", dtype=torch.bfloat16)
     results = []
     for attend in (_varlen_attention, _sdpa_runs):
-        output = attend(*inputs, 0.125, sequences, window)
+        output = attend(*inputs, Scores(0.125, window, None, None), sequences)
         results.append((output, *torch.autograd.grad(output, inputs, grad)))
     for one, other in zip(*results, strict=True):
         assert (one - other).float().abs().max() < 0.03

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -369,8 +370,12 @@ def _varlen_attention(
         window = (left, 0)
         return flash(query, key, value, *where, softmax_scale=scores.scale, causal=True, window_size=window, **capped)
     if scores.softcap is None and (varlen := _torch_varlen()) is not None:
-        gqa = query.shape[1] != key.shape[1]
-        return varlen(query, key, value, *where, scale=scores.scale, window_size=(left, 0), enable_gqa=gqa)
+        group, options = query.shape[1] // key.shape[1], {}
+        if "enable_gqa" in signature(varlen).parameters:
+            options["enable_gqa"] = group > 1
+        elif group > 1:  # PyTorch 2.11
+            key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        return varlen(query, key, value, *where, scale=scores.scale, window_size=(left, 0), **options)
     return _sdpa_runs(query, key, value, scores, sequences)
 
 
