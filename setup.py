@@ -34,7 +34,6 @@ setup(
         "omegaconf>=2.4",
         "codetiming>=1.4",
         "math-verify>=0.8",
-        "jsonschema>=4.18",
         "openai>=2",
         "reasoning-gym>=0.1.20",
         "gymnasium>=1.0",

@@ -37,11 +37,6 @@ FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.strip() == ground_truth)
 """
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}},
-    "required": ["name", "tags"],
-}
 SERVER = """
 from tests.reward_server import Answer, RewardServer
 def judge(number, body):
@@ -68,14 +63,12 @@ def rule_cases(count: int = REWARDS) -> list[Case]:
     ending: dict[str, tuple[Callable[[int], str], Callable[[int], Any], dict[str, Any]]] = {
         "exact_match": (str, str, {}),
         "gsm8k": (lambda n: f"#### {n}", str, {}),
-        "gsm8k_lenient": (lambda n: f"####{n}.", str, {}),
         "math_dapo": (lambda n: f"Answer: ${n}$", str, {}),
         "math_verify": (lambda n: rf"\boxed{{\frac{{{n}}}{{7}}}}", lambda n: rf"\frac{{{n}}}{{7}}", {}),
         "exact_answer": (lambda n: f"<answer>The {n}.</answer>", str, {}),
         "multiple_choice": (lambda n: f"The answer is ({'ABCD'[n % 4]}).", lambda n: n % 4, {}),
         "format": (lambda n: f"</think><answer>{n}</answer>", str, {}),
         "regex": (lambda n: f"x = {n}", str, {"pattern": r"x = (\d+)", "group": 1}),
-        "json_schema": (lambda n: f'```json\n{{"name": "{n}", "tags": ["a", "{n}"]}}\n```', lambda n: SCHEMA, {}),
     }
 
     def answer(name: str, number: int) -> str:
@@ -86,8 +79,6 @@ def rule_cases(count: int = REWARDS) -> list[Case]:
                 return text
             case "format":
                 return f"<think>{REASONING}\n{text.replace('</think>', '') if wrong else text}"
-            case "json_schema" if wrong:
-                text = text.replace('"tags"', '"tag"')
         return f"{REASONING}\n{text}"
 
     cases = [

@@ -19,7 +19,6 @@ from recipes.reward_flow.faces import FRAMES, SIZE, TRAITS, Cast, FisherEmbedder
 from recipes.reward_flow.world import WorldSize, write_world
 from verl_lite.config.diffusion import DiffusionModelConfig, FlowRewardConfig
 from verl_lite.visual_rewards import CosineIdentityReward, build_visual_reward
-from verl_lite.visual_rewards.contract import check_visual_reward
 from workers.diffusion.pipeline import load_pipeline
 
 TINY = WorldSize(people=48, known_people=40, clips=2, high_steps=2, low_steps=2, batch=4)
@@ -42,7 +41,6 @@ def test_people_are_like_themselves_and_nobody_else(clips: torch.Tensor, cast: C
     assert (clips.amax(1) - clips.amin(1)).amax((1, 2, 3)).min() > 0.1  # they move
     FisherEmbedder.fit(tmp_path / "faces.safetensors", clips[:144])
     reward = CosineIdentityReward(FisherEmbedder(tmp_path / "faces.safetensors"))
-    check_visual_reward(reward, clips[150], clips[151])
     references = [reward.prepare(clip) for clip in clips[144:]]
     again = draw(cast_of(cast.traits[144:], torch.Generator().manual_seed(9))) * 2 - 1
     same = [reward.score(clip, known).value.item() for clip, known in zip(again, references, strict=True)]

@@ -18,7 +18,7 @@ import pyarrow
 import torch
 from pyarrow.csv import ConvertOptions, ParseOptions, read_csv
 
-from trainer.clips.reading import ClipError, Frames, Header, choose_frames, fitted_size, read_frames, read_header
+from trainer.clips.reading import ClipError, Frames, Header, fitted_size, read_frames, read_header
 from trainer.diffusion.loop import fingerprint
 from trainer.steps import EpochSteps
 from verl_lite.config.diffusion import VideoDataConfig
@@ -70,10 +70,9 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
 
 @dataclass(frozen=True)
 class Selection:
-    """What is taken of a file: the numbers of its frames, and the size that they are brought to."""
+    """A file, and the size that its frames are brought to."""
 
     header: Header
-    numbers: list[int]
     height: int
     width: int
 
@@ -108,7 +107,7 @@ class VideoDataset:
         """uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
         try:
             taken = self.selection(row)
-            return read_frames(self.rows[row].path, taken.numbers, taken.height, taken.width)
+            return read_frames(self.rows[row].path, self.config.num_frames, taken.height, taken.width)
         except ClipError as error:
             raise UserError(self.sentence(row, error)) from error
 
@@ -132,23 +131,21 @@ class VideoDataset:
         path, config = self.rows[row].path, self.config
         if path not in self._selections:
             header = read_header(path)
-            numbers = choose_frames(header, config.num_frames, config.fps)
+            if header.frames < config.num_frames:
+                raise ClipError(f"it has {header.frames} frames, and data.num_frames={config.num_frames}")
             high, wide = config.height, config.width
             if not high or not wide:
                 limits = {"max_pixels": config.max_pixels, "multiple": config.side_multiple}
                 high, wide = fitted_size(header.height, header.width, **limits)
-            self._selections[path] = Selection(header, numbers, high, wide)
+            self._selections[path] = Selection(header, high, wide)
         return self._selections[path]
 
-    def selections(self, decode: bool = False) -> list[Selection | ClipError]:
-        """What is taken of every row, or what is wrong with it; with `decode` all frames are tried, not the first."""
+    def selections(self) -> list[Selection | ClipError]:
+        """What is taken of every row, or what is wrong with it; of a file no more than the first frame is decoded."""
 
         def look(row: int) -> Selection | ClipError:
             try:
-                taken = self.selection(row)
-                if decode:
-                    read_frames(self.rows[row].path, taken.numbers, taken.height, taken.width)
-                return taken
+                return self.selection(row)
             except ClipError as error:
                 return error
 

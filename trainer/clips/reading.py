@@ -1,17 +1,18 @@
-"""Clips as files: how many frames they have and when, which of them are taken, and these at the size of training.
+"""Clips as files: how many frames they have, and the first of them at the size of training.
 
-PyAV reads them all: video containers, gif and apng, and a folder of pictures, each of which is a file of one frame.
-Frames are uint8 (F, H, W, 3), upright, in the order in which they are shown; what is transparent is white. What is
-wrong with a file is a `ClipError`, a sentence that goes on after the path: "it has 5 frames ...".
+PyAV reads them all: video containers, and a folder of pictures, each of which is a file of one frame. Frames are uint8
+(F, H, W, 3), upright, in the order in which they are shown. What is wrong with a file is a `ClipError`, a sentence that
+goes on after the path: "it has 5 frames ...".
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,6 @@ Frames = NDArray[np.uint8]
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 """Files of a folder that are frames."""
-
-RATE_TOLERANCE = 0.01
-"""A clip at 15.984 frames a second serves a data.fps of 16; the repeated frame comes after half a minute."""
 
 
 class ClipError(ValueError):
@@ -46,20 +44,11 @@ def require_av() -> Any:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a clip before it is decoded.
-
-    height, width: of an upright frame. times: of all frames, in seconds from the first; None for a folder.
-    """
+    """What is known of a clip before it is decoded. height, width: of an upright frame."""
 
     height: int
     width: int
     frames: int
-    times: tuple[float, ...] | None
-
-    @property
-    def rate(self) -> float | None:
-        """Frames a second, on average; None without times or of a single frame."""
-        return (len(self.times) - 1) / self.times[-1] if self.times and self.times[-1] > 0 else None
 
 
 def read_header(path: Path) -> Header:
@@ -70,42 +59,9 @@ def read_header(path: Path) -> Header:
     with closing(_decode(path)) as frames:
         height, width = next(frames).shape[:2]
     if path.is_dir():
-        return Header(height, width, len(_pictures(path)), None)
+        return Header(height, width, len(_pictures(path)))
     with _opened(path) as (container, stream):
-        packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
-        base, rate = stream.time_base, stream.average_rate or stream.guessed_rate or 1
-    ticks = [packet.dts if packet.pts is None else packet.pts for packet in packets]
-    if base is None or None in ticks:
-        ticks, base = list(range(len(ticks))), 1 / rate
-    first = min(ticks)
-    return Header(height, width, len(ticks), tuple(float((tick - first) * base) for tick in sorted(ticks)))
-
-
-def choose_frames(header: Header, num_frames: int, fps: float | None) -> list[int]:
-    """The numbers of the frames that a clip is made of.
-
-    Args:
-        fps: takes the frames nearest to the times 0, 1 / fps, 2 / fps ... (the earlier of two); None = the first ones.
-
-    Raises:
-        ClipError: the clip is too short, or has fewer frames a second than fps.
-    """
-    if fps is None or header.times is None or num_frames == 1:
-        if header.frames < num_frames:
-            raise ClipError(f"it has {header.frames} frames, and data.num_frames={num_frames}")
-        return list(range(num_frames))
-    wanted = np.arange(num_frames) / fps
-    length = header.times[-1] * (1 + 1 / max(1, header.frames - 1))  # the last frame is shown as long as others
-    if length <= wanted[-1]:
-        raise ClipError(
-            f"it lasts {length:.2f} s, and data.num_frames={num_frames} at data.fps={fps:g} reach to {wanted[-1]:.2f} s"
-        )
-    if header.rate is not None and header.rate < fps * (1 - RATE_TOLERANCE):
-        raise ClipError(
-            f"it has {header.rate:.4g} frames a second, fewer than data.fps={fps:g}, so that frames would be repeated"
-        )
-    between = (np.array(header.times[1:]) + np.array(header.times[:-1])) / 2
-    return np.searchsorted(between, wanted - 1e-3 / fps).tolist()
+        return Header(height, width, sum(bool(x.size) and not x.is_discard for x in container.demux(stream)))
 
 
 def fitted_size(height: int, width: int, *, max_pixels: int, multiple: int) -> tuple[int, int]:
@@ -123,21 +79,17 @@ def fitted_size(height: int, width: int, *, max_pixels: int, multiple: int) -> t
     return sides[0], sides[1]
 
 
-def read_frames(path: Path, numbers: Sequence[int], height: int, width: int) -> Frames:
-    """The frames (F, H, W, 3) of these ascending numbers, scaled until they cover height x width and cropped around the
-    centre.
+def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
+    """The first `number` frames (F, H, W, 3), scaled until they cover height x width and cropped around the centre.
 
     Raises:
         ClipError: the file holds fewer frames than its header says, or one cannot be decoded.
     """
-    taken: dict[int, Frames] = {}
     with closing(_decode(path)) as frames:
-        for number, frame in zip(range(max(numbers) + 1), frames, strict=False):
-            if number in numbers:
-                taken[number] = _cover(frame, height, width)
-    if missing := sorted(set(numbers) - set(taken)):
-        raise ClipError(f"its frame {missing[0]} cannot be decoded: the file is damaged")
-    return np.stack([taken[number] for number in numbers])
+        taken = [_cover(frame, height, width) for frame in islice(frames, number)]
+    if len(taken) < number:
+        raise ClipError(f"its frame {len(taken)} cannot be decoded: the file is damaged")
+    return np.stack(taken)
 
 
 def _cover(frame: Frames, height: int, width: int) -> Frames:
@@ -157,17 +109,9 @@ def _decode(path: Path) -> Generator[Frames, None, None]:
                 if frame.is_corrupt:
                     raise ClipError(f"its frame at {frame.time or 0.0:.2f} s is damaged")
                 is_empty = False
-                yield np.ascontiguousarray(np.rot90(_rgb(frame), frame.rotation // 90))
+                yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
     if is_empty:
         raise ClipError("none of its frames can be decoded: the file is damaged")
-
-
-def _rgb(frame: Any) -> Frames:
-    if frame.format.name != "pal8" and not any(part.is_alpha for part in frame.format.components):
-        return frame.to_ndarray(format="rgb24")
-    layered = frame.to_ndarray(format="rgba").astype(np.float32)
-    opaque = layered[..., 3:] / 255
-    return (layered[..., :3] * opaque + 255 * (1 - opaque)).round().astype(np.uint8)
 
 
 @contextmanager
@@ -181,8 +125,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
                 raise ClipError("it has no pictures")
             yield container, stream
     except (av.FFmpegError, MemoryError) as error:
-        webp = "; an animated webp has to be saved as mp4 or gif" * (path.suffix == ".webp")
-        raise ClipError(f"{path.name} cannot be read as a video or picture ({error}){webp}") from error
+        raise ClipError(f"{path.name} cannot be read as a video or picture ({error})") from error
 
 
 def _pictures(folder: Path) -> list[Path]:

@@ -1,10 +1,9 @@
-"""Clips written beside the training, which never waits for them, and the picture of before and after."""
+"""Clips written as files, and the picture of before and after."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -46,57 +45,28 @@ def as_frames(video: torch.Tensor) -> Frames:
     return scaled.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
-class VideoWriter:
-    """Writes the clips of a step into FOLDER/step_N in a thread; a context that waits for the last of them.
+def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: Callable[[str], None]) -> None:
+    """Writes clips (n, F, 3, H, W) in [0, 1] of these rows into `folder`. A file has its final name only when it is whole.
 
-    A step that comes before the clips of the last one are written loses its own. An encoder that fails costs its clip.
-    A file has its final name only when it is whole.
-
-    Args:
-        tell: takes a sentence for the user, one for each kind of trouble; called from the thread too.
-
-    Raises:
-        UserError: PyAV or its H.264 encoder is missing.
+    tell: hears of a clip that is lost, since an encoder that fails must not end a run.
     """
+    for place, (row, video) in enumerate(zip(rows, videos, strict=True)):
+        path = folder / (f"row_{row}" + f"_{rows[:place].count(row)}" * (row in rows[:place]) + ".mp4")
+        draft = path.with_name(f".{path.name}.part")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_mp4(draft, as_frames(video))
+            draft.replace(path)
+        except Exception as error:  # whatever the encoder raises
+            tell(f"videos: {path}: {type(error).__name__}: {error}. The run goes on without it")
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
 
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        if CODEC not in require_av().codecs_available:
-            raise UserError(f"The installed PyAV cannot write {CODEC}: pip install av, or set trainer.video_freq=0")
-        self.folder, self._tell, self._told = Path(folder), tell, set[str]()
-        self._writing: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="video-writer")
 
-    def __enter__(self) -> VideoWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown()
-
-    def write(self, step: int, rows: Sequence[int], videos: torch.Tensor) -> None:
-        """Takes clips (n, F, 3, H, W) in [0, 1] of these rows, copied here. Never waits."""
-        if self._writing is not None and not self._writing.done():
-            self._lose("dropped", f"step {step}: the clips before are still being written")
-            return
-        names = [f"row_{row}" + f"_{rows[:place].count(row)}" * (row in rows[:place]) for place, row in enumerate(rows)]
-        paths = [self.folder / f"step_{step}" / f"{name}.mp4" for name in names]
-        self._writing = self._pool.submit(self._write, dict(zip(paths, map(as_frames, videos), strict=True)))
-
-    def _write(self, clips: Mapping[Path, Frames]) -> None:
-        for path, frames in clips.items():
-            draft = path.with_name(f".{path.name}.part")
-            try:
-                draft.parent.mkdir(parents=True, exist_ok=True)
-                write_mp4(draft, frames)
-                draft.replace(path)
-            except Exception as error:  # a lost clip must not end a run, whatever the encoder raises
-                self._lose("failed", f"{path}: {type(error).__name__}: {error}")
-                with suppress(OSError):
-                    draft.unlink(missing_ok=True)
-
-    def _lose(self, how: str, what: str) -> None:
-        if how not in self._told:
-            self._told.add(how)
-            self._tell(f"videos: {how}, {what}. The run goes on without these clips and others of which this is true")
+def require_encoder() -> None:
+    """Raises UserError where PyAV or its H.264 encoder is missing."""
+    if CODEC not in require_av().codecs_available:
+        raise UserError(f"The installed PyAV cannot write {CODEC}: pip install av, or set trainer.video_freq=0")
 
 
 class Strip(NamedTuple):

@@ -8,8 +8,8 @@ clips with gradient, score them and update.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds
-from trainer.clips.writing import VideoWriter
+from trainer.clips.writing import require_encoder, write_clips
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionRole, DiffusionTrainer, draw_before_and_after
 from trainer.picture import draw_curve
 from trainer.planner.diffusion import launch_plan
@@ -49,7 +49,7 @@ class RewardFlowTrainer(DiffusionTrainer):
     """Args:
     read_batch: the clips of a step, by its number.
     validation: the clips that are sampled before, on the way and after, with the seeds of their noise.
-    videos: takes samples of some steps; None = none are saved (trainer.video_freq=0).
+    save_clips: takes a step of trainer.video_freq, with the rows and frames of its samples.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class RewardFlowTrainer(DiffusionTrainer):
         actor: FlowActorRole,
         read_batch: Callable[[int], DataProto],
         validation: DataProto,
-        videos: VideoWriter | None,
+        save_clips: Callable[[int, Sequence[int], torch.Tensor], None],
         **parts: Any,
     ) -> None:
         super().__init__(config.trainer, **parts)
         self.config, self.actor, self.read_batch = config, actor, read_batch
-        self.validation, self.videos = validation, videos
+        self.validation, self.save_clips = validation, save_clips
 
     def train_step(self) -> None:
-        """Reads clips, samples and learns from them; hands samples of some steps to the writer."""
+        """Reads clips, samples and learns from them; saves the samples of some steps."""
         step = self.steps.global_step
         with self.timed("data"):
             batch = self.read_batch(step)
         self.samples = len(batch)
         with self.timed("train"):
             self.metrics |= values(self.actor.train_step(batch))
-        if self.videos is not None and self.steps.due(self.config.trainer.video_freq):
+        if self.steps.due(self.config.trainer.video_freq):
             with self.timed("videos"):
                 samples = self.actor.last_frames()
-                self.videos.write(step, samples.batch["row"].tolist(), samples.batch["frames"])
+                self.save_clips(step, samples.batch["row"].tolist(), samples.batch["frames"])
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
         """The mean score over the samples that count, and the share of those that do not."""
@@ -153,9 +153,13 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         config, data, run_dir = self.config, self.data, self.run_dir
         # where the reward is registered, workers have to import as well
         modules = [*recipe_modules(config), *foreign_modules([VISUAL_REWARDS.get_fn(config.reward.name)])]
-        writes = config.trainer.video_freq != 0
+        if config.trainer.video_freq != 0:
+            require_encoder()
+
+        def save_clips(step: int, rows: Sequence[int], clips: torch.Tensor) -> None:
+            write_clips(run_dir / "videos" / f"step_{step}", rows, clips, tracking.note)
+
         with (
-            VideoWriter(run_dir / "videos", tracking.note) if writes else nullcontext() as videos,
             VideoLoader(data, self.steps, config.sampler.noise_seed) as loader,
             self.workers(tracking, modules) as group,
         ):
@@ -167,7 +171,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
                 actor=actor,
                 read_batch=loader.batch,
                 validation=data.batch(rows, seeds),
-                videos=videos,
+                save_clips=save_clips,
                 steps=self.steps,
                 tracking=tracking,
                 saver=Saver(run_dir, config, {"actor": actor}, 0, tracking.note),

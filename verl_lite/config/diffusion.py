@@ -106,12 +106,11 @@ class VideoDataConfig(Options):
     repeat: int = opt(1, "each clip comes this often in an epoch, with another noise each time", at_least(1))
     shuffle: bool = opt(True, "another order in each epoch")
     num_frames: int = opt(17, "frames of a clip, 4 k + 1, from its start")
-    fps: float | None = opt(None, "take them at this rate, by the clip's own times; null = one after another", POSITIVE)
     max_pixels: int = opt(480 * 480, "a larger clip is scaled down to this area; sides become multiples")
     height: int | None = opt(None, "frames are scaled and cropped to this; null = by max_pixels")
     width: int | None = opt(None, "likewise, both or none; all clips come to one size")
     side_multiple: int = opt(16, "sides are multiples of this: 16, or 32 for Wan2.2-TI2V-5B", at_least(1))
-    video_key: str = opt("video", "column of the clip: mp4 or another video, gif, webp, or a folder of frames")
+    video_key: str = opt("video", "column of the clip: mp4 or another video, or a folder of frames")
     prompt_key: str = opt("prompt", "column of the prompt")
 
     def check(self) -> Problems:
@@ -148,6 +147,7 @@ class RewardFlowConfig(RunOptions):
     gone = {
         "model.activation_offload": "leave it out: model.checkpoint_steps and checkpoint_decode keep activations few",
         "model.vae_tiling": "leave it out: frames are decoded whole; for want of memory lower data.max_pixels",
+        "data.fps": "leave it out; clips are brought to a rate before: ffmpeg -i a.mp4 -r 16 b.mp4",
         "data.cache_gb": "leave it out: clips are read as they are needed, and nothing of them is kept",
     }
 

@@ -5,7 +5,7 @@ one; `load_scorer` gives the reward of a run as the configuration names it. Noth
 that reward processes start in a fraction of a second. How to write a reward: README.md beside this file.
 """
 
-from verl_lite.rewards import code, json_schema, judge, rules  # they register themselves
+from verl_lite.rewards import code, judge, rules  # they register themselves
 from verl_lite.rewards.registry import (
     REWARDS,
     RewardFunction,
@@ -15,5 +15,4 @@ from verl_lite.rewards.registry import (
     register_reward,
     reward_modules,
 )
-from verl_lite.rewards.rubric import Rubric
 from verl_lite.rewards.scoring import RewardItem, RewardResult, Scorer, asks_by_source, load_scorer, read_score

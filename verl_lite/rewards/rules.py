@@ -74,34 +74,16 @@ SEARCHED_CHARACTERS = 300
 """The answer is looked for in so many last characters: a long text cannot list candidates, and the search is fast."""
 
 _GSM8K_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
-_GSM8K_LENIENT = re.compile(r"#### *(-?\$?-?[0-9.,]+)")
 
 
 @register_reward("openai/gsm8k", "rule/gsm8k")
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     """1.0 if the number after the last `#### ` is the ground truth, both without commas; else 0.0.
 
-    Source: verl's strict rule: `####5`, `#### 5.` and `#### $5` are wrong for it. `gsm8k_lenient` takes them.
+    Source: verl's strict rule: `####5`, `#### 5.` and `#### $5` are wrong for it.
     """
     found = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
     return float(bool(found) and found[-1].replace(",", "") == str(ground_truth).replace(",", ""))
-
-
-@register_reward("rule/gsm8k_lenient")
-def gsm8k_lenient(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
-    """1.0 if `extract_number` finds the ground truth in the answer, else 0.0."""
-    answer = extract_number(solution_str)
-    return float(answer is not None and answer == _clean_number(str(ground_truth)))
-
-
-def extract_number(solution_str: str) -> str | None:
-    """The number after the last `####`, without commas, dollar signs and final full stop; None if there is none."""
-    found = _GSM8K_LENIENT.findall(solution_str[-SEARCHED_CHARACTERS:])
-    return _clean_number(found[-1]) if found else None
-
-
-def _clean_number(number: str) -> str:
-    return number.strip().replace(",", "").replace("$", "").rstrip(".")
 
 
 # ---------------------------------------------------------------------------------------------------------- math_dapo
@@ -253,30 +235,21 @@ def _short_form(text: str) -> str:
 
 LETTERS = "ABCDEFGHIJ"
 
-_MARKUP = " \t*_`$"
-_CHOICE = re.compile(
-    r"(?i:answer\b[ \t*_`]*(?:is\b|:)?[ \t*_`]*:?[ \t*_`$]*(?:(?:option|choice|letter)\b[ \t*_`]*)?)([^\n]*)"
-)
-_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+# each run is taken whole (*+), so that a long one is read once
+_CHOICE = re.compile(r"(?i:answer)[ \t*_`]*+(?i:is)?+[ \t*_`]*+:?+[ \t*_`$(]*+([A-J])(?=[*_`$]*+(?:\Z|[.):,;\n]))")
+_BOXED = re.compile(r"[ \t({]*+(?:\\text\w*\{)?+[ (]*+([A-J])(?=\Z|[ .):}])")
 
 
 @register_reward("rule/multiple_choice")
-def multiple_choice(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Info = None,
-    letters: str = LETTERS,
-) -> Report:
+def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
     """score and acc: 1.0 if the answer settles on the right letter, else 0.0; pred: the letter, "" if there is none.
 
-    ground_truth: the letter (`B`, `(b)`), or the place of the right choice counted from 0 (1, "1"). letters: those of
-    the choices; with extra_info["choices"], a list of the choices, as many of them as there are choices.
+    ground_truth: the letter (`B`, `(b)`), or the place of the right choice counted from 0 (1, "1"). The letters are A
+    to J, or with extra_info["choices"], a list of the choices, as many of them as there are choices.
     Raises ValueError for a ground truth that is none of the letters.
     """
     choices = (extra_info or {}).get("choices")
-    if isinstance(choices, Sequence) and not isinstance(choices, str):
-        letters = letters[: len(choices)]
+    letters = LETTERS[: len(choices)] if isinstance(choices, list | tuple) else LETTERS
     truth = str(ground_truth).strip().strip("().").upper()
     if truth.isascii() and truth.isdigit() and not isinstance(ground_truth, bool) and int(truth) < len(letters):
         truth = letters[int(truth)]
@@ -285,49 +258,21 @@ def multiple_choice(
             f"ground_truth={ground_truth!r}: one of the letters {', '.join(letters)} is expected, or a place from 0 to "
             f"{len(letters) - 1}"
         )
-    found = find_letter(solution_str, letters)
-    right = float(found == truth)
-    return {"score": right, "acc": right, "pred": found or ""}
+    found = find_letter(solution_str)
+    return {"score": float(found == truth), "acc": float(found == truth), "pred": found or ""}
 
 
-def find_letter(text: str, letters: str = LETTERS) -> str | None:
-    r"""The letter that a text settles on; None if it settles on none. Inside <answer>...</answer> nothing else is read.
+def find_letter(text: str) -> str | None:
+    r"""The letter that a text settles on; None if on none. Inside <answer>...</answer> nothing else is read.
 
-    The first of these places that names a letter counts, and of several of its kind the last: `\boxed{B}`; what follows
-    "answer" (`Answer: B`, `The correct answer is (B).`); the last line if it is the letter (`**B.**`, `B) Paris`); a
-    letter in parentheses in the last line, if only one is there. Two letters joined (`A or B`) are no answer.
+    It is the last box's (`\boxed{B}`, `\boxed{B. Paris}`), without a box that of the last "answer" with a letter behind
+    it, and behind that a mark or the line's end (`Answer: B`, `The correct answer is (B).`, but not `Answer: A or B`).
     """
     tagged = last_tagged(text, "answer")
-    text = text if tagged is None else tagged
+    text = text if tagged is None else f"answer: {tagged.strip()}"
     boxed = last_boxed(text)
-    if boxed is not None:
-        return _letter_at(_TEXT.sub(r"\1", boxed), letters)
-    for rest in reversed(_CHOICE.findall(text)):
-        letter = _letter_at(rest, letters)
-        if letter is not None or _are_joined(rest, letters):
-            return letter
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines or len(set(re.findall(rf"\b([{letters}])\)", lines[-1]))) > 1:  # a list of the choices
-        return None
-    in_parentheses = re.search(rf"\(([{letters}])\)", lines[-1])
-    return _letter_at(lines[-1], letters) or (in_parentheses and in_parentheses[1])
-
-
-def _letter_at(text: str, letters: str) -> str | None:
-    """The letter that a text is or begins with: `b`, `(B)`, `**B.**`, `B) Paris`; None for `A dog`, `A or B`."""
-    text = text.strip(_MARKUP + "\n")
-    if _are_joined(text, letters):
-        return None
-    # a letter in parentheses, or one with the end or a mark after it
-    found = re.match(rf"\(([{letters}])\)|([{letters}])(?=[*_`$]*(?:$|[.):,;\]}}\n]))", text)
-    bare = text.strip("().:" + _MARKUP).upper()
-    return found[1] or found[2] if found is not None else bare if len(bare) == 1 and bare in letters else None
-
-
-def _are_joined(text: str, letters: str) -> bool:
-    """A letter at the beginning, and another that is said in one breath with it: `A or B`, `(A), (B)`, `A/B`."""
-    joint = r"\)?[*_`.]*\s*(?:,|/|&|\bor\b|\band\b)\s*[*_`]*\(?"
-    return re.search(rf"^\(?([{letters}]){joint}(?!\1)[{letters}]\b", text) is not None
+    found = _CHOICE.findall(text) if boxed is None else _BOXED.match(boxed)
+    return None if not found else found[-1] if boxed is None else found[1]
 
 
 # ------------------------------------------------------------------------------------------------------ form and regex
@@ -340,20 +285,14 @@ def format(
     ground_truth: Any,
     extra_info: Info = None,
     tags: Sequence[str] = ("think", "answer"),
-    pattern: str | None = None,
     opened: bool = False,
-    text_outside: bool = False,
-    empty: bool = False,
 ) -> float:
-    """1.0 if the answer has the form, else 0.0: each section in its tags exactly once, in order, none in another.
+    """1.0 if the answer has the form, else 0.0: each section in its tags exactly once, in order, none in another, none
+    empty, and nothing around them.
 
     The ground truth is not read. tags: names of the sections, in order. opened: the prompt ends with the first opening
-    tag, so the answer begins inside it. text_outside: anything may stand around the sections. empty: sections may be
-    empty. pattern: in place of tags, a regular expression for the whole answer without white space at its ends (dot
-    matches line ends too). Raises ValueError for tags that are not names, and re.error for a wrong pattern.
+    tag, so the answer begins inside it. Raises ValueError for tags that are not names.
     """
-    if pattern is not None:
-        return float(re.fullmatch(pattern, solution_str.strip(), re.DOTALL) is not None)
     if not tags or not all(re.fullmatch(r"\w[\w-]*", tag) for tag in tags) or len(set(tags)) < len(tags):
         raise ValueError(f"tags={list(tags)}: different names are expected, such as [think, answer]")
     text = f"<{tags[0]}>{solution_str}" if opened else solution_str
@@ -363,8 +302,7 @@ def format(
         return 0.0
     ends = [0, *(place + len(mark) for place, mark in zip(places, marks, strict=True))]
     pieces = [text[start:end].strip() for start, end in zip(ends, [*places, len(text)], strict=True)]
-    outside, inside = pieces[::2], pieces[1::2]
-    return float((text_outside or not any(outside)) and (empty or all(inside)))
+    return float(not any(pieces[::2]) and all(pieces[1::2]))
 
 
 @register_reward("rule/regex")
@@ -374,29 +312,22 @@ def regex(
     ground_truth: Any,
     extra_info: Info = None,
     pattern: str | None = None,
-    mode: str = "search",
     group: int | str | None = None,
-    first: bool = False,
 ) -> Report:
-    """score: 1.0 or 0.0. pred: what matched, or the group; "" if nothing did.
+    """score: 1.0 or 0.0. pred: the last match, or its group; "" if nothing matched.
 
-    pattern: the expression, with flags at its beginning, such as (?is); without it the row's ground truth is the
-    expression. mode: search finds the last match in the answer (with `first` the first), match one at its beginning,
-    fullmatch the whole of it, each in the answer without white space at its ends.
+    pattern: the expression, with flags at its beginning, such as (?is), looked for in the answer without white space at
+    its ends (`\\A...\\Z` for the whole of it); without it the row's ground truth is the expression.
     group: number or name of a group. With it the score says whether the group's text is the ground truth, both without
     white space at their ends, and acc says the same; without it, whether the expression matches.
-    Raises ValueError for an unknown mode or a group without a pattern, IndexError for a group that the pattern does not
-    have, re.error for a wrong pattern.
+    Raises ValueError for a group without a pattern, IndexError for one that the pattern does not have, re.error for a
+    wrong pattern.
     """
-    modes = ("search", "match", "fullmatch")
-    if mode not in modes:
-        raise ValueError(f"mode={mode!r}: one of {', '.join(modes)} is expected")
     if pattern is None and group is not None:
         raise ValueError(f"group={group!r} needs a pattern: without one the ground truth is the pattern")
-    compiled, text = re.compile(str(ground_truth) if pattern is None else pattern), solution_str.strip()
-    found: re.Match[str] | None = getattr(compiled, mode)(text)
-    if mode == "search" and not first:
-        *_, found = (None, *compiled.finditer(text))
+    compiled = re.compile(str(ground_truth) if pattern is None else pattern)
+    found: re.Match[str] | None
+    *_, found = (None, *compiled.finditer(solution_str.strip()))
     if group is None:
         return {"score": float(found is not None), "pred": "" if found is None else found[0]}
     if group not in compiled.groupindex and not (isinstance(group, int) and 0 <= group <= compiled.groups):

@@ -362,7 +362,7 @@ def _is_async(function: RewardFunction) -> bool:
     which most runs never ask."""
     if function is default_compute_score:
         return any(_is_async(each) for name, each in REWARDS.items() if not name.startswith(NAMED))
-    return bool(getattr(function, "is_async", False)) or awaits(function)
+    return awaits(function)
 
 
 # --------------------------------------------------------------------------------------------- from the configuration

@@ -1,7 +1,7 @@
 """Rewards for generated clips: how frames become a number through which the gradient flows.
 
-`base` says what a reward is, `identity` scores a likeness, `arcface` is the door for real face models, `contract` the
-promises of every reward, as a check for one of your own. The guide: trainer/DIFFUSION.md.
+`base` says what a reward is, `identity` scores a likeness, `arcface` is the door for real face models. The
+guide: trainer/DIFFUSION.md.
 """
 
 from verl_lite.visual_rewards.base import (

@@ -109,37 +109,3 @@ def score_frames(reward: VisualReward, frames: torch.Tensor, reference: Any) -> 
 def as_pixels(frames: torch.Tensor) -> torch.Tensor:
     """Frames of [-1, 1] as reference frames are: fp32 in [0, 1]."""
     return (frames.float() + 1) / 2
-
-
-VERY_COLOURFUL = 109 / 255
-"""What Hasler and Suesstrunk's observers called extremely colourful, for pixels in [0, 1]."""
-
-
-@register_visual_reward("colourfulness")
-class ColourfulnessReward:
-    """Mean colourfulness of the frames, 1 where people call a picture extremely colourful. It needs no reference."""
-
-    def prepare(self, reference_frames: torch.Tensor) -> None:
-        """Nothing."""
-
-    def score(self, frames: torch.Tensor, reference: None) -> VisualScore:
-        """frames: (F, 3, H, W) in [-1, 1]."""
-        return VisualScore(colourfulness(as_pixels(frames)).mean() / VERY_COLOURFUL)
-
-    def to(self, device: Any) -> ColourfulnessReward:
-        """There is nothing to move."""
-        return self
-
-
-def colourfulness(pixels: torch.Tensor) -> torch.Tensor:
-    """M3 of Hasler and Suesstrunk, Measuring colourfulness in natural images (2003), eq. 3: (F,).
-
-    pixels: (F, 3, H, W) in [0, 1]; the paper's numbers are 255 times these. With rg = R - G and yb = (R + G) / 2 - B,
-    over the pixels of a frame: sqrt(var rg + var yb) + 0.3 sqrt(mean(rg)^2 + mean(yb)^2).
-    """
-    red, green, blue = pixels.flatten(2).unbind(1)  # (F, H W)
-    opponents = torch.stack([red - green, (red + green) / 2 - blue], 1)  # (F, 2, H W)
-    spread = opponents.var(-1, correction=0).sum(-1)
-    mean = opponents.mean(-1).square().sum(-1)
-    tiny = 1e-12  # a grey frame's roots have a gradient too
-    return (spread + tiny).sqrt() + 0.3 * (mean + tiny).sqrt()

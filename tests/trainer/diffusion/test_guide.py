@@ -1,4 +1,4 @@
-"""trainer/DIFFUSION.md stays true: its csv is read, its reward keeps its promises, its figures are of the code."""
+"""trainer/DIFFUSION.md stays true: its csv is read, its reward scores, its figures are of the code."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.trainer.made_clips import grey_frames, write_animation, write_folder, write_video
+from tests.trainer.made_clips import grey_frames, write_folder, write_video
 from trainer.clips.writing import FPS
 from trainer.video_data import main
-from verl_lite.config.diffusion import VideoDataConfig
-from verl_lite.visual_rewards import VISUAL_REWARDS
+from verl_lite.config.diffusion import FlowRewardConfig, VideoDataConfig
+from verl_lite.visual_rewards import VISUAL_REWARDS, build_visual_reward, score_frames
 
 PAGE = (Path(__file__).parents[3] / "trainer" / "DIFFUSION.md").read_text(encoding="utf-8")
 
@@ -19,21 +20,24 @@ PAGE = (Path(__file__).parents[3] / "trainer" / "DIFFUSION.md").read_text(encodi
 def test_the_csv_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (text,) = re.findall(r"```csv\n(.*?)```", PAGE, flags=re.DOTALL)
     (tmp_path / "metadata.csv").write_text(text)
-    write_video(tmp_path / "walk.mp4", grey_frames(25), rate=24)
-    write_animation(tmp_path / "smile.gif", grey_frames(25), 50)
+    for name in ("walk.mp4", "smile.mov"):
+        write_video(tmp_path / name, grey_frames(25), rate=24)
     write_folder(tmp_path / "faces" / "0012", grey_frames(20))
     (command,) = re.findall(r"python -m trainer.video_data (clips.*)", PAGE)
     assert main(command.replace("clips/metadata.csv", str(tmp_path)).split()) == 0
     assert "3 of 3 rows" in capsys.readouterr().out
 
 
-def test_the_reward_of_the_guide_keeps_its_promises() -> None:
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "Brightness" in block]
+def test_the_reward_of_the_guide_scores() -> None:
+    [block] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "Brightness" in block]
     try:
-        exec("\n".join(blocks), {"__name__": "guide"})
+        exec(block, {"__name__": "guide"})
+        clip = torch.full((2, 3, 4, 4), 0.2, requires_grad=True)
+        reward = build_visual_reward(FlowRewardConfig(name="brightness", kwargs={"target": 0.7}))
+        assert score_frames(reward, clip, reward.prepare(clip)).value.item() == pytest.approx(-0.1)
     finally:
         VISUAL_REWARDS.pop("brightness", None)
-    assert len(blocks) == 2 and set(VISUAL_REWARDS) <= set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
+    assert set(VISUAL_REWARDS) <= set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
 
 
 def test_figures_are_those_of_the_code() -> None:

@@ -130,7 +130,6 @@ class Run:
         self.group, self.tracking, self.videos = group or FakeGroup(), FakeTracking(), FakeVideos()
         fake: Any = self.group
         tracking: Any = self.tracking
-        videos: Any = self.videos
         actor = FlowActorRole(fake, 1)
         self.trainer = RewardFlowTrainer(
             config,
@@ -138,7 +137,7 @@ class Run:
             steps=EpochSteps(2 * CLIPS, CLIPS, config.trainer, shuffle=True, dataset="same"),
             read_batch=lambda step: clips(step, list(range(CLIPS))),
             validation=clips(0, [0, 1]),
-            videos=videos,
+            save_clips=self.videos.write,
             tracking=tracking,
             saver=Saver(run_dir, config, {"actor": actor}, 0, self.tracking.notes.append),
         )

@@ -30,23 +30,14 @@ ITEMS = [RewardItem(i, "s", answer, "yes", {"index": i}, [{"role": "user", "cont
 
 
 def test_every_code_block_is_one_of_the_examples_below() -> None:
-    assert GUIDE.count("```python") == len(EXAMPLES) == 2
+    assert GUIDE.count("```python") == len(EXAMPLES) == 1
 
 
-@pytest.mark.parametrize(
-    ("file", "style", "expected"),
-    [
-        ("length.py", "sample", [1.0, 0.0, 0.0]),
-        ("rubric.py", "sample", [1.1, 0.0 + 0.1, 1.0]),
-    ],
-)
-def test_the_functions_score(tmp_path: Path, file: str, style: str, expected: list[float]) -> None:
-    (tmp_path / file).write_text(EXAMPLES[file])
-    kwargs = {"limit": 10} if file == "length.py" else {}
-    custom = CustomRewardConfig(path=str(tmp_path / file), style=style)
-    scorer = load_scorer(RewardConfig(custom_reward_function=custom, reward_kwargs=kwargs))
-    assert scorer.style == style
-    assert [result.score for result in scorer.score_all(ITEMS)] == pytest.approx(expected)
+def test_the_function_scores(tmp_path: Path) -> None:
+    (tmp_path / "length.py").write_text(EXAMPLES["length.py"])
+    custom = CustomRewardConfig(path=str(tmp_path / "length.py"))
+    scorer = load_scorer(RewardConfig(custom_reward_function=custom, reward_kwargs={"limit": 10}))
+    assert [result.score for result in scorer.score_all(ITEMS)] == [1.0, 0.0, 0.0]
 
 
 def test_the_several_rewards_score(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_lite.rewards import default_compute_score, read_score
-from verl_lite.rewards.rules import extract_number, fenced_blocks, find_letter, last_boxed, last_tagged
+from verl_lite.rewards.rules import fenced_blocks, find_letter, last_boxed, last_tagged
 
 
 def mark(rule: str, answer: str, truth: Any = "", extra_info: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -29,7 +28,7 @@ PIECES = [
 ]  # fmt: skip
 TRUTHS = {
     "exact_match": "72", "gsm8k": "72", "math_dapo": "72", "exact_answer": "72", "multiple_choice": "B", "format": "",
-    "regex": r"\d+", "json_schema": {"type": "object"},
+    "regex": r"\d+",
 }  # fmt: skip
 
 
@@ -81,9 +80,9 @@ def test_marks_are_found_in_one_pass_whatever_the_text() -> None:
         ("Answer: A\nOn second thought, answer: B", "B"),
         ("Answer: A or B", None),
         ("Answer: A dog", None),
-        ("Some thoughts.\n**B.**\n\n", "B"),
-        ("Surely it has to be (B) here", "B"),
         ("(A) one (B) two (C) three", None),
+        (r"\boxed{\text{(B)}}", "B"),
+        ("answer " * 9 + " " * 100_000, None),
         ("The answer is (B), not (A).", "B"),
         ("A man walks into a bar", None),
         ("<think>Answer: A</think><answer>B</answer>", "B"),
@@ -131,13 +130,9 @@ def test_sections_in_tags(text: str, expected: float) -> None:
 
 
 def test_options_of_the_format() -> None:
-    assert mark("format", f"So: {GOOD}!", text_outside=True) == 1
-    assert mark("format", "<think></think><answer>4</answer>", empty=True) == 1
     assert mark("format", "2 and 2</think><answer>4</answer>", opened=True) == 1
     assert mark("format", GOOD, opened=True) == 0, "the section would be opened twice"
     assert mark("format", "<sql>select 1</sql>", tags=["sql"]) == 1
-    assert mark("format", "#### 4\n", pattern=r"#### \d+") == 1
-    assert mark("format", "well\n#### 4", pattern=r"#### \d+") == 0
     for tags in ([], ["a", "a"], ["a b"]):
         with pytest.raises(ValueError, match="different names are expected"):
             mark("format", "", tags=tags)
@@ -150,9 +145,8 @@ def test_options_of_the_format() -> None:
     ("answer", "truth", "kwargs", "score", "pred"),
     [
         ("x = 4, x = 5", "5", {"pattern": r"x = (\d)", "group": 1}, 1, "5"),
-        ("x = 4, x = 5", "5", {"pattern": r"x = (\d)", "group": 1, "first": True}, 0, "4"),
-        ("so 5", "5", {"pattern": r"\d", "mode": "match", "group": 0}, 0, ""),
-        (" 5\n", "5", {"pattern": r"\d", "mode": "fullmatch", "group": 0}, 1, "5"),
+        ("so 5", "5", {"pattern": r"\A\d", "group": 0}, 0, ""),
+        (" 5\n", "5", {"pattern": r"\A\d\Z", "group": 0}, 1, "5"),
         ("nothing", "", {"pattern": r"(\d)", "group": 1}, 0, ""),  # an empty ground truth is not what did not match
         ("b", "", {"pattern": r"(a)?b", "group": 1}, 1, ""),
         ("no", "", {"pattern": r"(?i)\byes\b"}, 0, ""),
@@ -168,7 +162,6 @@ def test_regular_expressions(answer: str, truth: str, kwargs: dict[str, Any], sc
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [
-        ({"pattern": "a", "mode": "find"}, "one of search, match, fullmatch"),
         ({"pattern": "(a)", "group": 2}, "group=2: the pattern has 1 groups"),
         ({"pattern": "(a)", "group": "x"}, "group='x'"),
         ({"group": 1}, "needs a pattern"),
@@ -178,62 +171,6 @@ def test_regular_expressions(answer: str, truth: str, kwargs: dict[str, Any], sc
 def test_wrong_options_of_a_regex_are_errors(kwargs: dict[str, Any], reason: str) -> None:
     with pytest.raises((ValueError, IndexError, re.error), match=reason):
         mark("regex", "a", "a", **kwargs)
-
-
-# ------------------------------------------------------------------------------------------------------- JSON schema
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-FENCED = 'Here:\n```json\n{"name": "Ada"}\n```\nDone.'
-
-
-@pytest.mark.parametrize(
-    ("answer", "score", "parses"),
-    [
-        ('{"name": "Ada", "age": 36}', 1, 1),
-        (FENCED, 1, 1),
-        ('```json\n{"name": "Ada"}', 0, 0),
-        ('{"name": "Ada", "age": 1.5}', 0, 1),
-        ('{"name": "Ada", "age": NaN}', 0, 0),
-    ],
-)
-def test_json_of_the_wanted_shape(answer: str, score: float, parses: float) -> None:
-    result = mark("json_schema", answer, SCHEMA)
-    assert (result["score"], result["acc"], result["parses"]) == (score, score, parses)
-    assert bool(result["problem"]) == (score == 0)
-
-
-@pytest.mark.parametrize("answer", ["1e999", "1" * 400, "1" * 5000, "[" * 300 + "]" * 300])
-def test_what_no_arithmetic_or_stack_can_hold_is_a_wrong_answer_and_no_failure(answer: str) -> None:
-    schema = {"items": {"$ref": "#"}, "multipleOf": 0.1}
-    assert mark("json_schema", answer, schema)["problem"]
-    assert mark("json_schema", "-3", {"type": "integer"})["score"] == mark("json_schema", "-0.5", {})["score"] == 1.0
-
-
-def test_a_schema_may_be_text_or_a_file_or_an_option(tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text('{"type": "array"}')
-    assert mark("json_schema", "[]", '{"type": "array"}')["score"] == 1
-    assert mark("json_schema", "[]", "anything", schema={"type": "array"})["score"] == 1
-    assert mark("json_schema", "{}", "anything", schema=str(tmp_path / "list.json"))["score"] == 0
-    assert mark("json_schema", FENCED, SCHEMA, fenced=False)["parses"] == 0
-
-
-@pytest.mark.parametrize("schema", ["Ada", "[1]", None, {"type": "strange"}, ""])
-def test_what_is_no_schema_is_an_error_and_not_a_zero(schema: Any) -> None:
-    with pytest.raises(ValueError, match="the schema is"):
-        mark("json_schema", "{}", schema)
-
-
-def test_a_reference_out_of_the_schema_is_not_fetched() -> None:
-    inside = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "number"}}}
-    assert mark("json_schema", "3", inside)["score"] == 1
-    with pytest.raises(Exception, match=r"http://127\.0\.0\.1:9/s\.json"):
-        mark("json_schema", "3", {"$ref": "http://127.0.0.1:9/s.json"})
 
 
 # --------------------------------------------------------------------------------------------------------- math_dapo
@@ -318,14 +255,6 @@ def test_exact_match(source: str, answer: str, truth: object, expected: float) -
 )
 def test_gsm8k(answer: str, truth: str, expected: float) -> None:
     assert default_compute_score("openai/gsm8k", answer, truth) == expected
-
-
-def test_the_lenient_rule_has_its_own_name() -> None:
-    for answer in ("#### 72", "#### 72.", "####72", "#### $72", "#### 7,2"):
-        assert default_compute_score("rule/gsm8k_lenient", answer, "72") == 1.0
-    assert default_compute_score("rule/gsm8k_lenient", "72", "72") == 0.0
-    assert extract_number("so #### $12,345.50.") == "12345.50"
-    assert extract_number("so 12") is None
 
 
 @pytest.mark.parametrize(

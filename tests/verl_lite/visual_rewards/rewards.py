@@ -59,35 +59,9 @@ class Detached(Redness):
         return VisualScore(super().score(frames, reference).value.detach())
 
 
-class Flat(Redness):
-    """Has a gradient, which is 0 everywhere."""
-
-    def score(self, frames: torch.Tensor, reference: torch.Tensor) -> VisualScore:
-        return VisualScore((as_pixels(frames) > 0.5).float().mean() + 0 * frames.float().sum())
-
-
 class PerFrame(Redness):
     def score(self, frames: torch.Tensor, reference: torch.Tensor) -> VisualScore:
         return VisualScore(as_pixels(frames).mean((1, 2, 3)))
-
-
-class Blind(Redness):
-    """Does not look at the reference."""
-
-    def score(self, frames: torch.Tensor, reference: torch.Tensor) -> VisualScore:
-        return VisualScore(as_pixels(frames)[:, 0].mean())
-
-
-class WrongRange(Redness):
-    """Takes the generated frames for [0, 1]."""
-
-    def score(self, frames: torch.Tensor, reference: torch.Tensor) -> VisualScore:
-        return super().score(frames * 2 - 1, reference)
-
-
-class HalfPrecision(Redness):
-    def score(self, frames: torch.Tensor, reference: torch.Tensor) -> VisualScore:
-        return VisualScore(-(((frames + 1) / 2)[:, 0].mean() - float(reference)).abs())
 
 
 class NotANumber(Redness):
