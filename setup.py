@@ -53,7 +53,6 @@ setup(
         "wandb": ["wandb>=0.18"],
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],
         "swanlab": ["swanlab>=0.10"],
-        "trackio": ["trackio>=0.43"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

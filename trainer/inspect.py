@@ -1,5 +1,4 @@
-"""`python -m trainer.inspect RUN [--step N] [--best | --worst | --changed] [--grep TEXT] [--uid UID] [--follow]`: a run
-in the terminal.
+"""`python -m trainer.inspect RUN [--best | --worst] [--grep TEXT] [--follow]`: a run in the terminal.
 
 RUN is a run folder of any command that trains: running, killed or finished. Without a choice of samples: state and
 time, validation before and after, curves, time by stage, and findings on the health of the run. With one: those answers
@@ -29,7 +28,7 @@ from trainer.final_report import printable, validation_means, validation_table
 from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
 from trainer.reports.page_data import PANELS
 from trainer.reports.run_data import METRICS, Run, read_run, stage_seconds
-from trainer.reports.samples import Answer, Choice, changed, chosen
+from trainer.reports.samples import Answer, chosen
 
 EVERY_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -42,27 +41,20 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="A run in the terminal.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--step", type=int, metavar="N", help="samples of this step only")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="samples of the highest score, the latest first")
     which.add_argument("--worst", action="store_true", help="samples of the lowest score, and those that failed")
-    which.add_argument("--changed", action="store_true", help="prompts whose answers became better or worse")
     which.add_argument("--follow", action="store_true", help="draw the overview again as the run goes on")
-    parser.add_argument("--grep", metavar="TEXT", help="samples with this text in prompt, answer or ground truth")
-    parser.add_argument("--uid", help="all answers to this prompt, by step")
+    parser.add_argument("--grep", metavar="TEXT", help="samples with this text in prompt, answer, ground truth or uid")
     parser.add_argument("--count", type=int, default=10, metavar="N", help="how many samples (10)")
     given = parser.parse_args(argv)
     folder = given.run.expanduser()
     folder = folder.parent if folder.is_file() else folder
     run, console = read_run(folder), Console(highlight=False)
-    choice = Choice(given.step, given.grep, given.uid, "best" if given.best else "worst" if given.worst else "")
-    if given.changed:
-        pairs = changed(folder, choice, given.count)
-        console.print(*(_panel([first, last], f"{change:+.3g}") for first, last, change in pairs))
-        console.print("" if pairs else "no prompt was answered at several steps with another score")
-    elif choice != Choice():
-        found, total = chosen(folder, choice, given.count)
-        console.print(*(_panel([answer]) for answer in found), f"{len(found)} of {total:,} that fit")
+    order = "best" if given.best else "worst" if given.worst else ""
+    if order or given.grep:
+        found, total = chosen(folder, order, given.grep or "", given.count)
+        console.print(*map(_panel, found), f"{len(found)} of {total:,} that fit")
     elif given.follow:
         _follow(run, console)
     else:
@@ -128,18 +120,13 @@ def _table(title: str) -> Table:
     return Table(box=None, padding=(0, 1), title=title, show_header=False, **style)  # type: ignore[arg-type]
 
 
-def _panel(answers: Sequence[Answer], change: str = "") -> Panel:
-    """A prompt, and one or two answers to it."""
-    first = answers[0]
-    parts = [*first.prompt, *([("ground truth", first.gts)] if first.gts else [])]
-    for answer in answers:
-        score = ("late" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
-        told = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
-        parts += [(told, answer.output)]
-        reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
-        parts += [("reward", reward)] if reward else []
-    shown = [Text.assemble((f"{name}: ", "bold"), printable(text, _TEXT)) for name, text in parts]
-    return Panel(Group(*shown), title=printable(f"{change}  {first.kind}, {first.uid}".strip()), title_align="left")
+def _panel(answer: Answer) -> Panel:
+    score = ("late" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
+    told = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
+    reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
+    parts = [*answer.prompt, ("ground truth", answer.gts), (told, answer.output), ("reward", reward)]
+    shown = [Text.assemble((f"{name}: ", "bold"), printable(text, _TEXT)) for name, text in parts if text]
+    return Panel(Group(*shown), title=printable(f"{answer.kind}, {answer.uid}"), title_align="left")
 
 
 def _follow(run: Run, console: Console) -> None:

@@ -46,7 +46,7 @@ def as_frames(video: torch.Tensor) -> Frames:
 
 
 def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: Callable[[str], None]) -> None:
-    """Writes clips (n, F, 3, H, W) in [0, 1] of these rows into `folder`. A file has its final name only when it is whole.
+    """Writes clips (n, F, 3, H, W) in [0, 1] of these rows into `folder`, each there whole or not at all.
 
     tell: hears of a clip that is lost, since an encoder that fails must not end a run.
     """

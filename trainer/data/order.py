@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -36,10 +35,9 @@ class Sampler(Protocol):
     len(data_source) - 1; it is asked for no more of them than the next step needs. A prompt that comes twice in one
     step is two groups of answers.
 
-    A sampler may have more. `update(batch)` is called once a step, when the batch has its advantages and before the
-    checkpoint; it may return numbers, which are logged as sampler/<name>. `state_dict()` and `load_state_dict(state)`
-    make a resumed run exact: after loading, the next iteration gives what was left of the epoch. A sampler that learns
-    (has `update`) needs both; one without them has to give the same positions whenever it is made, and is replayed.
+    `state_dict()` and `load_state_dict(state)` make a resumed run exact: after loading, the next iteration gives what
+    was left of the epoch. A sampler may have `update(batch)`, which is called once a step, when the batch has its
+    advantages and before the checkpoint; it may return numbers, which are logged as sampler/<name>.
     """
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None: ...
@@ -47,6 +45,10 @@ class Sampler(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]: ...
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 class BatchOrder:
@@ -155,20 +157,11 @@ class SamplerBatches(BatchOrder):
     def __init__(self, sampler: Any, positions: int, batch_size: int, **options: Any) -> None:
         super().__init__(len(sampler), batch_size, **options)
         self.sampler, self.positions, self.name = sampler, positions, type(sampler).__name__
-        self.digest = ""  # of all positions so far, to tell whether a replay gives the same ones
-        self._is_stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        if hasattr(sampler, "update") and not self._is_stateful:
-            raise UserError(
-                f"data.sampler: {self.name} has update(batch) but not both of state_dict() and load_state_dict(state), "
-                "so a resumed run would not be the one that was interrupted: add them"
-            )
-        self._rest: Iterator[Any] | None = None  # of the epoch at hand, after a replay
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
-        positions, self._rest = self._rest, None
-        if positions is None and self.served < self.rows:  # not asked for where the epoch at hand is already done
-            positions = iter(self.sampler)
-        while positions is not None and self.served < self.rows:
+        # not asked for where the epoch at hand is already done
+        positions = iter(self.sampler) if self.served < self.rows else iter(())
+        while self.served < self.rows:
             yield self._next(positions)
 
     def _next(self, positions: Iterator[Any]) -> list[int]:
@@ -183,9 +176,7 @@ class SamplerBatches(BatchOrder):
                 f"positions, of the last step {batch!r:.200}; expected are {self.rows} (its len), each from 0 to "
                 f"{self.positions - 1}"
             )
-        batch = [int(position) for position in batch]
-        self.digest = hashlib.blake2b(f"{self.digest}{batch}".encode(), digest_size=8).hexdigest()
-        return batch
+        return [int(position) for position in batch]
 
     def update(self, batch: DataProto) -> dict[str, float]:
         if not hasattr(self.sampler, "update"):
@@ -194,27 +185,11 @@ class SamplerBatches(BatchOrder):
         return {f"sampler/{name}": float(value) for name, value in (logged or {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        own = copy.deepcopy(self.sampler.state_dict()) if self._is_stateful else None
-        return super().state_dict() | {"sampler": own, "digest": self.digest}
+        return super().state_dict() | {"sampler": copy.deepcopy(self.sampler.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._is_stateful:
-            self.sampler.load_state_dict(state["sampler"])
-            self.digest = state["digest"]
-            return
-        epoch, served = self.epoch, self.served
-        self.epoch = self.served = 0
-        while self.epoch < epoch:  # a new sampler draws again all that the old one had given
-            list(self)
-        self._rest = iter(self.sampler)
-        while self.served < served:
-            self.served += len(self._next(self._rest))
-        if self.digest != state["digest"]:
-            raise UserError(
-                f"data.sampler: made anew, {self.name} gives other positions than before the checkpoint. Give it "
-                "state_dict() and load_state_dict(state), or draw from a generator seeded with data_config.seed"
-            )
+        self.sampler.load_state_dict(state["sampler"])
 
 
 def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
@@ -260,10 +235,11 @@ def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:
     made = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
     is_callable = accepts(made, "data_source") and accepts(made, "data_config")
     sampler = made(data_source=data, data_config=options) if is_callable else None
-    if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
+    if not all(hasattr(sampler, method) for method in ("__len__", "__iter__", "state_dict", "load_state_dict")):
         raise UserError(
             f"data.sampler.class_name={name}: expected {name}(data_source=..., data_config=...) with __len__ and "
-            "__iter__ (the positions of one epoch)"
+            "__iter__ (the positions of one epoch), and state_dict() and load_state_dict(state), so that a resumed run "
+            "is the one that was interrupted"
         )
     return sampler
 

@@ -1,6 +1,5 @@
 """What the policy wrote in a run, read from its samples folder (`trainer.evaluate.sample_files`), scores first and only
-the rows that are asked for; and which of it to show: the best, the worst, those with a text, those to one prompt, and
-the prompts whose answers changed. A run whose samples are no text (reward flow) has none.
+the rows that are asked for; and which of it to show. A run whose samples are no text (reward flow) has none.
 """
 
 from __future__ import annotations
@@ -55,40 +54,24 @@ class Group:
         return [_answer(row, self.kind, self.step) for row in shown.to_pylist()]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """step: of this step. text: in prompt, answer or ground truth, in any case of letters. uid: to this prompt. order:
-    `best`, `worst`, or the latest first for none."""
-
-    step: int | None = None
-    text: str | None = None
-    uid: str | None = None
-    order: str = ""
-
-    def fits(self, answer: Answer) -> bool:
-        """Whether it has the text."""
-        texts = (answer.output, answer.gts, *(content for _, content in answer.prompt))
-        return self.text is None or any(self.text.lower() in found.lower() for found in texts)
-
-
-def groups(run_dir: Path, step: int | None = None) -> Iterator[Group]:
-    """All samples of a run in the order of steps, training first; step: of this step only."""
+def groups(run_dir: Path) -> Iterator[Group]:
+    """All samples of a run in the order of steps, training first."""
     files = [(step_of(x), kind, x) for kind in (TRAIN, VAL) for x in (run_dir / FOLDER / kind).glob("*.parquet")]
     for number, kind, file in sorted(files):
-        if step in (None, number) and (table := _table(file, ["uid", "score"])) is not None:
+        if (table := _table(file, ["uid", "score"])) is not None:
             uids, scores = (table[name].to_pylist() for name in ("uid", "score"))
             yield Group(file, f"{kind} {file.stem.partition('-')[2]}".strip(), number, uids, scores)
 
 
-def chosen(folder: Path, choice: Choice, count: int) -> tuple[list[Answer], int]:
-    """`count` answers, and how many fit the choice. Failed rewards come first among the worst."""
-    sign = {"best": -1, "worst": 1}.get(choice.order, 0)
+def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer], int]:
+    """`count` answers, and how many fit. order: `best`, `worst` with failed rewards first, else the latest first.
+    text: in prompt, answer, ground truth or uid, in any case of letters."""
+    sign, word = {"best": -1, "worst": 1}.get(order, 0), text.lower()
     found: list[tuple[float, int, int, Group]] = []
-    for group in groups(folder, choice.step):
-        rows = [row for row, uid in enumerate(group.uids) if choice.uid in (None, uid)]
-        if choice.text is not None:
-            rows = [row for row, answer in zip(rows, group.read(rows), strict=False) if choice.fits(answer)]
-        for row in rows:
+    for group in groups(folder):
+        rows = range(len(group.uids))
+        answers = zip(rows, group.read(rows), strict=False) if word else ()
+        for row in [row for row, answer in answers if word in _words(answer)] if word else rows:
             score = group.scores[row]
             rank = sign * (-math.inf if score is None else score) if sign else 0.0
             found.append((rank, -group.step, row, group))
@@ -96,27 +79,8 @@ def chosen(folder: Path, choice: Choice, count: int) -> tuple[list[Answer], int]
     return [answer for *_, row, group in found[:count] for answer in group.read([row])], len(found)
 
 
-def changed(folder: Path, choice: Choice, count: int) -> list[tuple[Answer, Answer, float]]:
-    """`count` prompts whose mean score differs between their first and their last step, the largest change first: an
-    answer of each of the two steps, and the change."""
-    by_prompt: dict[tuple[str, str], dict[int, tuple[Group, dict[int, float]]]] = {}
-    for group in groups(folder):
-        for row, (uid, score) in enumerate(zip(group.uids, group.scores, strict=True)):
-            if score is not None and choice.uid in (None, uid):
-                by_prompt.setdefault((group.kind, uid), {}).setdefault(group.step, (group, {}))[1][row] = score
-    found = []
-    for by_step in by_prompt.values():
-        (first, before), (last, after) = by_step[min(by_step)], by_step[max(by_step)]
-        change = sum(after.values()) / len(after) - sum(before.values()) / len(before)
-        found += [(change, first, min(before), last, min(after))] if change else []
-    found.sort(key=lambda one: (-abs(one[0]), -one[3].step))
-    pairs = [
-        (one, other, change)
-        for change, first, a, last, b in (found if choice.text is not None else found[:count])
-        for one, other in zip(first.read([a]), last.read([b]), strict=False)
-        if choice.fits(one) or choice.fits(other)
-    ]
-    return pairs[:count]
+def _words(answer: Answer) -> str:
+    return "\n".join((answer.output, answer.gts, answer.uid, *(text for _, text in answer.prompt))).lower()
 
 
 def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None:

@@ -200,19 +200,3 @@ def _swanlab(run: TrackedRun) -> Tracker:
         made.log({_GENERATIONS: texts}, step=step)
 
     return Adapter(lambda data, step: made.log(dict(data), step=step), log_samples, made.finish)
-
-
-@register_tracker("trackio")
-def _trackio(run: TrackedRun) -> Tracker:
-    """Trackio: a folder of its own (TRACKIO_DIR; else in the user's cache), for `trackio show`; or the Space or server
-    that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names. It knows runs by name, and two may have the same one."""
-    import trackio
-
-    name = run.kept_id("trackio", lambda: f"{run.name}-{uuid.uuid4().hex[:4]}")
-    options: dict[str, Any] = {"config": dict(run.options), "resume": "allow", "embed": False, "auto_log_gpu": False}
-    made = trackio.init(project=run.project, name=name, **options)
-
-    def log_samples(samples: Sequence[Sample], step: int) -> None:
-        made.log({_GENERATIONS: trackio.Table(columns=list(_COLUMNS), data=_rows(samples))}, step=step)
-
-    return Adapter(lambda data, step: made.log(dict(data), step=step), log_samples, made.finish)

@@ -30,7 +30,7 @@ from verl_lite.rewards.scoring import part_problems, reward_parts
 ROLLOUT_ENGINES = ("auto", "vllm", "hf")
 FOREIGN_ENGINES = ("sglang", "trtllm")
 """Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
-TRACKERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+TRACKERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
 def validate(config: PPOConfig, *, slots: int | None = None, available: int | None = None) -> None:

@@ -27,7 +27,7 @@ class RunConfig(Options):
     experiment_name: str | None = opt(None, "name of the run; null = from recipe, date and time", read="load")
     default_local_dir: str = opt("runs/${trainer.project_name}/${trainer.experiment_name}", "run folder")
     umask: str = opt("077", "permissions that the run's files lack, as of umask: 077 = private; 022 = all read", _UMASK)
-    logger: list[str] = opt(["console", "jsonl", "tensorboard"], "trackers, also wandb, mlflow, swanlab, trackio")
+    logger: list[str] = opt(["console", "jsonl", "tensorboard"], "trackers, also wandb, mlflow, swanlab")
     n_gpus_per_node: int | None = opt(None, "devices (CPU: worker slots); null = all GPUs, or 2 slots", at_least(1))
     nnodes: int = opt(1, "machines", at_least(1))
     device: str = opt("auto", "auto | cpu | cuda", ("auto", "cpu", "cuda"))

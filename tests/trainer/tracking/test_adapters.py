@@ -1,5 +1,5 @@
 """The adapters to tracking packages: what they hand over, that a resumed run goes on in the same place, and what is
-said where a package is missing. What stands in for a package takes what mlflow 3.17, swanlab 0.10 and trackio 0.43
+said where a package is missing. What stands in for a package takes what mlflow 3.17 and swanlab 0.10
 took when the adapters were tried with them."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     made = MagicMock(__spec__=ModuleSpec("made", None))
     made.MlflowClient().create_run().info.run_id = "r1"
     made.reset_mock()
-    for name in ("mlflow", "mlflow.tracking", "mlflow.entities", "swanlab", "trackio"):
+    for name in ("mlflow", "mlflow.tracking", "mlflow.entities", "swanlab"):
         monkeypatch.setitem(sys.modules, name, made)
     return made
 
@@ -83,17 +83,6 @@ def test_swanlab_is_offline_without_a_key_and_goes_on_with_its_id_with_one(
     assert first["config"]["trainer"]["project_name"] == first["project"] == "p"
     assert logged(package)[0] == [1, 2, 3]
     assert package.Text.call_args_list[0].args == ("Sort 21 | now\n\n---\n12",)
-
-
-def test_trackio_goes_on_under_the_name_that_it_knows(tmp_path: Path, package: MagicMock) -> None:
-    train(tmp_path, "trackio", 1)
-    train(tmp_path, "trackio", 1, 2)
-    first, second = [call.kwargs for call in package.init.call_args_list]
-    assert first["name"] == second["name"] == (tmp_path / "trackio_id.txt").read_text()
-    assert first["name"].startswith("e-") and first["resume"] == "allow" and first["project"] == "p"
-    steps, samples = logged(package)
-    assert steps == [1, 2] and samples["val/generations"] is package.Table()
-    assert package.Table.call_args_list[0].kwargs["data"][0][3:] == ["12", "12", 1.0]
 
 
 def test_what_is_no_tracker_or_lacks_its_package_is_an_error_before_anything_starts(
