@@ -20,7 +20,6 @@ from pathlib import Path
 
 from recipes.made_data import Question, unique, write_files
 from verl_lite.errors import UserError
-from verl_lite.rewards.rules import extract_number
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
@@ -97,9 +96,10 @@ def write_data(folder: Path, seed: int) -> None:
 
 def as_question(question: str, answer: str, where: str) -> Question:
     """With the sentence that asks for the format of the answer. Raises UserError for one without a line `#### N`."""
-    truth = extract_number(answer)
-    if truth is None:
+    found = re.findall(r"#### *(-?\$?-?[0-9.,]+)", answer)
+    if not found:
         raise UserError(f"{where}: the answer {answer[-80:]!r} has no number behind ####, which is the ground truth")
+    truth = found[-1].replace(",", "").replace("$", "").rstrip(".")
     return Question(DATA_SOURCE, "math", question + INSTRUCTION, truth, {"question": question, "answer": answer})
 
 
