@@ -96,6 +96,7 @@ class RolloutScheduler:
         purpose: str = "train",
     ) -> None:
         self.manager, self.runner, self.sampling, self.purpose = manager, runner, sampling, purpose
+        self.infer_cluster = runner  # ROLL's name
         self.ratio = config.agentic.async_generation_ratio if purpose == "train" else 0
         self.groups = env_groups(manager, config.trainer.seed, purpose)
         self.next_group = 0  # group number n is episode n // len(groups) of the environments of groups[n % len(groups)]

@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM
 from recipes.agentic_frozen_lake import recipe
 from recipes.agentic_frozen_lake.model import write_model
 from recipes.agentic_frozen_lake.roll_loop import RollLoop
+from trainer.agentic.advantage import get_score_normalize_fn
 from trainer.agentic.agentic_pipeline import AgenticPipeline, BasePipeline
 from trainer.agentic.metrics import compute_data_metrics
 from trainer.build import run_ppo
 from trainer.final_report import FitResult
 from trainer.recipe import load_recipe
 from trainer.tracking import read_metrics
+from verl_lite.config import RewardNormalizationConfig
 from verl_lite.envs.frozen_lake import FrozenLake
 from verl_lite.metrics import reduce_metrics
 from verl_lite.protocol import DataProto, DataProtoFuture
@@ -53,6 +55,7 @@ SMALL = [
     "agentic.val_env_manager.num_env_groups=2", "actor.optim.lr_warmup_steps=0",
 ]  # fmt: skip
 CLOCKS = re.compile("tim(e|ing)|perf/|second|busy|idle|tps|weight_sync")
+STD = math.sqrt((4 + 4 + 1 + 9) / 3)  # of 0, 0, 3, 5
 SCORES = {f"val/score/{name}" for name in ("mean", "max", "min")}
 Weights = dict[str, torch.Tensor]
 
@@ -226,7 +229,8 @@ def test_the_recipe_brings_the_loop() -> None:
 def test_attributes_and_options_have_the_seeds_names(model: str, tmp_path: Path) -> None:
     def check(self: Any) -> None:
         assert self.reference is None and self.critic is None, "nothing asks for them"
-        assert self.train_rollout_scheduler.runner is self.actor_infer is self.val_rollout_scheduler.runner
+        assert self.train_rollout_scheduler.infer_cluster is self.actor_infer
+        assert self.val_rollout_scheduler.infer_cluster is self.actor_infer
         assert (
             self.running is self.running_moments and self.tracker is self.tracking and self.tokenizer and self.kl_ctrl
         )
@@ -247,3 +251,22 @@ def test_attributes_and_options_have_the_seeds_names(model: str, tmp_path: Path)
 
     within(model, tmp_path, check)
     assert AgenticPipeline.run(SimpleNamespace(fit=lambda: "what fit gives")) == "what fit gives"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("identity", [0.0, 0.0, 3.0, 5.0]),
+        ("mean", [-2.0, -2.0, 1.0, 3.0]),
+        ("mean_std", [-2 / STD, -2 / STD, 1 / STD, 3 / STD]),
+        ("asym_clip", [-2 / STD, -2 / STD, 1 / STD, 3 / STD]),
+    ],
+)
+def test_scores_are_standardised_by_group(method: str, expected: list[float]) -> None:
+    normalize = get_score_normalize_fn(rn_cfg=RewardNormalizationConfig(method=method))
+    assert normalize(torch.tensor([0.0, 0.0, 3.0, 5.0])).tolist() == pytest.approx(expected, abs=1e-5)
+    assert normalize(torch.full((3,), 2.0)).tolist() == [2.0 if method == "identity" else 0.0] * 3
+    far = normalize(torch.tensor([0.0] * 15 + [1.0]))  # 0.9375 / 0.25 = 3.75 deviations
+    assert float(far[-1]) == pytest.approx(
+        {"identity": 1, "mean": 0.9375, "mean_std": 3.75, "asym_clip": 3}[method], abs=1e-4
+    )

@@ -9,6 +9,8 @@ GiGPO and step_reinforce are REINFORCE on rewards that are computed over whole e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +105,12 @@ def compute_response_level_rewards(
         rewards = agentic_reward_norm(scores, how, valid=valid, groups=groups)
     data.batch["response_level_rewards"] = rewards
     return data, metrics
+
+
+def get_score_normalize_fn(rn_cfg: RewardNormalizationConfig | Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """ROLL's older name: the normalisation that the options ask for, of the scores (B,) of one group."""
+    how = normalization(rn_cfg.method or "identity", rn_cfg.norm_mean_type, rn_cfg.norm_std_type)
+    return partial(agentic_reward_norm, how=how)
 
 
 def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tuple[str, Normalization]:
