@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "VERL_LITE_TEST_MACHINES"
 HEAD = "127.0.0.9"  # not 127.0.0.1, which Ray takes for this machine's outer address
 AUTH = {"RAY_AUTH_MODE": "disabled"}
+SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # that a machine waits for a head that is gone, else a minute
 _STORE_BYTES = 80 << 20
 _STARTS = 4  # on a busy machine a node may give up by itself
 _NODE_PATIENCE_S = 90.0
@@ -41,7 +42,7 @@ class RayMachines:
             cwd=ROOT,
             # Ray notes the last cluster under RAY_TMPDIR, which it expects to be there
             env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.temp), MARK: self.mark}
-            | {**AUTH, **env},
+            | {**AUTH, **SOON, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(self.temp / "errors").open("w"),

@@ -65,11 +65,12 @@ class TinyRun:
     def wait(self, patience_s: float = PATIENCE_S) -> int:
         """Waits for its end, looking at it meanwhile; gives the exit status."""
         deadline = time.monotonic() + patience_s
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, self.output()
+        while True:
             self.processes()
-            time.sleep(0.2)
-        return self.process.returncode
+            try:
+                return self.process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < deadline, self.output()
 
     def wait_for_step(self, step: int) -> None:
         """Waits until the metrics of this step are logged."""
@@ -82,7 +83,7 @@ class TinyRun:
         while not is_true():
             assert self.process.poll() is None and time.monotonic() < deadline, self.output()
             self.processes()
-            time.sleep(0.1)
+            time.sleep(0.25)
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the driver alone."""

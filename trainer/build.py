@@ -32,7 +32,6 @@ from trainer.recipe import trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.resources import join_ray, start_workers
 from trainer.rewards.failures import FailureLog
-from trainer.rewards.groups import check_entries, names_entry
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
@@ -215,30 +214,20 @@ def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> No
 
 
 def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
-    """Scores two rows of each dataset, and finds the reward of every data source, before anything heavy starts. Where
-    algorithm.filter_groups names an entry of what rewards return, a row of each source of the training data."""
+    """Scores two rows of each dataset, and finds the reward of every data source, before anything heavy starts."""
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
     try:
         for data in datasets:
-            positions = list(range(min(2, len(data))))
-            if names_entry(config) and data.split == "train":
-                positions = sorted({*positions, *(int(places[0]) for places in data.positions_by_source().values())})
-            rows = [data.row(position) for position in positions]
-            results = pool.dry_run(rows, data.data_sources())
-            if data.split == "train":
-                check_entries(config, [row["data_source"] for row in rows], results)
+            pool.dry_run([data.row(position) for position in range(min(2, len(data)))], data.data_sources())
     finally:
         pool.close()
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
-    """What the run takes of one machine; of its memory where the devices are its cores."""
-    trainer, count, held = config.trainer, slots // config.trainer.nnodes, 0.0
-    if device_type(trainer.device) == "cpu":
-        held = memory_plan(config, read_networks(config), slots, launch_device(config)).device_bytes
+    """What the run takes of one machine's devices."""
     is_vllm = resolve_engine_name(config.rollout.name) == "vllm"
     share = config.rollout.gpu_memory_utilization if is_vllm else 0.0
-    return ResourceRequest(count, share, trainer.share_devices, host_bytes=count * int(held))
+    return ResourceRequest(slots // config.trainer.nnodes, share, config.trainer.share_devices)
 
 
 def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> ServiceHandle | None:

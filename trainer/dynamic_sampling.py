@@ -172,8 +172,9 @@ class FilterStats:
             f"of data.train_batch_size have answers of different outcome, after {self.batches} generation batches "
             f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:"
             f"{''.join(lines)}\nGive {harder} data, or more of it; more answers to a prompt "
-            f"(rollout.n={config.rollout.n}); an algorithm.filter_groups.metric of more values; a smaller batch; or a "
-            "larger budget. trainer.resume_mode=auto continues from the last checkpoint"
+            f"(rollout.n={config.rollout.n}); another algorithm.filter_groups.metric than "
+            f"{options.metric} (unjudged: the reward gave no such number); a smaller batch; or a larger budget. "
+            "trainer.resume_mode=auto continues from the last checkpoint"
         )
 
 

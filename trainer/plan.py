@@ -30,7 +30,7 @@ from verl_lite.config import PPOConfig, load_schema
 from verl_lite.config.checks import validate
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
-from verl_lite.machine.host import HostLoad
+from verl_lite.machine.host import available_memory
 
 _ANY_DATA = ["owner/name"]  # in place of files that need not be here
 
@@ -121,7 +121,7 @@ def launch_device(config: PPOConfig) -> Accelerator:
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
     """Of one of this machine's devices; of a CPU worker its part of what is free."""
-    return device.memory_gib or HostLoad.now().available_bytes / GIB / slots_here
+    return device.memory_gib or available_memory() / GIB / slots_here
 
 
 def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> list[PlanRow]:

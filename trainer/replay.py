@@ -21,7 +21,7 @@ IN_THIS_PROCESS = """
     trainer.max_actor_ckpt_to_keep=null trainer.async_save=false ~trainer.resume_from_path ~trainer.resume_allow
     rollout.tensor_model_parallel_size=1
 """.split()
-EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s", "~agentic.env_pool.max_memory_mb"]
+EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s"]
 
 
 def replay(folder: Path, overrides: list[str]) -> int:

@@ -13,7 +13,6 @@ from verl_lite.config import RunOptions
 from verl_lite.device import cpu_count, device_type
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
-from verl_lite.machine.host import warn_if_busy
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import WorkerGroup
 
@@ -30,13 +29,11 @@ def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable
 
     request: of one machine. log: takes sentences worth knowing. Raises UserError if the devices cannot be had.
     """
-    if device_type(config.trainer.device) == "cpu":
-        warn_if_busy(request.count, request.host_bytes, log)
-    elif config.ray_kwargs.ray_init.address is None:
+    if device_type(config.trainer.device) == "cuda" and config.ray_kwargs.ray_init.address is None:
         with reserve_gpus(request, log):
             yield
-        return
-    yield
+    else:
+        yield
 
 
 def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: ExitStack) -> None:

@@ -101,57 +101,21 @@ def runs() -> Iterator[list[TinyRun]]:
         run.close()
 
 
-def history(run: TinyRun) -> dict[int, tuple[float, float]]:
-    steps = read_metrics(run.run_dir / "metrics.jsonl")
-    return {step: (row["actor/grad_norm"], row["critic/score/mean"]) for step, row in steps.items()}
-
-
 def test_each_rank_has_a_machine_and_a_replacement_costs_nothing_but_time(site: Site, runs: list[TinyRun]) -> None:
-    whole = site.start_and_pause("whole")
-    runs.append(whole)
+    """That the steps are those of a run without loss is shown by the resumed runs of `test_exact_resume_ray`."""
+    run = site.start_and_pause("hit", "trainer.max_retries=1")
+    runs.append(run)
     told = [path.read_text().split() for path in site.paused()]
     assert len({node for node, _, _ in told}) == 2, "two ranks on one machine"
     assert len({address for _, address, _ in told}) == 1 and told[0][1] in site.there  # where they meet: rank 0's
-    site.go_on()
-    assert whole.wait() == 0, whole.output()
-    whole.leaves_nothing(within_s=0)
-
-    hit = site.start_and_pause("hit", "trainer.max_retries=1")
-    runs.append(hit)
     site.lose()
-    hit.wait_for(lambda: "waiting up to 300 s for room in the cluster" in hit.log.read_text())
+    run.wait_for(lambda: "waiting up to 300 s for room in the cluster" in run.log.read_text())
     site.go_on()
     site.join()
-    assert hit.wait() == 0, hit.output()
-    assert "Starting again from the last checkpoint" in hit.log.read_text()
-    assert list(history(hit)) == [1, 2, 3] and history(hit) == history(whole)
-
-
-def test_without_a_machine_to_take_its_place_the_run_ends_and_goes_on_with_fewer(
-    site: Site, runs: list[TinyRun]
-) -> None:
-    run = site.start_and_pause("alone", "trainer.max_retries=1", "ray_kwargs.ray_init.wait_for_nodes_s=5")
-    runs.append(run)
-    killed = time.monotonic()
-    lost = site.lose()
-    site.go_on()
-    assert run.wait() == 1, run.output()
-    assert time.monotonic() - killed < SOON_S
-    text = run.log.read_text()
-    summary = text.split("The run failed: ")[-1]
-    assert summary.startswith("actor_rollout, rank ") and f"on node {lost}" in summary
-    assert "in update_actor (phase update_actor of step 2)" in summary and "left the cluster" in summary
-    assert "2 slots are asked for, on 2 machines with 1 CPU each; 1 of the 2 machines there can hold that" in text
-    assert "trainer.nnodes=1" in text and "trainer.resume_mode=auto" in text
-    dump = run.run_dir / "crash" / "step_2"
-    assert (dump / "step.pkl").exists() and f"node {lost}" in (dump / "error.txt").read_text()
-    assert "most recent call first" in (dump / "stacks.txt").read_text()
-    assert (dump / "logs" / "actor_rollout-1.log").exists()
-
-    fewer = site.start("alone", "trainer.nnodes=1", "trainer.resume_mode=auto")
-    runs.append(fewer)
-    assert fewer.wait() == 0, fewer.output()
-    assert list(history(fewer)) == [1, 2, 3]
+    assert run.wait() == 0, run.output()
+    assert "Starting again from the last checkpoint" in run.log.read_text()
+    assert list(read_metrics(run.run_dir / "metrics.jsonl")) == [1, 2, 3]
+    run.leaves_nothing(within_s=0)
 
 
 @pytest.mark.long
@@ -171,15 +135,36 @@ def test_kill_9_of_the_driver_leaves_no_worker(site: Site, runs: list[TinyRun]) 
     run.leaves_nothing(within_s=SOON_S)
 
 
-def test_a_cluster_that_dies_is_told(site: Site, runs: list[TinyRun]) -> None:
+def test_without_a_machine_to_take_its_place_the_run_ends_goes_on_with_fewer_and_tells_of_a_dead_cluster(
+    site: Site, runs: list[TinyRun]
+) -> None:
     """Last: there is no cluster after it."""
-    run = site.start_and_pause("headless", "trainer.nnodes=1", ranks=1)
+    run = site.start_and_pause("alone", "trainer.max_retries=1", "ray_kwargs.ray_init.wait_for_nodes_s=5")
     runs.append(run)
     killed = time.monotonic()
-    site.machines.kill_head()
+    lost = site.lose()
+    site.go_on()
     assert run.wait() == 1, run.output()
     assert time.monotonic() - killed < SOON_S
-    assert "the Ray cluster at" in run.output().splitlines()[-1]
-    assert (run.run_dir / "crash" / "step_2" / "step.pkl").exists()
-    run.leaves_nothing(within_s=SOON_S)
+    text = run.log.read_text()
+    summary = text.split("The run failed: ")[-1]
+    assert summary.startswith("actor_rollout, rank ") and f"on node {lost}" in summary
+    assert "in update_actor (phase update_actor of step 2)" in summary and "left the cluster" in summary
+    assert "2 slots are asked for, on 2 machines with 1 CPU each; 1 of the 2 machines there can hold that" in text
+    assert "trainer.nnodes=1" in text and "trainer.resume_mode=auto" in text
+    dump = run.run_dir / "crash" / "step_2"
+    assert (dump / "step.pkl").exists() and f"node {lost}" in (dump / "error.txt").read_text()
+    assert "most recent call first" in (dump / "stacks.txt").read_text()
+    assert (dump / "logs" / "actor_rollout-1.log").exists()
+
+    fewer = site.start_and_pause("alone", "trainer.nnodes=1", "trainer.resume_mode=auto", ranks=1)
+    runs.append(fewer)
+    assert list(read_metrics(fewer.run_dir / "metrics.jsonl")) == [1, 2]  # the second with one rank
+    killed = time.monotonic()
+    site.machines.kill_head()
+    assert fewer.wait() == 1, fewer.output()
+    assert time.monotonic() - killed < SOON_S
+    assert "the Ray cluster at" in fewer.output().splitlines()[-1]
+    assert (fewer.run_dir / "crash" / "step_3" / "step.pkl").exists()
+    fewer.leaves_nothing(within_s=SOON_S)
     site.go_on()

@@ -91,7 +91,7 @@ BUNDLES: list[list[str]] = [
     ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.loss_type=reinforce"],
     ["actor.ppo_mini_batch_size=2", "actor.ppo_epochs=2", "actor.shuffle=true"],
     ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", "trainer.async_save=true"],
-    ["reward.num_workers=1", "reward.max_memory_mb=4000", "reward.max_rpm=100000"],
+    ["reward.num_workers=1", "reward.max_rpm=100000"],
     ["data.max_prompt_length=23", "data.filter_overlong_prompts=true"],
     ["algorithm.norm_mean_type=batch", "algorithm.norm_std_type=running", "algorithm.adv_estimator=reinforce"],
 ]  # fmt: skip

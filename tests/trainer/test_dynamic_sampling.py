@@ -15,14 +15,12 @@ import torch
 from tests.trainer.test_fit import RESPONSE, Parts, make
 from trainer.dynamic_sampling import FilterBudgetExceeded, PromptLoader, collect_groups, joined, refill_size
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.rewards.groups import check_entries, group_shares, groups_of
+from trainer.rewards.groups import group_shares, groups_of
 from trainer.roles import rows_of_prompts
 from trainer.steps import TrainingSteps
 from verl_lite.config import PPOConfig
-from verl_lite.errors import UserError
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto, as_column
-from verl_lite.rewards import RewardResult
 
 
 class FakeData:
@@ -222,22 +220,6 @@ def test_an_outcome_of_its_own_beside_the_score() -> None:
     }
     batch.batch["outcomes"] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     assert groups_of(batch, "score").kinds.all_right.all()
-
-
-def test_a_metric_that_the_reward_does_not_return_is_refused_by_source() -> None:
-    config = configured(4)
-    results = [RewardResult(1.0, {"acc": True, "pred": "3"}), RewardResult(0.0), RewardResult(0.0, {"format": 1.0})]
-    sources = ["a", "b", "c"]
-    check_entries(config, sources, results)  # the metric is left open: acc, else the score
-    config.algorithm.filter_groups.metric = "acc"
-    check_entries(config, sources[:2], results[:2])  # as in verl, a number alone is acc
-    with pytest.raises(UserError, match="metric=acc: the reward of data_source='c' returns no such number but format"):
-        check_entries(config, sources, results)
-    config.algorithm.filter_groups.metric = "pred"
-    with pytest.raises(UserError, match="data_source='a' returns no such number but acc"):
-        check_entries(config, sources, results)
-    config.algorithm.filter_groups.enable = False
-    check_entries(config, sources, results)
 
 
 def test_batches_with_other_columns_are_joined() -> None:

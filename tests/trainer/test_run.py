@@ -23,7 +23,6 @@ from trainer import build, run
 from trainer.build import check_context, check_engine, check_vocabulary, request_of
 from trainer.cli import failure_text, file_mask
 from trainer.data.prompts import PromptDataset
-from trainer.resources import reserved_devices
 from trainer.run import locked_folder, make_run_dir
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
 from verl_lite.config.checks import section_problems
@@ -145,28 +144,11 @@ def config_of(model: str, *options: str) -> PPOConfig:
     return load_config([*common, *options]).config
 
 
-def test_memory_grows_with_slots_models_and_the_engine(model: str) -> None:
-    def asked(slots: int, *options: str) -> int:
-        return request_of(config_of(model, *options), slots).host_bytes
-
-    one = asked(1)
-    assert one < asked(1, "actor.use_kl_loss=true") < asked(1, "algorithm.adv_estimator=gae") < asked(2) < 3 * GIB
-    assert asked(1, "rollout.name=vllm", "rollout.kv_cache_memory_mb=1024") - one > GIB
-
-
 def test_a_run_asks_for_its_share_of_one_machine(model: str) -> None:
     request = request_of(config_of(model, "rollout.gpu_memory_utilization=0.4", "rollout.name=vllm"), 2)
     assert (request.count, request.shared, request.memory_share) == (2, False, 0.4)
     request = request_of(config_of(model, "trainer.share_devices=true", "trainer.nnodes=2"), 4)
     assert (request.count, request.shared, request.memory_share) == (2, True, 0.0)
-
-
-def test_on_a_cpu_nothing_is_claimed_and_a_run_too_large_is_told(model: str) -> None:
-    told: list[str] = []
-    config = config_of(model, "rollout.name=vllm", "rollout.kv_cache_memory_mb=100000000")
-    with reserved_devices(config, request_of(config, 1), told.append):
-        pass
-    assert "this run takes about 97" in told[0]
 
 
 def test_more_tokens_than_positions_are_refused_with_the_sum(tmp_path: Path) -> None:

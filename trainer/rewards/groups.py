@@ -6,22 +6,16 @@ what `algorithm.filter_groups.metric` names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from trainer.rewards.scores import OVERLONG, OVERLONG_TAKEN, check_no_such_entry
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.algos.group_outcomes import KINDS, GroupKinds, group_kinds
 from verl_lite.algos.masked import group_ids
-from verl_lite.config import PPOConfig
-from verl_lite.config.ppo import MODEL_METRICS
-from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from verl_lite.rewards import RewardResult
 
 SCORE, ACCURACY = "score", "acc"
 
@@ -76,30 +70,6 @@ def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
     groups = groups_of(batch, metric)
     counts = groups.kinds.count()
     return {f"groups/{kind}": Metric.mean(counts[kind], len(groups)) for kind in KINDS}
-
-
-def names_entry(config: PPOConfig) -> bool:
-    """Whether dynamic sampling looks at an entry of the dict that a reward function returns."""
-    options = config.algorithm.filter_groups
-    return options.enable and options.metric not in (None, SCORE, *MODEL_METRICS)
-
-
-def check_entries(config: PPOConfig, sources: Sequence[str], results: Sequence[RewardResult]) -> None:
-    """Raises UserError unless the rewards of some rows, scored before the run, have the entry that dynamic sampling
-    looks at, and none that the penalty of long answers needs for itself. sources: the data_source of each row."""
-    overlong = config.reward.overlong_buffer
-    if overlong.enable and overlong.log:
-        check_no_such_entry(OVERLONG, {f"reward/{name}" for x in results for name in x.extra}, OVERLONG_TAKEN)
-    metric = config.algorithm.filter_groups.metric
-    for source, result in zip(sources, results, strict=True):
-        is_alone = metric == ACCURACY and not result.extra
-        if names_entry(config) and not is_alone and not _is_number(result.extra.get(str(metric))):
-            numbers = [name for name, value in sorted(result.extra.items()) if _is_number(value)]
-            raise UserError(
-                f"algorithm.filter_groups.metric={metric}: the reward of data_source={source!r} returns no such number "
-                f"but {', '.join(numbers) or 'nothing besides the score'}. Name one of these that every source has, or "
-                "score; or leave the metric out: then it is acc in rows that have one, else the score"
-            )
 
 
 def _is_number(value: object) -> bool:

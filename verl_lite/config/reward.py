@@ -67,7 +67,6 @@ class RewardConfig(Options):
     max_concurrent: int = opt(64, "calls of an async function or a server at one time, in all", at_least(1))
     max_rpm: float | None = opt(None, "calls begun per minute at most, in all processes; null = no limit", POSITIVE)
     timeout_s: float = opt(30.0, "a call that takes longer has failed; if need be its process is killed", POSITIVE)
-    max_memory_mb: int | None = opt(None, "a process that holds more is replaced, MiB; null = never", at_least(1))
     max_error_rate: float = opt(0.1, "the run stops when a larger share of a step's rewards failed", SHARE)
 
     def check(self) -> Problems:

@@ -218,6 +218,8 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("episodes are kept as samples of text, without being asked: python -m trainer.inspect RUN", (),
      "agentic.render_save_dir"),
     # correction and rewards
+    ("a limit of memory is the reward's or environment's own: resource.setrlimit(resource.RLIMIT_AS, ...) in its file",
+     (), "reward.max_memory_mb agentic.env_pool.max_memory_mb"),
     (_VETO, (), f"{_CORRECTION}.rollout_token_veto_threshold algorithm.rollout_is_veto_threshold"),
     (_LOW_HIGH, ("token", "truncate"), "algorithm.rollout_is_level algorithm.rollout_is_mode"),
     (_LOW_HIGH, (), (

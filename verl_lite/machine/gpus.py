@@ -153,14 +153,12 @@ def is_busy(gpu: Gpu) -> bool:
 class ResourceRequest:
     """What a run asks of one machine.
 
-    count: devices, or worker slots on a CPU. memory_share: of each device, to be free for the rollout engine. shared:
-    together with others, knowingly. host_bytes: memory of the machine, about, at least.
+    count: devices. memory_share: of each, to be free for the rollout engine. shared: with others, knowingly.
     """
 
     count: int
     memory_share: float = 0.0
     shared: bool = False
-    host_bytes: int = 0
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from verl_lite.errors import StalledError, WorkerDiedError, add_circumstances, circumstances
 
-DRIVER_LOG = "driver.log"
 _LAST_LOG_LINES = 40  # room for the stack of a crash in native code
 _DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
 # What a rank says when another one has gone: a consequence, not the cause.
@@ -81,18 +79,12 @@ def is_consequence(error: Exception) -> bool:
 
 
 def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None, rank: int | None = None) -> Exception:
-    """The error of a call without an answer. The stacks of the driver's own threads go to `driver.log` beside `log`."""
+    """The error of a call without an answer."""
     error = StalledError(
         f"{who} not answered for {timeout_s:g} s (trainer.stall_timeout_s). The stacks of its threads are at the end "
         f"of its log, {log}. Raise the limit if the work simply takes longer"
     )
     add_circumstances(error, role=role, rank=rank, method=method, log=log)
-    if log is not None:
-        path = Path(log).parent / DRIVER_LOG
-        with path.open("a") as file:
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), error, file=file, flush=True)
-            faulthandler.dump_traceback(file, all_threads=True)
-        error.add_note(f"the driver's own stacks are in {path}")
     return error
 
 

@@ -65,7 +65,6 @@ class EnvPool:
             num_workers=config.num_workers,
             threads=config.threads,
             timeout_s=config.timeout_s,
-            max_memory_mb=config.max_memory_mb,
             digest=EnvReply.digest,
             log_dir=log_dir,
         )
@@ -154,7 +153,7 @@ class EnvPool:
 
     @property
     def processes_replaced(self) -> int:
-        """How many environment processes were replaced so far: killed, dead, or grown too large."""
+        """How many environment processes were replaced so far: killed, or dead."""
         return 0 if self._pool is None else self._pool.processes_replaced
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A pool of supervised processes: deadlines, memory limits, deaths, and what becomes of the others.
+"""A pool of supervised processes: deadlines, deaths, and what becomes of the others.
 
 Its unit is the session: calls made one after the other in one process, whose state they may keep there (an episode of
 an environment), or a single call (a reward). Calls of many sessions run at the same time.
@@ -33,7 +33,6 @@ _CHECK_S = 0.25
 _ANSWER_S = 3.0
 _CANCEL_S = 1.0
 _FAILED_STARTS_MAX = 3
-_MEMORY_FACTOR_IN_CALL = 2.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Work:
     num_workers: int
     threads: int
     timeout_s: float
-    max_memory_mb: int | None = None
     digest: Callable[[Any], str] | None = None
     log_dir: str | None = None
 
@@ -96,7 +94,7 @@ class ProcessPool:
     """`work.num_workers` processes, started by the constructor, and those that are being retired.
 
     It belongs to one thread, which has to outlive it: nothing happens outside its methods. processes_replaced: how
-    many died, were killed, or grew too large. style: of the handlers; None until one is ready.
+    many died or were killed. style: of the handlers; None until one is ready.
     """
 
     def __init__(self, work: Work) -> None:
@@ -152,7 +150,7 @@ class ProcessPool:
 
     def emptiest(self) -> Process:
         """The process for a new session: with the fewest others, of those that are ready if one is."""
-        open_ones = [process for process in self._processes if not process.is_retiring]
+        open_ones = [process for process in self._processes if not process.is_alone]
         return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
 
     def close(self) -> None:
@@ -167,7 +165,7 @@ class ProcessPool:
 
     def _fill(self) -> None:
         """Starts processes until `num_workers` take new sessions."""
-        for _ in range(self._work.num_workers - sum(not process.is_retiring for process in self._processes)):
+        for _ in range(self._work.num_workers - sum(not process.is_alone for process in self._processes)):
             self._start(self._work.threads)
 
     def _start(self, threads: int, *, is_alone: bool = False) -> Process:
@@ -209,7 +207,7 @@ class ProcessPool:
         del self._sessions[session.number]
         process.sessions.discard(session.number)
         if process in self._processes:
-            if process.is_retiring and not process.sessions:
+            if process.is_alone and not process.sessions:
                 self._dispose(process)
             elif self._work.digest is not None:
                 process.end(session.number)
@@ -242,7 +240,6 @@ class ProcessPool:
                 if self.style == "async":  # where no call blocks the loop, its handler cancels what is late
                     self._timeout_s = self._work.timeout_s + _CANCEL_S
                 self.wake()  # there is room for new sessions
-                self._check_memory(process, "before its first call")
 
     def _take_reply(self, process: Process, reply: Reply) -> None:
         session, digest = self._sessions.get(reply.session), self._work.digest
@@ -263,17 +260,13 @@ class ProcessPool:
                 " on something else (time, another process, a random state of its own) and so cannot go on."
             )
             self._answer(session, replace(reply, error=f"Its process died, for another's fault. {why}"))
-        if process not in self._processes:
-            return
-        if not process.is_alone:
-            self._check_memory(process)
-        for number in sorted(process.sessions) if process.is_alone else ():
+        for number in sorted(process.sessions) if process.is_alone and process in self._processes else ():
             self._advance(self._sessions[number])
 
     # ------------------------------------------------------------------------------------------------------- watching
 
     def _check(self) -> None:
-        """What takes too long or holds too much; nothing if there is nothing to watch."""
+        """What takes too long; nothing if there is nothing to watch."""
         now = time.monotonic()
         self._next_check = math.inf
         for process in list(self._processes):
@@ -292,8 +285,6 @@ class ProcessPool:
                         self._end_overdue(process, dict.fromkeys(process.sent, stacks), is_frozen=True)
             elif any(now > since + self._timeout_s for since in process.running().values()):
                 process.ping()
-            else:
-                self._check_memory(process)
 
     def _end_overdue(self, process: Process, stacks: Mapping[int, str], *, is_frozen: bool) -> None:
         """Ends a process in which a call is overdue. If others of its threads go on, that call is so by itself; if it
@@ -303,25 +294,6 @@ class ProcessPool:
         if culprits:
             is_known = len(running) == 1 or not (is_frozen or self.style == "async")
             self._handle_crash(process, self._overdue, culprits if is_known else [], stacks, is_timeout=True)
-
-    def _check_memory(self, process: Process, when: str = "") -> None:
-        limit = self._work.max_memory_mb
-        if limit is None:
-            return
-        held, running = process.memory_mb(), list(process.running())
-        how = f"held {held:.0f} MiB{when and ' '}{when}, more than {{}}{self._work.options}.max_memory_mb={limit}"
-        if held > limit and when:
-            raise self._work.error(f"The {self._work.what}'s process {how.format('')}: raise the limit.")
-        if held > _MEMORY_FACTOR_IN_CALL * limit and running:
-            how = how.format(f"{_MEMORY_FACTOR_IN_CALL:g} times ")
-            self._handle_crash(process, how, running if len(running) == 1 else [])
-        elif held > limit and not process.is_retiring:  # it ends with the sessions that it has
-            process.is_retiring = True
-            process.note(f"this process is being replaced: it {how.format('')}")
-            self.processes_replaced += 1
-            self._fill()
-            if not process.sessions:
-                self._dispose(process)
 
     def _handle_crash(
         self,
@@ -341,7 +313,7 @@ class ProcessPool:
         is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
         last_words = process.last_words()
         process.note(f"this process was replaced: the {self._work.what} {how}")
-        self.processes_replaced += not process.is_retiring
+        self.processes_replaced += not process.is_alone
         sessions = [self._sessions[number] for number in sorted(process.sessions)]
         self._dispose(process)
         if not process.is_loaded:

@@ -43,7 +43,7 @@ class Process:
 
     make: pickled; called there, it gives the `Handler`. threads: it runs so many calls at once, at most. sessions:
     those that live there. sent: sessions with a call under way, in order, and when its turn came. is_loaded: it takes
-    calls. is_retiring: it gets no new sessions. is_alone: it has one call under way at most. pinged_at: when it was
+    calls. is_alone: it has one call under way at most, and gets no new sessions. pinged_at: when it was
     asked for a sign of life that has not come.
     """
 
@@ -73,7 +73,7 @@ class Process:
         self.sessions: set[int] = set()
         self.sent: dict[int, float] = {}
         self.is_loaded = False
-        self.is_retiring = self.is_alone = is_alone
+        self.is_alone = is_alone
         self.pinged_at: float | None = None
         self.started_at = time.monotonic()
         self.channel.send(CONTROL, make)
@@ -117,13 +117,6 @@ class Process:
         """Of a dead process: the stack of its crash, if it left one."""
         found = _CRASH.search(self._written_stacks())
         return found[1] + found[2] if found else ""
-
-    def memory_mb(self) -> float:
-        """Its resident memory in MiB; 0 if it is dead."""
-        try:
-            return psutil.Process(self._process.pid).memory_info().rss / 2**20
-        except psutil.NoSuchProcess:
-            return 0.0
 
     def stacks(self) -> str:
         """Where its threads are, inside C code too: it writes that down whatever it is doing."""

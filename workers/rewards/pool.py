@@ -105,7 +105,6 @@ class RewardPool:
             num_workers=num_workers,
             threads=math.ceil(config.max_concurrent / max(1, num_workers)),
             timeout_s=config.timeout_s,
-            max_memory_mb=config.max_memory_mb,
             log_dir=log_dir,
         )
         self._changed = threading.Condition()
@@ -164,7 +163,7 @@ class RewardPool:
                 missing.difference_update(self._results)
             return {key: self._results.pop(key) for key in keys}
 
-    def dry_run(self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()) -> list[RewardResult]:
+    def dry_run(self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()) -> None:
         """Scores dataset rows with their ground truth as the answer, before anything heavy starts.
 
         Args:
@@ -187,18 +186,16 @@ class RewardPool:
             for index, (row, truth) in enumerate(zip(rows, truths, strict=True))
         ]
         self.submit(items)
-        results = list(self.collect(item.key for item in items).values())
-        for row, result in zip(rows, results, strict=True):
+        for row, result in zip(rows, self.collect(item.key for item in items).values(), strict=True):
             if result.failed:
                 shown = json.dumps(row, indent=2, default=str)[:4000]
                 raise RewardError(
                     "The reward function fails on a row of the dataset, given its ground truth as the answer. "
                     f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{shown}"
                 )
-        return results
 
     def processes_replaced(self) -> int:
-        """How many reward processes were replaced so far: killed, dead, or grown too large."""
+        """How many reward processes were replaced so far: killed, or dead."""
         return 0 if self._pool is None else self._pool.processes_replaced
 
     def close(self) -> None:
@@ -263,8 +260,8 @@ class RewardPool:
             return min(share, self._work.threads - in_flight, config.max_concurrent - len(self._sent))
         if in_flight:  # one that hangs holds up only what went out with it
             return 0
-        if style == "batch" or config.max_memory_mb is not None:
-            return 1  # its memory is looked at after each call
+        if style == "batch":
+            return 1
         return min(share, _SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
 
     def _take(self, reply: Reply) -> None:

@@ -22,7 +22,6 @@ from trainer.planner.model_shape import ModelShape, config_like, shape_of
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.tracking.record import Record
 from verl_lite.config import PPOConfig
-from verl_lite.machine.host import HostLoad
 
 SEVEN = shape_of(config_like("qwen2.5-7b"))
 SEVENTY = shape_of(config_like("llama-3.1-70b"))
@@ -232,5 +231,5 @@ def test_answers_to_one_prompt_share_its_tokens_but_not_in_attention() -> None:
 
 def test_a_free_part_of_this_machine_is_what_a_cpu_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_memory_gib(H100, 2) == H100.memory_gib
-    monkeypatch.setattr(HostLoad, "now", classmethod(lambda cls: cls(8 * GIB, 0.0, 2, 2)))
+    monkeypatch.setattr("trainer.plan.available_memory", lambda: 8 * GIB)
     assert device_memory_gib(CPU, 2) == 4.0

@@ -48,25 +48,6 @@ def test_in_a_container_the_root_is_the_own_group(tmp_path: Path) -> None:
     assert cores_limit(**where) == 1 and memory_left(**where) == 600
 
 
-def test_version_1(tmp_path: Path) -> None:
-    where = tree(
-        tmp_path,
-        "9:memory:/jobs/3\n4:cpu,cpuacct:/jobs/3\n1:name=systemd:/init.scope\n",
-        {
-            "cpu,cpuacct/jobs/3/cpu.cfs_quota_us": "200000",
-            "cpu,cpuacct/jobs/3/cpu.cfs_period_us": "100000",
-            "cpu,cpuacct/cpu.cfs_quota_us": "-1",
-            "cpu,cpuacct/cpu.cfs_period_us": "100000",
-            "memory/jobs/3/memory.limit_in_bytes": "5000",
-            "memory/jobs/3/memory.usage_in_bytes": "4500",
-            "memory/jobs/3/memory.stat": "inactive_file 1\ntotal_inactive_file 100",
-            "memory/memory.limit_in_bytes": "9223372036854771712",
-            "memory/memory.usage_in_bytes": "4500",
-        },
-    )
-    assert cores_limit(**where) == 2 and memory_left(**where) == 600
-
-
 def test_no_groups_no_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores_limit(tmp_path, tmp_path / "none") is None and memory_left(tmp_path, tmp_path / "none") is None
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {1, 4, 5}, raising=False)

@@ -20,7 +20,6 @@ from verl_lite.machine.gpus import (
     visible_gpus,
     without_processes,
 )
-from verl_lite.machine.host import HostLoad, warn_if_busy
 
 
 class FakeNvml:
@@ -198,16 +197,3 @@ def test_memory_that_the_engine_will_not_get(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match=r"has 19.5 of 80.0 GiB free, rollout.gpu_memory_utilization=0.5 .* 0.24 fits"):
         reserve(ResourceRequest(1, memory_share=0.5, shared=True), four((1, 60 * GIB)))
     assert reserve(ResourceRequest(1, memory_share=0.2, shared=True), four((1, 60 * GIB)))[0] == "1"
-
-
-def test_a_busy_host_is_told_in_one_sentence_each() -> None:
-    def told(host: HostLoad) -> str:
-        sentences: list[str] = []
-        warn_if_busy(2, 6 * GIB, sentences.append, host)
-        return "\n".join(sentences)
-
-    assert told(HostLoad(available_bytes=20 * GIB, load=0.3, cores=8, own_cores=4)) == ""
-    short = told(HostLoad(available_bytes=4 * GIB, load=0.3, cores=8, own_cores=4))
-    assert "4.0 GiB of memory are free here, and this run takes about 6.0" in short
-    assert "load 7.5 on 8 cores" in told(HostLoad(available_bytes=20 * GIB, load=7.5, cores=8, own_cores=4))
-    assert HostLoad.now().available_bytes > 0

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 POOL = ResourcePool([2], cpus_per_process=0.25)
 
 DRIVER = """
-import json, os, sys, time
+import json, os, sys
 from trainer.cli import run_command
 from verl_lite.config import RayInitConfig
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
@@ -44,8 +44,6 @@ def drive():
     facts = {"token": own.token, "folder": str(own.folder), "pid": os.getpid(), "workers": groups["c"].process()}
     print(json.dumps(facts | {"address": ray.get_runtime_context().gcs_address}), flush=True)
     how = sys.argv[1]
-    if how == "wait":
-        time.sleep(600)
     if how == "hang":
         run_command(lambda: groups["d"].hang(0))  # the door of every command
     raise RuntimeError("the driver fails")
@@ -110,9 +108,6 @@ def test_a_rank_that_never_answers_ends_the_wait_with_its_stack_in_its_log(tmp_p
     assert circumstances(told.value).rank == 1
     log = (tmp_path / "c+d-1.log").read_text()
     assert "Timeout (0:00:02.7" in log and "in hang" in log
-    assert f"the driver's own stacks are in {tmp_path / 'driver.log'}" in told.value.__notes__
-    driver = (tmp_path / "driver.log").read_text()
-    assert "c.hang: ranks [1] of 2" in driver and "test_a_rank_that_never_answers" in driver
     with pytest.raises(WorkerDiedError, match="the workers were ended: stalled"):
         groups["d"].process()
 
@@ -151,8 +146,9 @@ def until_nothing_is_left(facts: dict) -> None:
     assert not leftovers(facts)
 
 
-def test_private_clusters_are_nobody_elses_business_and_leave_nothing(tmp_path: Path) -> None:
-    killed, first = start_driver("wait", tmp_path)
+def test_private_clusters_are_nobody_elses_business_and_one_whose_store_is_killed_ends_soon(tmp_path: Path) -> None:
+    """That kill -9 of a driver leaves nothing is shown by `test_good_guest`."""
+    driver, first = start_driver("hang", tmp_path, stderr=subprocess.PIPE)
     require_private(first)
     raising, second = start_driver("raise", tmp_path, RAY_ADDRESS=first["address"])  # not joined: nobody asked to
     assert first["address"] != second["address"] and first["folder"] != second["folder"]
@@ -160,23 +156,15 @@ def test_private_clusters_are_nobody_elses_business_and_leave_nothing(tmp_path: 
     assert not leftovers(second)
     assert set(first["workers"]) <= set(leftovers(first))  # undisturbed by the end of the other
     assert not (tmp_path / ".ray").exists()  # no token in the home folder
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    until_nothing_is_left(first)
-
-
-def test_a_killed_control_store_ends_the_run_soon_with_its_reason(tmp_path: Path) -> None:
-    driver, facts = start_driver("hang", tmp_path, stderr=subprocess.PIPE)
     (store,) = (
         pid
-        for pid in marked_processes(CLUSTER_MARK, facts["token"], [facts["folder"]])
+        for pid in marked_processes(CLUSTER_MARK, first["token"], [first["folder"]])
         if "gcs_server" in psutil.Process(pid).name()
     )
-    time.sleep(1.0)
     os.kill(store, signal.SIGKILL)
     began = time.monotonic()
     _, told = driver.communicate(timeout=50)
     assert time.monotonic() - began < 25
     assert "ClusterLostError: the run's own Ray has lost its control store" in told
     assert "trainer.resume_mode=auto" in told.splitlines()[-1]
-    until_nothing_is_left(facts)
+    until_nothing_is_left(first)

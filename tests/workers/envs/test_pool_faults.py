@@ -111,18 +111,6 @@ def test_what_cannot_be_sent_is_a_failure(make_pool: MakePool) -> None:
         assert reason in found[key].error
 
 
-def test_a_process_that_grows_is_replaced_when_its_episodes_are_through(make_pool: MakePool) -> None:
-    pool = make_pool(1, max_memory_mb=300)
-    pid = begin(pool, "a", "b")["a"].info["pid"]
-    assert step(pool, a="leak|290")["a"].error is None
-    assert pool.poll(1.0) == []
-    assert step(pool, b="up")["b"].info["pid"] == pid
-    assert begin(pool, "c")["c"].info["pid"] != pid
-    pool.discard("a")
-    pool.discard("b")
-    assert gone(pid) and pool.processes_replaced == 1
-
-
 HARMS = ("raise", "exit", "segfault", "kill", "nan", "fork", "leave", "sleep|1000", "freeze")
 
 

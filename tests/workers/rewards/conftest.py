@@ -15,11 +15,7 @@ from workers.rewards.pool import RewardPool
 SAMPLE = """
 import ctypes, os, re, subprocess, sys, threading, time
 
-held = []
 MIB = 1 << 20
-
-def rss():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE") / MIB
 
 def child(path):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
@@ -59,12 +55,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if what == "hang with child":
         child(argument)
         time.sleep(1000)
-    if what == "leak": held.append(b"x" * (20 * MIB))
-    if what == "swell":
-        for _ in range(200):
-            held.append(b"x" * (20 * MIB))
-            time.sleep(0.05)
-    return {"score": 1.0, "length": len(solution_str), "rss": rss(), "pid": os.getpid()}
+    return {"score": 1.0, "length": len(solution_str), "pid": os.getpid()}
 """
 ASYNC = """
 import asyncio, os, sys

@@ -14,7 +14,6 @@ from tests.workers.processes import gone
 from tests.workers.rewards.conftest import MakePool, failed, items, score
 from verl_lite.single_controller.ray_cluster import OF_BATCH_SYSTEMS
 from workers.pool import process
-from workers.rewards.pool import RewardError
 
 pytestmark = pytest.mark.slow
 
@@ -96,27 +95,6 @@ def test_a_reward_can_end_what_it_starts_also_where_ray_hears_no_signals(make_po
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert result.score == signal.SIGTERM, result.error
-
-
-def test_a_leak_is_a_new_process_now_and_then_and_no_lost_sample(make_pool: MakePool, tmp_path: Path) -> None:
-    pool = make_pool(max_memory_mb=200)
-    results = score(pool, *["leak"] * 20)
-    assert failed(results) == []
-    assert max(result.extra["rss"] for result in results) < 200 + 20 + 10, "looked at after each sample"
-    assert pool.processes_replaced() >= 2
-    assert "held 2" in (tmp_path / "logs" / "reward-0.log").read_text()
-
-
-def test_a_call_that_swells_without_end_is_killed_and_fails(make_pool: MakePool) -> None:
-    results = score(make_pool(max_memory_mb=150), "fine", "swell", "fine")
-    assert failed(results) == [1]
-    error = results[1].error or ""
-    assert "more than 2 times reward.max_memory_mb=150" in error and not results[1].timed_out
-
-
-def test_a_limit_below_what_the_process_needs_anyway_is_an_error(make_pool: MakePool) -> None:
-    with pytest.raises(RewardError, match=r"held \d+ MiB before its first call, more than reward.max_memory_mb=1"):
-        score(make_pool(max_memory_mb=1), "fine")
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing_open(make_pool: MakePool) -> None:
