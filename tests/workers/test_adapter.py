@@ -234,10 +234,10 @@ def test_checkpoints_hold_the_adapter_alone_and_continue_bit_equal(path: str, tm
 def test_a_checkpoint_of_another_adapter_is_refused(path: str, tmp_path: Path) -> None:
     engine_of(path).save(str(tmp_path / "adapter"))
     build_engine(path, Case()).save(str(tmp_path / "whole"))
-    with pytest.raises(UserError, match="written with model.lora_rank=3, and model.lora_rank=5 is given"):
+    with pytest.raises(UserError, match=r"of other parameters: .*\(model.lora_rank=3\)"):
         engine_of(path, rank=5).load(str(tmp_path / "adapter"))
     for engine, folder in ((build_engine(path, Case()), "adapter"), (engine_of(path), "whole")):
-        with pytest.raises(UserError, match="of other parameters: written with model.lora_rank"):
+        with pytest.raises(UserError, match=r"of other parameters: .*\(model.lora_rank=[03]\)"):
             engine.load(str(tmp_path / folder))
     with pytest.raises(UserError, match="all parameters were trained"):
         export_adapter(str(tmp_path / "whole"), str(tmp_path / "out"))

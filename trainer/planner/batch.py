@@ -18,11 +18,9 @@ from trainer.requirements import (
     needs_greedy_baseline,
     needs_old_log_prob,
     needs_reference,
-    needs_reward_function,
 )
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
-from verl_lite.rewards.scoring import reward_parts
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 
@@ -53,7 +51,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     """
     trainer, model, rollout = config.trainer, config.model, config.rollout
     rows = list(_episode_rows(config) if config.is_agentic else _prompt_rows(config, slots))
-    rows += [_on_policy_row(config), *_score_rows(config), _passes_row(config)]
+    rows += [_on_policy_row(config), _passes_row(config)]
     limit = f"trainer.total_training_steps={trainer.total_training_steps}"
     if trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={trainer.total_epochs}"
@@ -142,18 +140,6 @@ def _on_policy_row(config: PPOConfig) -> PlanRow:
     elif is_on_policy(config):
         return PlanRow("strictly on-policy", "yes", "one optimizer step per batch")
     return PlanRow("strictly on-policy", "no", why)
-
-
-def _score_rows(config: PPOConfig) -> Iterator[PlanRow]:
-    """What an answer's score is made of, where it has several parts."""
-    reward, model, has_function = config.reward, config.reward_model, needs_reward_function(config)
-    functions = reward_parts(reward.functions) if has_function else []
-    terms, options = " + ".join(f"{part.weight:g} {part.label}" for part in functions), "reward.functions"
-    if model.enable:
-        function = f"{reward.function_weight:g} function{f' ({terms})' if terms else ''} + " if has_function else ""
-        terms, options = f"{function}{model.weight:g} model", "reward.function_weight, reward_model.weight"
-    if terms:
-        yield PlanRow("score of an answer", terms, options)
 
 
 def _passes_row(config: PPOConfig) -> PlanRow:

@@ -2,13 +2,11 @@
 
 `guarded()` marks everything that the driver starts from then on, gives the run a folder of its own for sockets and one
 for temporary files, and starts the guard (`watcher.py`), which waits for the driver's end. At a normal end the driver
-cleans up itself. What a run left because its guard was killed with it, as batch systems do, the next run of the same
-user removes.
+cleans up itself.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import subprocess
@@ -42,7 +40,6 @@ class Guard:
     temp: Path
     base: str  # where this process's temporary files went before
     process: subprocess.Popen[bytes]
-    alive: int  # descriptor of the locked file that shows other runs that this one lives
     environment: dict[str, str | None]  # what the variables we set were before
 
 
@@ -74,22 +71,17 @@ def start_guard() -> Guard:
     global _guard
     assert _guard is None, "one run at a time"
     base = tempfile.gettempdir()
-    sweep({base, _SHORT_BASE})
     token = secrets.token_hex(16)
     is_short = len(base) <= _LONGEST_BASE
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base if is_short else _SHORT_BASE))
     temp = folder / "tmp" if is_short else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     temp.mkdir(exist_ok=True)
-    alive = os.open(folder / watcher.ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(alive, fcntl.LOCK_SH)
-    os.write(alive, "\n".join([token, str(folder), str(temp)]).encode())
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, str(folder), str(temp)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={k: v for k, v in os.environ.items() if k not in (watcher.RUN_MARK, watcher.CLUSTER_MARK)},
-        pass_fds=(alive,),
         start_new_session=True,
     )
     inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache, to be kept between runs
@@ -100,7 +92,7 @@ def start_guard() -> Guard:
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(inductor)),
         }
     )
-    _guard = Guard(token, folder, temp, base, process, alive, environment)
+    _guard = Guard(token, folder, temp, base, process, environment)
     return _guard
 
 
@@ -112,29 +104,8 @@ def stop_guard() -> None:
     guard, _guard = _guard, None
     watcher.end(watcher.RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
     guard.process.communicate(b"q")
-    os.close(guard.alive)
     set_environment(guard.environment)
     tempfile.tempdir = guard.base
-
-
-def sweep(bases: set[str]) -> list[Path]:
-    """Remove the folders and end the processes, of runs of this user that have neither driver nor guard any more.
-
-    bases: folders in which to look. Gives what was removed.
-    """
-    removed = []
-    for path in (path for base in bases for path in Path(base).glob(f"{_PREFIX}*/{watcher.ALIVE}")):
-        try:
-            if path.parent.is_symlink() or path.stat().st_uid != os.getuid():
-                continue
-            with path.open() as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                token, *folders = file.read().splitlines()
-                watcher.end(watcher.RUN_MARK, token, folders)
-                removed.append(path.parent)
-        except (OSError, ValueError):  # it lives, or somebody else sweeps it
-            continue
-    return removed
 
 
 def set_environment(values: dict[str, str | None]) -> dict[str, str | None]:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, the driver's own children included
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
-ALIVE = "alive"  # file in the run's folder, locked while the driver or its guard lives
 _SHARED_MEMORY = "/dev/shm/"
 LOOK_EVERY_S = 3.0  # for shared memory of processes that may be gone when the driver dies
 

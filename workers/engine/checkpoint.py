@@ -92,12 +92,10 @@ def _require_same_parameters(path: str, parameters: Mapping[str, torch.Tensor]) 
         return
     adapter = load_adapter_config(Path(path))
     rank = 0 if adapter is None else adapter.r
-    rank_now = next((len(value) for name, value in parameters.items() if ".lora_A." in name), 0)
-    what = f"{other[0]} has the shape {saved.get(f'model.{other[0]}')} there; give the settings of model. of then"
-    if rank != rank_now:
-        what = f"written with model.lora_rank={rank}, and model.lora_rank={rank_now} is given (0 = no adapter); "
-        what += f"set model.lora_rank={rank}"
-    raise UserError(f"checkpoint {path} is of other parameters: {what}, or start from another one")
+    raise UserError(
+        f"checkpoint {path} is of other parameters: {other[0]} has the shape {saved.get(f'model.{other[0]}')} there. "
+        f"Give the options model.* of then (model.lora_rank={rank}), or start from another one"
+    )
 
 
 def _sizes(metadata: Metadata) -> dict[str, torch.Size]:

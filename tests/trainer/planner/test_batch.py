@@ -106,26 +106,11 @@ def test_a_critic_has_its_own_optimizer_steps_and_a_pass() -> None:
     assert table(config, slots=8)["of the critic"][0] == "6"  # 500, 500 and 24 prompts, twice
 
 
-def test_a_reward_model_has_a_pass_and_its_part_of_the_score() -> None:
+def test_a_reward_model_has_a_pass() -> None:
     config = gsm8k()
-    assert "score of an answer" not in table(config, slots=8)
-    config.reward_model.enable, config.reward_model.weight = True, 0.5
+    config.reward_model.enable = True
     rows = table(config, slots=8)
-    assert rows["score of an answer"][0] == "1 function + 0.5 model"
     assert rows["passes before the update"] == ("3", "reward model, old log-probs, reference log-probs")
-    config.reward.function_weight = 0.0
-    assert table(config, slots=8)["score of an answer"][0] == "0.5 model"
-
-
-def test_several_rewards_stand_in_the_table_with_their_weights() -> None:
-    config = gsm8k()
-    config.reward.functions = {"accuracy": {}, "format": {"reward": "format", "weight": 0.1}}
-    rows = table(config, slots=8)
-    assert rows["score of an answer"] == ("1 accuracy + 0.1 format", "reward.functions")
-    config.reward_model.enable, config.reward.function_weight = True, 2.0
-    assert table(config, slots=8)["score of an answer"][0] == "2 function (1 accuracy + 0.1 format) + 1 model"
-    config.reward.function_weight = 0.0
-    assert table(config, slots=8)["score of an answer"][0] == "1 model"
 
 
 def test_a_mini_batch_of_minus_one_is_the_whole_batch() -> None:
