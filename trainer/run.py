@@ -27,7 +27,7 @@ from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
 from trainer.inspect import closing_findings
 from trainer.recipe import prepare_recipe, recipe_overrides
-from trainer.resources import reserved_devices, worker_reads
+from trainer.resources import reserved_devices, resolve_slots, worker_reads
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.tracking import Tracking, check_trackers
@@ -49,7 +49,6 @@ from verl_lite.machine.gpus import ResourceRequest
 from verl_lite.random_state import seed_random_state
 from verl_lite.single_controller.guard import guarded
 
-MOST_DEFAULT_CPU_SLOTS = 2
 LOCK = "in_use"
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -258,16 +257,6 @@ def how_to_continue(command: list[str], run_dir: Path) -> str:
     again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
     kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
     return "Stopped. To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
-
-
-def resolve_slots(config: RunOptions) -> int:
-    """Fills in trainer.n_gpus_per_node; returns the number of slots of the run, over all machines."""
-    trainer = config.trainer
-    if trainer.n_gpus_per_node is None:
-        kind = device_type(trainer.device)
-        most = MOST_DEFAULT_CPU_SLOTS if kind == "cpu" else sys.maxsize
-        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else min(most, visible_devices(kind))
-    return trainer.n_gpus_per_node * trainer.nnodes
 
 
 def run_folder(config: RunOptions) -> Path:

@@ -19,9 +19,9 @@ import torch
 from trainer.console import Console
 from trainer.final_report import FitResult
 from trainer.recipe import recipe_modules
-from trainer.resources import join_ray, start_workers
+from trainer.resources import join_ray, resolve_slots, start_workers
 from trainer.resume import refuse_other_data
-from trainer.run import Job, Report, resolve_slots
+from trainer.run import Job, Report
 from trainer.saving import SavedByWorkers, Saver
 from trainer.step_metrics import timed
 from trainer.steps import EpochSteps

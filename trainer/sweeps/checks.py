@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from trainer.metric_docs import find, metrics
 from trainer.recipe import prepare_recipe, recipe_overrides
-from trainer.run import resolve_slots
+from trainer.resources import resolve_slots
 from trainer.sweeps.question import Question, Search
 from trainer.sweeps.space import MOST_LISTED, Value, combinations
 from verl_lite.config import ConfigError, PPOConfig, load_config
