@@ -31,12 +31,19 @@ def seconds_since_death(run_dir: Path) -> float:
     return time.time() - float([line for line in lines if line.startswith(DYING)][-1].removeprefix(DYING))
 
 
+def tiny(folder: Path) -> TinyTask:
+    """Two ranks, and no process for the reward."""
+    task = TinyTask(folder)
+    task.options += ["trainer.n_gpus_per_node=2", "reward.num_workers=0"]
+    return task
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyTask]:
     from verl_lite.single_controller.ray_cluster import ray_running
 
     with ray_running(RayInitConfig(num_cpus=2, object_store_memory_mb=80), "faults"):
-        yield TinyTask(tmp_path_factory.mktemp("faults"))
+        yield tiny(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyTask]:
 )
 def test_a_rank_killed_ends_the_run(option: str, method: str, phase: str, task: TinyTask) -> None:
     run_dir = task.folder / phase
-    argv = [*task.options, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={run_dir}", option]
+    argv = [*task.options, f"trainer.default_local_dir={run_dir}", option]
     with pytest.raises(WorkerDiedError) as caught:
         run_ppo(argv)
     assert seconds_since_death(run_dir) < SOON_S
@@ -62,7 +69,7 @@ def test_a_rank_killed_ends_the_run(option: str, method: str, phase: str, task: 
 
 def test_an_exception_on_one_rank_is_told_with_its_traceback(task: TinyTask) -> None:
     option = "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:raising_loss"
-    argv = [*task.options, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={task.folder / 'raise'}", option]
+    argv = [*task.options, f"trainer.default_local_dir={task.folder / 'raise'}", option]
     with pytest.raises(LookupError, match="the user's loss") as caught:
         run_ppo(argv)
     text = failure_text(caught.value)
@@ -79,8 +86,8 @@ def test_a_lost_worker_costs_nothing_but_time_where_retries_are_allowed(tmp_path
     """Once; the second time the command ends soon and leaves nothing. That the steps are those of a run without loss is
     shown by the resumed runs of `test_exact_resume_ray`."""
     loss = "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:loss_that_dies_twice"
-    options = [loss, "trainer.n_gpus_per_node=2", "trainer.save_freq=1", "trainer.max_retries=1"]
-    run = TinyTask(tmp_path).start("run", *options, steps=9, env={"DIED": str(tmp_path / "died")})
+    options = [loss, "trainer.save_freq=1", "trainer.max_retries=1"]
+    run = tiny(tmp_path).start("run", *options, steps=9, env={"DIED": str(tmp_path / "died")})
     try:
         assert run.wait() == 1, run.output()
         assert seconds_since_death(run.run_dir) < SOON_S
