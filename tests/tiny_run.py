@@ -142,3 +142,8 @@ class TinyTask:
         """Starts a run of that name."""
         argv = [*self.options, f"trainer.total_training_steps={steps}", *options]
         return TinyRun(argv, self.folder / name, env or {})
+
+
+def permitting(folder: Path, bits: int) -> list[Path]:
+    """What there is of a run, its folder included, that has some of these permissions."""
+    return [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & bits]

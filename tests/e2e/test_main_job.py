@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_runs import Runs
+from tests.tiny_run import permitting
 from trainer.main_ppo import main
 from trainer.tracking import read_metrics
 
@@ -68,17 +69,12 @@ def test_the_same_command_gives_the_same_curve(folder: Path) -> None:
     assert without_time(first) == without_time(second)
 
 
-def opened(run_dir: Path, bits: int) -> list[Path]:
-    """What there is of the run that has some of these permissions."""
-    return [path for path in (run_dir, *run_dir.rglob("*")) if path.stat().st_mode & bits]
-
-
 def test_inline_and_ray_agree(folder: Path) -> None:
     """One slot in the driver's process and two under Ray: the same samples, gradients equal up to rounding. The first
     is its user's alone, the second is shared."""
     rows = metrics(folder / "first"), trained(folder, "inline", "trainer.backend=inline", "trainer.umask=022")
-    assert not opened(folder / "first", 0o077) and not opened(folder / "inline", 0o022)
-    assert set(opened(folder / "inline", 0o044)) == {folder / "inline", *(folder / "inline").rglob("*")}
+    assert not permitting(folder / "first", 0o077) and not permitting(folder / "inline", 0o022)
+    assert set(permitting(folder / "inline", 0o044)) == {folder / "inline", *(folder / "inline").rglob("*")}
     steps = [row for row in zip(*rows, strict=True) if "actor/grad_norm" in row[0]]
     assert len(steps) == 2 and len(rows[0]) >= 3
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for pair in steps for row in pair)
@@ -92,7 +88,7 @@ def test_evaluate_and_export_what_the_run_left(folder: Path) -> None:
     done = run(folder, str(run_dir), *small, module="trainer.main_eval")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "val-core" in (next((run_dir / "eval").glob("*")) / "metrics.jsonl").read_text()
-    assert not opened(run_dir / "eval", 0o077)
+    assert not permitting(run_dir / "eval", 0o077)
     done = run(folder, str(run_dir), "--to", str(folder / "hf"), module="trainer.export")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (folder / "hf" / "model.safetensors").exists()

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.forked_runs import Forked, differences, driver_state, history, models_of
+from tests.tiny_run import permitting
 from tests.workers.diffusion.tiny_wan import MeanColourReward, tiny_pipeline
 
 pytest.importorskip("diffusers")
@@ -62,6 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_killed_and_resumed_is_the_same_bit_for_bit(runs: Runs) -> None:
     length, resumed = f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=auto"
     runs.finish("whole", length)
+    assert not permitting(runs.folder / "whole", 0o077), "its user's alone"
     runs.kill_after(2, "killed", length)
     runs.finish("killed", length, resumed)
     whole, killed = (runs.folder / name / f"global_step_{STEPS}" for name in ("whole", "killed"))

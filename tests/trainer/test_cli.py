@@ -81,7 +81,7 @@ import os, signal, sys, time
 from trainer.cli import run_command
 from verl_lite.errors import ClusterLostError
 def command():
-    print(os.getpid(), flush=True)
+    print(os.getpid(), *sys.argv[2:], flush=True)
     if "again=1" in sys.argv:
         time.sleep(60)
     error = ClusterLostError("gone")
@@ -103,7 +103,7 @@ def test_a_command_that_lost_its_cluster_starts_again_in_its_process_and_hears_s
     assert process.stdout is not None and process.stdout.readline() == f"{process.pid}\n"
     if when == "late":
         assert process.stdout.readline().startswith("Starting again from the last checkpoint")
-        assert process.stdout.readline() == f"{process.pid}\n"
+        assert process.stdout.readline() == f"{process.pid} again=1\n"
         process.terminate()
     printed, told = process.communicate(timeout=50)
     assert process.returncode == 128 + signal.SIGTERM and "Stopped by SIGTERM" in told and printed == ""

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
+from tests.tiny_run import permitting
 from trainer import main_sft
 from trainer.data.sft import Example, collate, encode_chat, load_examples
 from trainer.supervised.loop import train_within
@@ -192,6 +193,7 @@ def test_a_stopped_command_goes_on_to_the_same_weights(model: str, tmp_path: Pat
     ]  # fmt: skip
     whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
     assert main_sft.main([*arguments, whole]) == 0
+    assert not permitting(tmp_path / "whole", 0o077), "its user's alone"
     assert main_sft.main([*arguments, parts, "trainer.total_training_steps=2"]) == 0
     assert main_sft.main([*arguments, parts]) == 2, "the folder holds a run"
     assert main_sft.main([*arguments, parts, "trainer.resume_mode=auto"]) == 0

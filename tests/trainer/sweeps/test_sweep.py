@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.ray_machines import AUTH, RayMachines
-from tests.tiny_run import ROOT, TinyTask
+from tests.tiny_run import ROOT, TinyTask, permitting
 from tests.trainer.sweeps.fake_trial import METRIC
 from trainer.sweeps.study import Study
 from verl_lite.errors import UserError
@@ -106,7 +106,7 @@ def test_killed_in_the_middle_it_goes_on_and_nothing_runs_twice(tmp_path: Path) 
 
     assert started(folder, *words).wait(timeout=500) == 0, output.read_text()
     assert before.items() <= over(folder).items(), "a pruned trial is not run again"
-    assert not [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077], "its user's alone"
+    assert not permitting(folder, 0o077), "its user's alone"
     states = check(folder, 8)
     assert states[0] == "complete" and len(states) == 4 and set(states) == {"complete", "pruned"}, output.read_text()
 
