@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -94,13 +95,19 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 @contextmanager
-def file_mask(mask: str) -> Iterator[None]:
-    """Inside, this process and what it starts make files and folders without the permissions of `mask` (octal)."""
-    before = os.umask(int(mask, 8))
+def file_mask(mask: str, folder: Path) -> Iterator[None]:
+    """Makes `folder`, if it is not there. It, and what this process and those that it starts make inside, lack the
+    permissions of `mask` (octal). The folders above it, in which others stand too, lack what the user's own umask takes
+    away as well."""
+    own, wanted = os.umask(0o077), int(mask, 8)
     try:
+        os.umask(own & wanted)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        os.umask(wanted)
+        folder.mkdir(exist_ok=True)
         yield
     finally:
-        os.umask(before)
+        os.umask(own)
 
 
 @contextmanager

@@ -243,7 +243,7 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     configuration as RUN/dry_run.yaml. Returns the exit status: a plan that does not fit is wrong input."""
     job.check(None)
     total_steps = job.read_data()
-    open_run_dir(job.config, stack)
+    stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
     check_run_dir(job, total_steps)
     save_config(loaded, job.run_dir / "dry_run.yaml")
     text, fits = job.full_plan()
@@ -265,7 +265,8 @@ def run_folder(config: RunOptions) -> Path:
 
 
 def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
-    """Makes the run folder; see `open_run_dir`. Raises UserError if it holds another run that is not to be resumed."""
+    """Makes the run folder; until `stack` ends files are made with trainer.umask. Raises UserError if it cannot be made
+    or written to, or holds another run that is not to be resumed."""
     run_dir = run_folder(config)
     taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if taken and config.trainer.resume_mode == "disable":
@@ -273,24 +274,15 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
             f"trainer.default_local_dir={run_dir} holds a run already, and trainer.resume_mode=disable. Choose another "
             "trainer.experiment_name, or continue that run with trainer.resume_mode=auto"
         )
-    open_run_dir(config, stack)
-    return run_dir
-
-
-def open_run_dir(config: RunOptions, stack: ExitStack) -> None:
-    """Makes the run folder where it is not there. From then on, until `stack` ends, files are made with trainer.umask.
-    Raises UserError if the folder cannot be made or written to."""
-    run_dir = run_folder(config)
     try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)  # as the user's own umask says: it holds other runs too
-        stack.enter_context(file_mask(config.trainer.umask))
-        run_dir.mkdir(exist_ok=True)
+        stack.enter_context(file_mask(config.trainer.umask, run_dir))
         (run_dir / LOCK).touch()
     except OSError as error:
         raise UserError(
             f"trainer.default_local_dir={run_dir} cannot be written to ({error.strerror}: {error.filename}): "
             "give a folder of yours on a disk with room"
         ) from error
+    return run_dir
 
 
 @contextmanager

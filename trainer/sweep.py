@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     with places(options, trainer.device, tell) as place:
         check_sweep(study.question, study.search, place.gpus)
         study.save(trainer.umask)
-        with file_mask(trainer.umask), locked(study.folder):
+        with file_mask(trainer.umask, study.folder), locked(study.folder):
             tell(f"study {study.folder}; the same command goes on with it")
             try:
                 run_study(study, place, options, tell)

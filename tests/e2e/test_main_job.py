@@ -88,7 +88,7 @@ def test_evaluate_and_export_what_the_run_left(folder: Path) -> None:
     done = run(folder, str(run_dir), *small, module="trainer.main_eval")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "val-core" in (next((run_dir / "eval").glob("*")) / "metrics.jsonl").read_text()
-    assert not permitting(run_dir / "eval", 0o077)
+    assert all(not permitting(folder, 0o077) for folder in (run_dir / "eval").iterdir())
     done = run(folder, str(run_dir), "--to", str(folder / "hf"), module="trainer.export")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (folder / "hf" / "model.safetensors").exists()

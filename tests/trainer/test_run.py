@@ -60,25 +60,33 @@ def open_folder() -> Iterator[Path]:
     """One that everybody can enter, as folders of tests cannot be; of a user whose files all may read."""
     folder = Path(tempfile.mkdtemp(prefix="vt-", dir="/tmp"))
     folder.chmod(0o755)
-    with file_mask("022"):
+    with file_mask("022", folder):
         yield folder
     shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
-    ("umask", "mode", "is_read"), [("077", 0o700, False), ("027", 0o750, False), ("022", 0o755, True)]
+    ("own", "umask", "mode", "is_read"),
+    [
+        (0o022, "077", 0o700, False),
+        (0o022, "027", 0o750, False),
+        (0o022, "022", 0o755, True),
+        (0o077, "022", 0o755, True),
+    ],
 )
 def test_what_a_run_writes_is_its_users_alone_unless_it_is_shared(
-    umask: str, mode: int, is_read: bool, open_folder: Path
+    own: int, umask: str, mode: int, is_read: bool, open_folder: Path
 ) -> None:
+    """own: umask of the user's shell."""
     config = in_folder(open_folder / "project" / "run")
     config.trainer.umask = umask
+    os.umask(own)
     with ExitStack() as stack:
         file = make_run_dir(config, stack) / "metrics.jsonl"
         subprocess.run([sys.executable, "-c", f"open({str(file)!r}, 'w').write('{{}}')"], check=True)
     assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (mode, mode & 0o666)
     (open_folder / "after").touch()
-    for path, expected in ((open_folder / "after", 0o644), (file.parent.parent, 0o755)):
+    for path, expected in ((open_folder / "after", 0o666 & ~own), (file.parent.parent, 0o755)):
         assert path.stat().st_mode & 0o777 == expected, "only the run's files are touched"
     if os.getuid() == 0:
         read = f"import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); open({str(file)!r})"

@@ -147,9 +147,7 @@ class Study:
         """Writes what was asked. Raises UserError if nothing can be written there. umask: of the study's files."""
         kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
         try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)  # it holds other studies too
-            with file_mask(umask):
-                self.folder.mkdir(exist_ok=True)
+            with file_mask(umask, self.folder):
                 write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
         except OSError as error:
             raise UserError(f"--study {self.folder}: nothing can be written there: {error.strerror}") from None

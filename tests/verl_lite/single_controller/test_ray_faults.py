@@ -77,7 +77,7 @@ def leftovers(facts: dict) -> list:
 @pytest.mark.parametrize(("how", "expected"), [("raise", LookupError), ("die", WorkerDiedError)])
 def test_driver_does_not_wait_for_ranks_that_wait(how: str, expected: type[Exception], tmp_path: Path) -> None:
     recipe = {"c": ClassWithInitArgs(Collective), "d": ClassWithInitArgs(Calculator)}
-    with file_mask("027"):  # other than that of the cluster
+    with file_mask("027", tmp_path):  # other than that of the cluster
         groups = create_worker_groups("ray", POOL, recipe, log_dir=tmp_path, env={"FLAG": "up", "OMP_NUM_THREADS": "1"})
     assert (tmp_path / "c+d-1.log").stat().st_mode & 0o777 == 0o640
     assert groups["d"].environment("FLAG") == ["up", "up"]
