@@ -148,6 +148,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "minimax": {**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 4, "block_types": ["recurrent", "attention"]},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "stablelm": {},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "exaone4": WINDOWED,
+    "diffllama": {},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"],
         "attention_head_dim": 16,

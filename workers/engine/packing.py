@@ -8,13 +8,13 @@ it is tested against. `align` is the form for networks with other layers than at
 after everything that counts and no causal layer, of whatever kind, can see it.
 
 The attention function registered here with transformers keeps the sequences of a packed row apart: SDPA by runs of
-equal length, on CUDA variable-length flash attention. Only attention sees a shared prompt once per sample; all other
-layers see it once.
+equal length, on CUDA variable-length flash attention. `by_sequences` does so for a layer with a state. Only these see a
+shared prompt once per sample; all other layers see it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 
 PACKED_ATTENTION = "verl_lite_packed"
 HALF = (torch.float16, torch.bfloat16)
+MOST_PADDING = 1.25  # tokens of a group of sequences of one layer, padding included, for each real one
 LEAST_SHARED = 0.05  # share of tokens saved from which on shared prompts pay for the extra gathering in attention
 
 
@@ -290,6 +291,52 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def by_sequences(
+    forward: Callable[..., Any], sequences: PackedSequences, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a causal layer of any kind gives for a packed row, each sequence for itself.
+
+    Tensors (1, T, ...) among the arguments, also in tuples, are those of the row's tokens. The layer is called for
+    groups of sequences of about the same length, each in a row of its own; padding repeats the last token. Returns what
+    the layer returns, of a tuple its first entry, the others None.
+    """
+    total = sequences.cu_seqlens[-1].item() if sequences.collapse is None else len(sequences.collapse)
+    outputs = []
+
+    def rows(value: Any, index: torch.Tensor) -> Any:
+        if isinstance(value, tuple):
+            return tuple(rows(part, index) for part in value)
+        if isinstance(value, torch.Tensor) and value.shape[:2] == (1, total):
+            return value[0].index_select(0, index.flatten()).unflatten(0, index.shape)
+        return value
+
+    for index, real in _groups(sequences):
+        result = forward(*rows(args, index), **{name: rows(value, index) for name, value in kwargs.items()})
+        output = result[0] if isinstance(result, tuple) else result
+        outputs.append(output.flatten(0, 1).index_select(0, real))
+    expanded = torch.cat(outputs)
+    output = expanded if sequences.collapse is None else expanded.index_select(0, sequences.collapse)
+    return (output.unsqueeze(0), *[None] * (len(result) - 1)) if isinstance(result, tuple) else output.unsqueeze(0)
+
+
+def _groups(sequences: PackedSequences) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Neighbouring sequences, which are sorted by length: (n, longest) the place of each token in the packed row, and
+    (sum of lengths,) which of these n * longest are no padding."""
+    device, start = sequences.cu_seqlens.device, 0
+    lengths = [length for count, length in sequences.runs for _ in range(count)]
+    while start < len(lengths):
+        end = start + 1
+        while end < len(lengths) and (end + 1 - start) * lengths[end] <= MOST_PADDING * sum(lengths[start : end + 1]):
+            end += 1
+        longest = lengths[end - 1]
+        length = torch.tensor(lengths[start:end], device=device).unsqueeze(1)
+        column = torch.arange(longest, device=device)
+        index = sequences.cu_seqlens[start:end].unsqueeze(1) + torch.minimum(column, length - 1)
+        index = index.long() if sequences.expand is None else sequences.expand[index]
+        yield index, (column < length).flatten().nonzero().squeeze(1)
+        start = end
 
 
 class Scores(NamedTuple):

@@ -2,10 +2,10 @@
 
 A packed row is right only where nothing but attention looks at other tokens, and where this attention is the function
 of `workers.engine.packing`, which knows where each sequence begins. Linear attention, convolutions, state-space layers
-and attention that chooses its tokens by itself know no such borders: one sequence would leak into the next, and nothing
-would say so. So a network is packed only if every one of its modules is known: attention by transformers' interface, or
-a kind of module that looks at one token at a time. What is not known gets the aligned form, which is exact for every
-causal network.
+and attention that chooses its tokens by itself know no borders: one sequence would leak into the next, and nothing
+would say so. So a network is packed only if every one of its modules is known: attention by transformers' interface, a
+layer with a state that is called for each sequence apart, or a kind of module that looks at one token at a time. A
+network with anything else gets the aligned form, which is exact for every causal network.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,15 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, align, pack, pad
+from workers.engine.packing import (
+    PACKED_ATTENTION,
+    ModelInputs,
+    PackedSequences,
+    align,
+    by_sequences,
+    pack,
+    pad,
+)
 
 Arrangement = Callable[[Mapping[str, torch.Tensor]], ModelInputs]
 
@@ -32,9 +41,17 @@ ONE_TOKEN_PACKAGES = re.compile(
 )
 ONE_TOKEN_CLASSES = re.compile(
     r".*(Activation|AltUp|Embeddings?|Experts|FeedForward|Gate|Gating|Linear|Mlp|MLP|MoA|Moe|MoE|Norm|Router|Scaling"
-    r"|Statics)|.*(Block|Decoder|Encoder|ForCausalLM|Layer|Model)"
+    r"|Statics)|.*(Block|Decoder|DecoderLayer|Encoder|ForCausalLM|Model|HybridLayer|MoELayer|NeoXLayer)"
 )
-STATEFUL_WORDS = re.compile("Conv|Delta|LSTM|Lightning|Mamba|Recurrent|Retention|Rwkv")
+
+
+# Layers with a state that are told of the borders of packed sequences, and may be called by `by_sequences`: each was
+# tried (tests/workers/test_model_families.py).
+STATE_LAYERS = re.compile(
+    r".*(GatedDeltaNet|DeltaAttention|LightningAttention|MambaLayer|ShortConv"
+    r"|(Bamba|FalconH1|JambaMamba|Mamba2|Zamba2Mamba)Mixer)"
+)
+KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "attention")
 
 
 def mixing_layers(model: PreTrainedModel) -> list[str]:
@@ -49,17 +66,40 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
             f"model.path: a {type(model).__name__} has attention ({', '.join(causal)}) that is not causal, so that the "
             "log-prob of a token depends on the tokens after it: choose a causal language model"
         )
-    unknown: dict[str, None] = {}
-    waiting: list[nn.Module] = [decoder]
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or ()
+    # chunks and the like are in masks alone, which a packed row has not
+    unknown = {name: None for name in layer_types if "attention" in name and name not in KNOWN_LAYER_TYPES}
+    has_window = "sliding_attention" in layer_types or getattr(config, "sliding_window", None) is not None
+    has_state = any(STATE_LAYERS.fullmatch(type(module).__name__) for module in decoder.modules())
+    hands_down = model._supports_attention_backend or has_state  # to attention, what the decoder is called with
+    waiting: list[tuple[nn.Module, bool]] = [(decoder, True)]
     while waiting:
-        module = waiting.pop()
-        if _is_attention(module) or _looks_at_one_token(type(module)):
-            waiting += list(module.children())[::-1]
+        module, is_told = waiting.pop()  # of the borders, as a keyword argument
+        name, takes_more = type(module).__name__, _takes_keywords(module)
+        if STATE_LAYERS.fullmatch(name) and is_told:
+            continue
+        is_told = is_told and (takes_more or isinstance(module, nn.ModuleList | nn.ModuleDict))
+        if _is_attention(module):
+            known = causal[name] and is_told and hands_down and (_takes_window(module) or not has_window)
         else:
-            unknown[type(module).__name__] = None
-    if model._supports_attention_backend:  # else the borders do not reach attention either
-        return list(unknown) + [name for name, is_causal in causal.items() if not is_causal]
-    return list(unknown) or list(causal)
+            known = _looks_at_one_token(type(module))
+        if not known:
+            unknown[name] = None
+        else:
+            waiting += [(child, is_told) for child in module.children()][::-1]
+    return list(unknown)
+
+
+def _takes_keywords(module: nn.Module) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _takes_window(attention: nn.Module) -> bool:
+    """It hands its window to the attention function, where others have it in their mask alone."""
+    constants = inspect.unwrap(type(attention).forward).__code__.co_consts
+    return any(isinstance(names, tuple) and "sliding_window" in names for names in constants)
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -71,8 +111,6 @@ def _is_attention(module: nn.Module) -> bool:
 def _looks_at_one_token(kind: type[nn.Module]) -> bool:
     if ONE_TOKEN_PACKAGES.fullmatch(kind.__module__):
         return kind is not nn.MultiheadAttention
-    if STATEFUL_WORDS.search(kind.__name__) and not kind.__name__.endswith(("DecoderLayer", "Model", "Block")):
-        return False
     return ONE_TOKEN_CLASSES.fullmatch(kind.__name__) is not None
 
 
@@ -81,8 +119,30 @@ def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangemen
     mixing = mixing_layers(model)
     if network.use_remove_padding and not mixing:
         model.set_attn_implementation(PACKED_ATTENTION)
+        for owner in model.get_decoder().modules():
+            for layer in owner.children():
+                if STATE_LAYERS.fullmatch(type(layer).__name__):
+                    _pack_layer(owner, layer)
         return pack
     # transformers' own call of SDPA leaves soft-capping out without a word
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
     return align if mixing else pad
+
+
+def _pack_layer(owner: nn.Module, layer: nn.Module) -> None:
+    """Makes a layer with a state keep to the borders of packed sequences, of which its owner is told."""
+    forward = layer.forward
+    told: list[PackedSequences | None] = [None]
+
+    def listen(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        told[0] = kwargs.get("packed_sequences")
+
+    def packed_forward(*args: Any, **kwargs: Any) -> Any:
+        if told[0] is None:
+            name = type(layer).__name__
+            raise ValueError(f"{name} is not told of packed sequences; set model.use_remove_padding=false for it")
+        return by_sequences(forward, told[0], args, kwargs)
+
+    owner.register_forward_pre_hook(listen, with_kwargs=True)
+    vars(layer)["forward"] = packed_forward
