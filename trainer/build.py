@@ -51,13 +51,14 @@ from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
-from workers.policy.loading import load_model_config, longest_context, packing_note
+from workers.policy.loading import empty_network, load_model_config, longest_context, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rewards.pool import RewardPool
 from workers.rollout.base import resolve_engine_name
+from workers.rollout.hf_engine import check_layers
 
 GIB = 1 << 30
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
@@ -190,11 +191,18 @@ def check_context(config: PPOConfig) -> None:
 
 
 def check_engine(config: PPOConfig) -> None:
-    """Raises UserError for heads that vLLM's attention on a CPU does not have, which it says only after its start."""
+    """Raises UserError for heads that vLLM's attention on a CPU does not have, which it says only after its start, and
+    for layers that the hf engine does not compute."""
+    name = resolve_engine_name(config.rollout.name)
+    if name == "hf":
+        try:
+            check_layers(empty_network(config.model))
+        except ValueError as error:
+            raise UserError(f"model.path={config.model.path!r}: {error}") from error
     model = load_model_config(config.model).get_text_config()
-    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    on_cpu = device_type(config.trainer.device) == "cpu"
-    if on_cpu and resolve_engine_name(config.rollout.name) == "vllm" and size not in VLLM_CPU_HEAD_SIZES:
+    heads = getattr(model, "num_attention_heads", None) or 1
+    size = getattr(model, "head_dim", None) or model.hidden_size // heads
+    if device_type(config.trainer.device) == "cpu" and name == "vllm" and size not in VLLM_CPU_HEAD_SIZES:
         raise UserError(
             f"rollout.name={config.rollout.name}: model.path={config.model.path!r} has heads of {size}, and vLLM on a "
             f"CPU knows {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: say rollout.name=hf"

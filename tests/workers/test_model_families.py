@@ -17,6 +17,7 @@ from workers.engine.packing import PACKED_ATTENTION, pack
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
+from workers.rollout.hf_engine import check_layers
 
 Columns = dict[str, torch.Tensor]
 
@@ -102,6 +103,16 @@ def test_a_network_of_attention_alone_is_packed_without_a_word(tmp_path: Path) -
     assert packing_note(NetworkConfig(path=str(tmp_path))) == ""
     network = tiny_network("qwen3_moe")
     assert arrangement_of(network, NetworkConfig()) is pack and network.config._attn_implementation == PACKED_ATTENTION
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("qwen3_next", "GatedDeltaNet"), ("mamba2", "Mamba2Mixer"), ("gemma2", "soft-capping"), ("gpt_oss", "sinks")],
+)
+def test_the_hf_engine_refuses_layers_that_its_cache_does_not_compute(family: str, layer: str) -> None:
+    check_layers(tiny_network("qwen3_moe"))
+    with pytest.raises(ValueError, match=f"{layer}.* set rollout.name=vllm"):
+        check_layers(tiny_network(family))
 
 
 def test_a_layer_with_a_state_that_is_not_told_of_borders_is_no_silent_leak() -> None:

@@ -71,8 +71,8 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
     # chunks and the like are in masks alone, which a packed row has not
     unknown = {name: None for name in layer_types if "attention" in name and name not in KNOWN_LAYER_TYPES}
     has_window = "sliding_attention" in layer_types or getattr(config, "sliding_window", None) is not None
-    has_state = any(STATE_LAYERS.fullmatch(type(module).__name__) for module in decoder.modules())
-    hands_down = model._supports_attention_backend or has_state  # to attention, what the decoder is called with
+    # to attention, what the decoder is called with
+    hands_down = model._supports_attention_backend or bool(state_layers(model))
     waiting: list[tuple[nn.Module, bool]] = [(decoder, True)]
     while waiting:
         module, is_told = waiting.pop()  # of the borders, as a keyword argument
@@ -89,6 +89,12 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
         else:
             waiting += [(child, is_told) for child in module.children()][::-1]
     return list(unknown)
+
+
+def state_layers(model: PreTrainedModel) -> set[str]:
+    """Class names of the layers with a state that a packed network may have."""
+    names = {type(module).__name__ for module in model.get_decoder().modules()}
+    return {name for name in names if STATE_LAYERS.fullmatch(name)}
 
 
 def _takes_keywords(module: nn.Module) -> bool:

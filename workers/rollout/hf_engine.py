@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_lite.config import RolloutConfig
+from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
     Completion,
     FinishReason,
@@ -88,6 +89,7 @@ class HFEngine:
             self._model = AutoModelForCausalLM.from_config(
                 model_config, dtype=dtype, attn_implementation=SLOT_ATTENTION, trust_remote_code=trust_remote_code
             )
+        check_layers(self._model)
         self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
         self._names = parameter_names(self._model)
@@ -380,6 +382,26 @@ def _check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
         raise ValueError(
             f"rollout.name=hf: the model {config.model_type!r} has layers of kind {sorted(kinds)}, expected full "
             f"attention over the context of {max_model_len} tokens (its window is {window}); set rollout.name=vllm"
+        )
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raises ValueError for layers that slots of keys and values, or `slot_attention`, do not compute rightly."""
+    config = model.config.get_text_config()
+    unfit = mixing_layers(model) or sorted(state_layers(model))
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        unfit.append("attention with soft-capping")
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        unfit.append("attention with sinks")
+    latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if all(isinstance(getattr(config, name, None), int) for name in latent):
+        nope, rope, values = (getattr(config, name) for name in latent)
+        if {nope + rope, values} != {kv_shape(config)[2]}:
+            unfit.append("latent attention with keys and values of other sizes than its head_dim")
+    if unfit:
+        raise ValueError(
+            f"rollout.name=hf: a {type(model).__name__} has layers of kind {', '.join(unfit)}, which its cache of keys "
+            "and values does not compute; set rollout.name=vllm"
         )
 
 
