@@ -1,4 +1,4 @@
-"""Clips and prompts for reward flow: metadata.csv -> checked clips -> the batch of each step, decoded ahead.
+"""Clips and prompts for reward flow: metadata.csv -> checked clips -> the batch of each step.
 
 The noise of a sample is a function of the seed, the step and the row alone, as the rows of a step are (`EpochSteps`).
 """
@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,34 +201,12 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
     return found
 
 
-class VideoLoader:
-    """The batch of each step, read while the step before was trained; a context that ends the thread.
+def batch_of_step(data: VideoDataset, steps: EpochSteps, step: int, noise_seed: int | None) -> DataProto:
+    """The batch of a step, from 1, with meta_info["global_step"]. noise_seed: sampler.noise_seed.
 
-    noise_seed: sampler.noise_seed.
+    Raises UserError for a file that cannot be decoded.
     """
-
-    def __init__(self, data: VideoDataset, steps: EpochSteps, noise_seed: int | None) -> None:
-        self.data, self.steps, self.noise_seed = data, steps, noise_seed
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="video-batch")
-        self._coming: dict[int, Future[DataProto]] = {}
-
-    def __enter__(self) -> VideoLoader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def batch(self, step: int) -> DataProto:
-        """The batch of a step, from 1, with meta_info["global_step"]; reading of the next one's begins.
-
-        Raises UserError for a file that cannot be decoded.
-        """
-        batch = self._coming.pop(step, None) or self._pool.submit(self._read, step)
-        self._coming = {step + 1: self._pool.submit(self._read, step + 1)} if step < self.steps.total else {}
-        return batch.result()
-
-    def _read(self, step: int) -> DataProto:
-        rows = self.steps.rows_of(step)
-        batch = self.data.batch(rows, noise_seeds(step, rows, self.steps.seed, self.noise_seed))
-        batch.meta_info["global_step"] = step
-        return batch
+    rows = steps.rows_of(step)
+    batch = data.batch(rows, noise_seeds(step, rows, steps.seed, noise_seed))
+    batch.meta_info["global_step"] = step
+    return batch

@@ -7,7 +7,6 @@ clips with gradient, score them and update.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds
+from trainer.clips.dataset import VideoDataset, batch_of_step, noise_seeds
 from trainer.clips.writing import require_encoder, write_clips
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionRole, DiffusionTrainer, draw_before_and_after
 from trainer.picture import draw_curve
@@ -133,7 +132,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     def read_data(self) -> int:
         self.data = VideoDataset(self.config.data)
         self.data.check()
-        try_reward(self.config.reward, self.data, self.console.note)
+        try_reward(self.config.reward, self.data)
         return self.count_steps(len(self.data), self.data.fingerprint(), self.config.data.repeat)
 
     def plan(self) -> str:
@@ -159,17 +158,14 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         def save_clips(step: int, rows: Sequence[int], clips: torch.Tensor) -> None:
             write_clips(run_dir / "videos" / f"step_{step}", rows, clips, tracking.note)
 
-        with (
-            VideoLoader(data, self.steps, config.sampler.noise_seed) as loader,
-            self.workers(tracking, modules) as group,
-        ):
+        with self.workers(tracking, modules) as group:
             rows = data.validation[: config.trainer.val_clips]
             seeds = noise_seeds(0, rows, config.trainer.seed, config.sampler.noise_seed)  # step 0 is never trained
             actor = FlowActorRole(group, config.actor.micro_batch_size_per_gpu)
             yield RewardFlowTrainer(
                 config,
                 actor=actor,
-                read_batch=loader.batch,
+                read_batch=lambda step: batch_of_step(data, self.steps, step, config.sampler.noise_seed),
                 validation=data.batch(rows, seeds),
                 save_clips=save_clips,
                 steps=self.steps,
@@ -193,39 +189,25 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 _NOISE = 0.02  # of the trial's frames beside the reference: far enough from the best score for a gradient
 
 
-def try_reward(
-    options: FlowRewardConfig, data: VideoDataset, tell: Callable[[str], None], budget_s: float = 20.0
-) -> None:
-    """Tries the reward before anything heavy starts: each reference clip can be compared with, and the score of the
-    first one has a gradient.
-
-    Args:
-        tell: hears how many clips were not tried in `budget_s` seconds (on a CPU a real face detector takes seconds for
-            a clip). Those the workers see when they come.
+def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
+    """Tries the reward on the first clip before anything heavy starts; the workers tell of others when they come.
 
     Raises:
-        UserError: the reward cannot be made, gives no gradient, or finds nothing to compare with in a clip.
+        UserError: the reward cannot be made, gives no gradient, or finds nothing to compare with in the clip.
     """
-    reward, started, count = build_visual_reward(options), time.monotonic(), len(data.rows)
-    for row in range(count):
-        frames = data.batch([row], [0]).batch["video"][0]
-        try:
-            with torch.no_grad():
-                reference = reward.prepare(frames)
-        except ValueError as error:
-            sentence = data.sentence(row, error)
-            raise UserError(f"{sentence}. Take this clip out, or choose another reward.name") from error
-        if row == 0:
-            noise = torch.from_numpy(np.random.default_rng(0).standard_normal(frames.shape, dtype=np.float32))
-            given = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
-            score = score_frames(reward, given, reference)
-            gradient = torch.autograd.grad(score.value, given, allow_unused=True)[0] if score.counted else noise
-            if gradient is None or not gradient.isfinite().all() or not gradient.any():
-                raise UserError(
-                    f"reward.name={options.name!r} cannot be learnt from: the score of the first clip has no gradient "
-                    "towards its frames, or one that is 0 or not finite. Compute it by differentiable torch operations "
-                    "on the frames; for a reward without a gradient use recipes/flow_grpo"
-                )
-        if time.monotonic() - started > budget_s and row + 1 < count:
-            tell(f"the reward was tried on {row + 1} of {count} clips in {budget_s:g} s; the others come untried")
-            return
+    reward, frames = build_visual_reward(options), data.batch([0], [0]).batch["video"][0]
+    try:
+        with torch.no_grad():
+            reference = reward.prepare(frames)
+    except ValueError as error:
+        raise UserError(f"{data.sentence(0, error)}. Take this clip out, or choose another reward.name") from error
+    noise = torch.from_numpy(np.random.default_rng(0).standard_normal(frames.shape, dtype=np.float32))
+    given = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
+    score = score_frames(reward, given, reference)
+    gradient = torch.autograd.grad(score.value, given, allow_unused=True)[0] if score.counted else noise
+    if gradient is None or not gradient.isfinite().all() or not gradient.any():
+        raise UserError(
+            f"reward.name={options.name!r} cannot be learnt from: the score of the first clip has no gradient towards "
+            "its frames, or one that is 0 or not finite. Compute it by differentiable torch operations on the frames; "
+            "for a reward without a gradient use recipes/flow_grpo"
+        )

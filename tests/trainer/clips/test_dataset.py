@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.trainer.made_clips import STEP, grey_frames, options, which, write_animation, write_folder, write_table
-from trainer.clips import dataset
-from trainer.clips.dataset import VideoDataset, VideoLoader, noise_seeds, read_tables
-from trainer.clips.reading import read_frames
+from trainer.clips.dataset import VideoDataset, batch_of_step, noise_seeds, read_tables
 from trainer.steps import EpochSteps
 from verl_lite.config.diffusion import FlowTrainerConfig
 from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
 from verl_lite.schema import check
 
 
-def loader_of(data: VideoDataset, seed: int, noise_seed: int | None, last_step: int) -> VideoLoader:
-    run = FlowTrainerConfig(seed=seed, total_training_steps=last_step)
+def batch_at(data: VideoDataset, step: int, noise_seed: int | None = None) -> DataProto:
+    run = FlowTrainerConfig(seed=3, total_training_steps=6)
     steps = EpochSteps(len(data), data.config.train_batch_size, run, shuffle=data.config.shuffle)
-    return VideoLoader(data, steps, noise_seed)
+    return batch_of_step(data, steps, step, noise_seed)
 
 
 @pytest.fixture
@@ -119,8 +116,7 @@ def test_clips_of_the_validation_are_checked_and_never_trained_on(table: Path) -
     alone = VideoDataset(options(table, train_max_samples=2))
     assert list(alone.validation) == [0, 1]
     assert data.fingerprint() == alone.fingerprint()  # a run may be resumed with other clips of the validation
-    with loader_of(data, 1, None, 1) as loader:
-        assert sorted(loader.batch(1).non_tensor_batch["prompt"]) == ["a cat", "a dog"]
+    assert sorted(batch_at(data, 1).non_tensor_batch["prompt"]) == ["a cat", "a dog"]
 
 
 def test_each_sample_has_a_noise_of_its_own() -> None:
@@ -133,39 +129,13 @@ def test_each_sample_has_a_noise_of_its_own() -> None:
 
 def test_a_run_that_is_resumed_gets_the_same_batches(table: Path) -> None:
     config = options(table, train_batch_size=2)
-    with loader_of(VideoDataset(config), 3, None, 6) as loader:
-        whole = {step: loader.batch(step) for step in range(1, 7)}
+    whole = {step: batch_at(VideoDataset(config), step) for step in range(1, 7)}
     assert [len(batch) for batch in whole.values()] == [2, 1] * 3
-    with loader_of(VideoDataset(config), 3, None, 6) as loader:
-        for step in (4, 5, 6, 2):  # any step, in any order
-            again = loader.batch(step)
-            assert again.meta_info == whole[step].meta_info == {"global_step": step}
-            assert all(
-                torch.equal(again.batch[name], whole[step].batch[name]) for name in ("video", "noise_seed", "row")
-            )
-
-
-def test_the_next_step_is_read_meanwhile_and_nothing_after_the_last(
-    table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoded: list[str] = []
-    finished = threading.Semaphore(0)
-
-    def noting(path: Path, *rest: Any) -> Any:
-        decoded.append(path.name)
-        finished.release()
-        return read_frames(path, *rest)
-
-    monkeypatch.setattr(dataset, "read_frames", noting)
-    config = options(table, train_batch_size=1, shuffle=False)
-    with loader_of(VideoDataset(config), 1, 24, 3) as loader:
-        assert loader.batch(1).batch["noise_seed"].tolist() == [24]
-        for _ in range(2):
-            assert finished.acquire(timeout=30)
-        assert decoded == ["a", "b.gif"]  # the second without having been asked for
-        for step in range(2, 4):
-            loader.batch(step)
-    assert decoded == ["a", "b.gif", "c.apng"]
+    for step in (4, 5, 6, 2):  # any step, in any order
+        again = batch_at(VideoDataset(config), step)
+        assert again.meta_info == whole[step].meta_info == {"global_step": step}
+        assert all(torch.equal(again.batch[name], whole[step].batch[name]) for name in ("video", "noise_seed", "row"))
+    assert batch_at(VideoDataset(config), 1, 24).batch["noise_seed"].tolist() == [24, 24]
 
 
 def test_a_file_that_is_damaged_behind_its_header_ends_the_step_with_its_row(table: Path) -> None:
@@ -173,7 +143,6 @@ def test_a_file_that_is_damaged_behind_its_header_ends_the_step_with_its_row(tab
     data.check()
     gif = table.parent / "b.gif"
     gif.write_bytes(gif.read_bytes()[:100])
-    with loader_of(data, 1, None, 3) as loader:
-        loader.batch(1)
-        with pytest.raises(UserError, match=r"row 1, .*b.gif: "):
-            loader.batch(2)
+    batch_at(data, 1)
+    with pytest.raises(UserError, match=r"row 1, .*b.gif: "):
+        batch_at(data, 2)

@@ -255,26 +255,22 @@ class Brightness:
     [
         ({}, ""),
         ({"counted": False, "value_of": staticmethod(lambda frames: torch.zeros(()))}, ""),  # says nothing of gradients
-        ({"limit": 0.2}, r"data.train_files: .*, row 1, .*clip1: no face in any .* Take this clip out"),
+        ({"limit": 0.01}, r"data.train_files: .*, row 0, .*clip0: no face in any .* Take this clip out"),
         ({"value_of": staticmethod(lambda frames: frames.detach().mean())}, "is not differentiable"),
         ({"value_of": staticmethod(lambda frames: (frames * 4).round().mean())}, "cannot be learnt from"),
         ({"value_of": staticmethod(lambda frames: torch.zeros(3, requires_grad=True).sum())}, "cannot be learnt from"),
     ],
 )
-def test_a_reward_is_tried_on_the_clips(
+def test_a_reward_is_tried_on_the_first_clip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attributes: dict[str, Any], told: str
 ) -> None:
-    for row in range(3):
-        write_folder(tmp_path / f"clip{row}", np.full((5, 16, 16, 3), 40 * row + 20, dtype=np.uint8))
-    data = VideoDataset(options(write_table(tmp_path, [[f"clip{row}", "a clip"] for row in range(3)])))
+    write_folder(tmp_path / "clip0", np.full((5, 16, 16, 3), 20, dtype=np.uint8))
+    data = VideoDataset(options(write_table(tmp_path, [["clip0", "a clip"]])))
     for name, value in attributes.items():
         monkeypatch.setattr(Brightness, name, value)
-    chosen, notes = FlowRewardConfig(name=f"{__name__}:Brightness"), list[str]()
+    chosen = FlowRewardConfig(name=f"{__name__}:Brightness")
     if told:
         with pytest.raises(UserError, match=told):
-            try_reward(chosen, data, notes.append)
+            try_reward(chosen, data)
         return
-    try_reward(chosen, data, notes.append)
-    assert notes == []
-    try_reward(chosen, data, notes.append, budget_s=-1.0)
-    assert notes == ["the reward was tried on 1 of 3 clips in -1 s; the others come untried"]
+    try_reward(chosen, data)
