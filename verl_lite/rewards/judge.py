@@ -43,7 +43,7 @@ _FORMS = {
     "number": 'one line "Score: N", where N is a number from {lowest:g} (useless) to {highest:g} (perfect)',
     "yes_no": "one word: yes if what counts is fulfilled, else no",
 }
-_SCORE = r"(?i)\bscore\b[^\n:=]*[:=]\W*?([-+]?\d+(?:\.\d+)?)"
+_SCORE = re.compile(r"(?i)\bscore\b[^\n:=]*[:=]\W*?([-+]?\d+(?:\.\d+)?)")
 _PLACE = re.compile(r"\{(question|conversation|answer|ground_truth|rubric|form)\}")
 _YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 _SHOWN_CHARACTERS = 2000
@@ -66,9 +66,7 @@ async def compute_score(
     api_key_env: str | None = None,
     template: str = TEMPLATE,
     rubric: str = RUBRIC,
-    system: str | None = None,
     verdict: str = "number",
-    pattern: str | None = None,
     lowest: float = 0.0,
     highest: float = 10.0,
     temperature: float | None = 0.0,
@@ -80,8 +78,7 @@ async def compute_score(
 
     base_url: up to /v1; model: as the server calls it. api_key_env: environment variable with the key.
     template: of the message, with {question} (the last message of the user), {conversation} (all messages), {answer},
-    {ground_truth}, {rubric} and {form} (what to end with, by `verdict`). system: a system message before it.
-    verdict: number or yes_no; pattern: a regular expression whose last match's first group is the number.
+    {ground_truth}, {rubric} and {form} (what to end with, by `verdict`). verdict: number or yes_no.
     temperature, max_tokens: null leaves them out; request: more entries of the request, such as {top_p: 0.9}.
     max_retries: as in `Endpoint`. Extras: judgement (the reply), rating (the number as it was given).
     Raises UserError for wrong options, RemoteRewardError if there is no reply, ValueError if it cannot be read.
@@ -99,13 +96,12 @@ async def compute_score(
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
     }
     message = _PLACE.sub(lambda found: places[found[1]], template)  # in one go: what is filled in is not looked at
-    messages = [{"role": "system", "content": system}] if system else []
     limits = {"temperature": temperature, "max_tokens": max_tokens}
-    body: dict[str, Any] = {"model": model, "messages": [*messages, {"role": "user", "content": message}]}
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": message}]}
     body |= {name: value for name, value in limits.items() if value is not None} | (request or {})
     url = f"{str(base_url).rstrip('/')}/chat/completions"
     reply = _content(await _endpoint(url, api_key_env, max_retries).post(body))
-    rating = read_verdict(reply, verdict, pattern, lowest, highest)
+    rating = read_verdict(reply, verdict, lowest, highest)
     seen: dict[str, float | str] = {"judgement": reply[:_SHOWN_CHARACTERS], "rating": rating}
     if verdict == "yes_no":
         return {"score": rating, "acc": rating, **seen}
@@ -131,9 +127,9 @@ def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
         yield f"{option}.template has no {{answer}}, so that the judge would not see what it judges: put it in"
 
 
-def read_verdict(reply: str, verdict: str, pattern: str | None, lowest: float, highest: float) -> float:
-    """The judge's number: after the last "Score:", also in JSON (or the last match of `pattern`); for yes_no 1 or 0 by
-    the last of these words. A thought before </think> does not count.
+def read_verdict(reply: str, verdict: str, lowest: float, highest: float) -> float:
+    """The judge's number: after the last "Score:", also in JSON; for yes_no 1 or 0 by the last of these words.
+    A thought before </think> does not count.
 
     Raises ValueError with the reply if there is none, or one that is not between `lowest` and `highest`.
     """
@@ -142,8 +138,8 @@ def read_verdict(reply: str, verdict: str, pattern: str | None, lowest: float, h
         words = _YES_NO.findall(text)
         found: Any = words and float(words[-1].lower() == "yes")
     else:
-        matches = list(re.finditer(pattern or _SCORE, text))
-        found = matches and matches[-1][1]
+        scores = _SCORE.findall(text)
+        found = scores and scores[-1]
     try:
         number = float(found)
     except (TypeError, ValueError):

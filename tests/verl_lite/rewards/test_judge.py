@@ -51,15 +51,15 @@ def failure(server: RewardServer, **options: Any) -> str:
 
 def test_the_request_is_a_chat_completion_and_the_number_is_scaled() -> None:
     with scripted(says("Fine.\nScore: 7")) as server:
-        result = ask(server, system="Be strict.", request={"top_p": 0.5, "chat_template_kwargs": {"x": 1}})
+        result = ask(server, request={"top_p": 0.5, "chat_template_kwargs": {"x": 1}})
     assert result == {"score": 0.7, "judgement": "Fine.\nScore: 7", "rating": 7.0}
     assert server.paths == ["/v1/chat/completions"]
     [body] = server.asked
-    system, user = body.pop("messages")
+    [user] = body.pop("messages")
     assert body == {
         "model": "m", "temperature": 0.0, "max_tokens": 1024, "top_p": 0.5, "chat_template_kwargs": {"x": 1},
     }  # fmt: skip
-    assert system == {"role": "system", "content": "Be strict."} and user["role"] == "user"
+    assert user["role"] == "user"
     for part in ("What is 2 + 2?", "It is 4.", "<reference>\n4\n", judge.RUBRIC, '"Score: N", where N is a number'):
         assert part in user["content"]
     assert "{" not in user["content"]
@@ -86,7 +86,7 @@ def test_what_is_filled_in_is_not_filled_in_again() -> None:
     ],
 )
 def test_verdicts(reply: str, verdict: str, expected: float) -> None:
-    assert read_verdict(reply, verdict, None, 0, 10) == expected
+    assert read_verdict(reply, verdict, 0, 10) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,12 @@ def test_verdicts(reply: str, verdict: str, expected: float) -> None:
 )
 def test_verdicts_that_cannot_be_read(reply: str, verdict: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        read_verdict(reply, verdict, None, 0, 10)
+        read_verdict(reply, verdict, 0, 10)
 
 
-def test_ones_own_pattern_and_scale() -> None:
-    assert read_verdict("Grade 2, no: Grade 3", "number", r"Grade (\d)", 1, 5) == 3
-    with scripted(says("Grade 3")) as server:
-        assert ask(server, pattern=r"Grade (\d)", lowest=1, highest=5)["score"] == 0.5
+def test_ones_own_scale_and_words() -> None:
+    with scripted(says("Score: 3")) as server:
+        assert ask(server, lowest=1, highest=5)["score"] == 0.5
     with scripted(says("Yes.")) as server:
         result = ask(server, verdict="yes_no", template="{answer} {form}")
         assert (result["score"], result["acc"]) == (1.0, 1.0)
