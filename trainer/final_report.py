@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.evaluate.metrics import INTERVAL, MEAN_OF_SOURCES
+from trainer.evaluate.metrics import INTERVAL
 from trainer.evaluate.sample import Sample
 
 _TEXT_SHOWN = 300
@@ -94,7 +94,7 @@ def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """The means of every measure of each data source, sampled and greedy."""
     found = []
     for match, value in [(_MEAN.fullmatch(name), value) for name, value in metrics.items()]:
-        if match is not None and match["source"] != MEAN_OF_SOURCES:
+        if match is not None:
             source, variable, metric = match["source"], match["variable"], match.string
             interval = metric.replace("val-core/", "val-aux/", 1) + INTERVAL
             name, half = f"{variable} mean@{match['n']}", metrics.get(interval)

@@ -1,4 +1,5 @@
-"""`python -m trainer.sync RUN [--to TRACKER]`: gives trackers a whole run, from its own record, as a run of its own.
+"""`python -m trainer.sync RUN [--to TRACKER]`: gives trackers the numbers of a whole run, from its record, as
+a run of its own.
 
 For those of `trainer.logger`; with --to for one, that failed while the run trained or that it did not have. wandb and
 swanlab have commands of their own for what they wrote offline: `wandb sync`, `swanlab sync`. Exit status: 0 done, 2
@@ -17,7 +18,7 @@ import yaml
 from trainer.cli import command
 from trainer.console import Console
 from trainer.tracking import TRACKERS, TrackedRun, check_trackers, read_metrics
-from trainer.tracking.record import METRICS, SAMPLES, read_samples
+from trainer.tracking.record import METRICS
 from trainer.tracking.trackers import OWN
 from verl_lite.errors import UserError
 
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     run = TrackedRun(folder, trainer.get("project_name") or "verl_lite", name, options, console)
     names = [given.to] if given.to else [name for name in trainer["logger"] if name not in OWN]
     check_trackers(names, f"--to {given.to}" if given.to else None)
-    numbers, samples = read_metrics(folder / METRICS), read_samples(folder / SAMPLES)
+    numbers = read_metrics(folder / METRICS)
     with locked_folder(folder, console.note):
         for name in names:
             for known_as in folder.glob(f"{name}*_id.txt"):
@@ -48,11 +49,8 @@ def main(argv: list[str]) -> int:
             if name == "tensorboard":  # which shows all that is in a folder as one run
                 shutil.rmtree(folder / name, ignore_errors=True)
             tracker = TRACKERS.get_fn(name)(run)
-            for step in sorted({*numbers, *samples}):
-                if step in numbers:
-                    tracker.log(numbers[step], step)
-                if step in samples:
-                    tracker.log_samples(samples[step], step)
+            for step, metrics in numbers.items():
+                tracker.log(metrics, step)
             tracker.finish()
             console.print(f"{name}: {len(numbers)} steps")
     return 0

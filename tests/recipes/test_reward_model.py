@@ -84,4 +84,4 @@ def test_it_trains_a_reward_model_and_two_steps_by_it(
     for step in (step for step in steps if "actor/pg_loss" in step):
         assert step["critic/score/mean"] == pytest.approx(step["reward/model/mean"])
         assert 0 <= step["reward/truth/mean"] <= 1 and "actor/kl_loss" in step
-    assert "val-aux/mean_of_sources/model/mean@1" in steps[0] and "val-aux/mean_of_sources/acc/mean@1" in steps[0]
+    assert any(name.startswith("val-aux/") and name.endswith("/model/mean@1") for name in steps[0])

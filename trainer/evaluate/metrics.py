@@ -9,7 +9,6 @@ out, and its prompt is judged by the others; val-aux/{source}/reward/error_rate 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -21,8 +20,6 @@ from trainer.evaluate.intervals import Floats, half_width, pass_at_k
 from trainer.evaluate.sample import PREDICTION, Sample
 
 INTERVAL = "/ci95"  # ends the name of the half width of the 95% interval of a mean
-MEAN_OF_SOURCES = "mean_of_sources"
-_OVERALL = ("mean@", "best@", "maj@", "pass@")
 RESAMPLES = 1000
 SEED = 42
 
@@ -52,8 +49,7 @@ def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str,
 def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefix: str = "") -> dict[str, float]:
     """Flat names for {source: {variable: {metric: value}}}.
 
-    val-core: mean, best and maj of the core variable over the largest number of answers; val-aux: everything else, and
-    with several sources their mean as val-aux/mean_of_sources/{variable}/...
+    val-core: mean, best and maj of the core variable over the largest number of answers; val-aux: everything else.
     """
     flat = {}
     for source, variables in results.items():
@@ -64,23 +60,7 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
                 is_headline = metric.startswith(("mean", "best", "maj")) and _samples_of(metric) == largest
                 is_core = variable == core and is_headline and not prefix and not metric.endswith(INTERVAL)
                 flat[f"{'val-core' if is_core else 'val-aux'}/{source}/{prefix}{variable}/{metric}"] = value
-    return flat | {f"val-aux/{MEAN_OF_SOURCES}/{prefix}{name}": x for name, x in mean_of_sources(results).items()}
-
-
-def mean_of_sources(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """`{variable}/{metric}`: the mean of the sources, each counting alike, of what all of them have; nothing for one
-    source. Half widths of intervals add as those of independent numbers: sqrt(sum h^2) / S."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for variables in results.values() if len(results) > 1 else ():
-        for variable, metrics in variables.items():
-            for metric, value in metrics.items():
-                if metric.startswith(_OVERALL) and not metric.endswith("/std"):
-                    found[f"{variable}/{metric}"].append(value)
-    return {
-        name: (math.hypot(*sorted(values)) if name.endswith(INTERVAL) else math.fsum(values)) / len(values)
-        for name, values in found.items()
-        if len(values) == len(results)
-    }
+    return flat
 
 
 def process_validation_metrics(

@@ -71,7 +71,6 @@ class Tracking:
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Sends what the policy wrote, with its scores."""
-        self._record.log_samples(samples, step)
         self._call(lambda tracker: tracker.log_samples(samples, step))
 
     def show(self, text: str) -> None:

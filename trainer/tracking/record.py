@@ -1,46 +1,37 @@
-"""A run's own record: metrics.jsonl and samples.jsonl, which every run writes, and what reads them again."""
+"""A run's own record, metrics.jsonl, which every run writes, and what reads it again."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.evaluate.sample import Sample
-
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS = "metrics.jsonl"
 TRAINED = "training/global_step"
 """Among the numbers of a training step; those of a validation or a checkpoint join them."""
 
 
 class Record:
-    """Writes metrics.jsonl, a line {"step", "data"} per call, and samples.jsonl, a line per sample. A resumed run
-    appends. A number that is not finite is written as null. A full disk costs a warning, not the run."""
+    """Writes metrics.jsonl, a line {"step", "data"} per call. A resumed run appends. A number that is not finite is
+    written as null. A full disk costs a warning, not the run."""
 
     def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
-        self._run_dir, self._note, self._warned = run_dir, note, False
+        self._path, self._note, self._warned = run_dir / METRICS, note, False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._append(METRICS, [{"step": step, "data": _finite(metrics)}])
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        self._append(SAMPLES, [_finite({**dataclasses.asdict(sample), "step": step}) for sample in samples])
-
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(row, default=float) + "\n" for row in rows)
+        text = json.dumps({"step": step, "data": _finite(metrics)}, default=float) + "\n"
         try:
-            with (self._run_dir / name).open("a+b") as file:
+            with self._path.open("a+b") as file:
                 if file.tell():
                     file.seek(-1, 2)
                     text = text if file.read(1) == b"\n" else f"\n{text}"  # the machine went down in a line
                 file.write(text.encode())
         except OSError as error:
             if not self._warned:
-                self._note(f"cannot write {self._run_dir / name}: {error}; the run goes on. Make room on that disk")
+                self._note(f"cannot write {self._path}: {error}; the run goes on. Make room on that disk")
             self._warned = True
 
 
@@ -54,18 +45,6 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
             steps.popitem()
         found = {name: value for name, value in row["data"].items() if value is not None}
         steps.setdefault(row["step"], {}).update(found)
-    return steps
-
-
-def read_samples(path: Path) -> dict[int, list[Sample]]:
-    """Samples by step, in order of steps; of steps that were done again only the last time."""
-    steps: dict[int, list[Sample]] = {}
-    step_before = -1
-    for sample in (Sample(**row) for row in _rows(path)):
-        while sample.step != step_before and steps and next(reversed(steps)) >= sample.step:
-            steps.popitem()
-        steps.setdefault(sample.step, []).append(sample)
-        step_before = sample.step
     return steps
 
 

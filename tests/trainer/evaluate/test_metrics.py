@@ -98,7 +98,7 @@ def test_sections_and_prefix():
     for name in ("acc/best@2/mean", "acc/worst@4/mean", "acc/std@4", "reward/mean@4", "reward/best@4/mean"):
         assert f"val-aux/source/1/{name}" in metrics
     prefixed = validation_metrics(scored(rows()), prefix="greedy/")
-    starts = tuple(f"val-aux/{source}/greedy/" for source in ("source/0", "source/1", "mean_of_sources"))
+    starts = tuple(f"val-aux/{source}/greedy/" for source in ("source/0", "source/1"))
     assert all(name.startswith(starts) for name in prefixed)
     assert prefixed["val-aux/source/0/greedy/acc/mean@4"] == metrics["val-core/source/0/acc/mean@4"]
 
@@ -128,18 +128,6 @@ def test_pass_at_k_is_only_of_outcomes_and_never_core():
             by_uid.setdefault(row["uid"], []).append(row["acc"])
     drawn = [[any(pair) for pair in itertools.combinations(acc, 2)] for acc in by_uid.values()]
     assert metrics["val-aux/source/0/acc/pass@2"] == pytest.approx(np.mean([np.mean(pairs) for pairs in drawn]))
-
-
-def test_the_mean_of_sources_counts_each_source_alike():
-    one = {"uid": "a", "data_source": "s", "score": 1.0, "acc": 1.0, "reward_failed": False}
-    given = [one, one | {"uid": "b", "acc": 0.0}, one | {"uid": "c", "data_source": "t"}]
-    metrics = validation_metrics(scored(given))
-    assert metrics["val-aux/mean_of_sources/acc/mean@1"] == 0.75 and "val-aux/t/acc/mean@1/ci95" not in metrics
-    assert "val-aux/mean_of_sources/acc/mean@1/ci95" not in metrics, "the one prompt of t shows no spread"
-    both = validation_metrics(scored([*given, one | {"uid": "d", "data_source": "t", "acc": 0.0}]), prefix="greedy/")
-    width = both["val-aux/s/greedy/acc/mean@1/ci95"]
-    assert both["val-aux/mean_of_sources/greedy/acc/mean@1/ci95"] == pytest.approx(width / 2**0.5)
-    assert not any("mean_of_sources" in name for name in validation_metrics(scored([one])))
 
 
 def test_the_order_of_rows_does_not_matter():

@@ -78,7 +78,7 @@ def test_sync_gives_a_tracker_the_whole_run_as_it_was_in_the_end(
         Run(tmp_path, []).train(*steps, samples=True, **{"actor/kl_coef": number})
     tracker = Scripted(monkeypatch)
     assert main([str(tmp_path)]) == 0 and "scripted: 3 steps" in capsys.readouterr().out
-    assert tracker.steps == [1, 2, 3] and len(tracker.taken) == 6 and not (tmp_path / "scripted_id.txt").exists()
+    assert tracker.steps == [1, 2, 3] and not (tmp_path / "scripted_id.txt").exists()
     assert [row["actor/kl_coef"] for _, row in tracker.taken if isinstance(row, dict)] == [0, 1, 1]
     monkeypatch.setitem(TRACKERS, "other", Scripted(monkeypatch))
     assert main([str(tmp_path), "--to", "other"]) == 0
