@@ -83,8 +83,8 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     """Reads, checks and tokenises the data, and tries the reward on two rows, or the environments: all that can fail
     cheaply. trains, scores: see `RayPPOTrainer`."""
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    coefficient = config.actor.router_aux_loss_coef
-    check_routers(config.model, [f"actor.router_aux_loss_coef={coefficient}"] if trains and coefficient else [])
+    if trains:
+        check_experts(config)
     if config.is_agentic:
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
@@ -207,6 +207,21 @@ def check_engine(config: PPOConfig) -> None:
             f"rollout.name={config.rollout.name}: model.path={config.model.path!r} has heads of {size}, and vLLM on a "
             f"CPU knows {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: say rollout.name=hf"
         )
+
+
+def check_experts(config: PPOConfig) -> None:
+    """Raises UserError where something is asked of a mixture of experts that the model, the engine or episodes do not
+    give."""
+    coefficient, engine, options = config.actor.router_aux_loss_coef, config.rollout.name, []
+    if coefficient:
+        options.append(f"actor.router_aux_loss_coef={coefficient}")
+    if config.rollout.router_replay:
+        options.append(key := "rollout.router_replay=true")
+        if config.is_agentic:
+            raise UserError(f"{key}: the turns of episodes do not keep their experts; leave it out")
+        if resolve_engine_name(engine) != "hf":
+            raise UserError(f"{key} with rollout.name={engine}: only the hf engine keeps experts; say rollout.name=hf")
+    check_routers(config.model, options)
 
 
 def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> None:

@@ -64,7 +64,13 @@ class ModelRole:
     ) -> Any:
         """A pass without gradient over all rows, by a method of the worker group; meta_info goes with the batch."""
         plan = self.plan(batch, stage)
-        return answer_of(call, arrange(batch, plan, TRAIN_COLUMNS, **meta_info), plan.restore, blocking)
+        columns = [*TRAIN_COLUMNS, *self.replayed] if stage == "log_prob" else TRAIN_COLUMNS
+        return answer_of(call, arrange(batch, plan, columns, **meta_info), plan.restore, blocking)
+
+    @property
+    def replayed(self) -> list[str]:
+        """The column with the experts of the rollout, where the policy is to take them again."""
+        return ["routed_experts"] if self.config.rollout.router_replay else []
 
     def plan(
         self,
@@ -161,7 +167,7 @@ class ActorRole(ModelRole, SavedByWorkers):
             epochs=config.actor.ppo_epochs,
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
         )
-        columns = [*TRAIN_COLUMNS, "advantages"]
+        columns = [*TRAIN_COLUMNS, "advantages", *self.replayed]
         # strictly on-policy there are no old log-probs: the update itself is where trainer and rollout can be compared
         if not is_on_policy(config) or correction.bypass_mode:
             columns.append("old_log_probs")

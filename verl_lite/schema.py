@@ -56,6 +56,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("attention_mask", ("B", "P+R"), "int64", "1 on tokens that are not padding", _ROLLOUT),
     Column("position_ids", ("B", "P+R"), "int64", "position of each token in its sequence, from 0", _ROLLOUT),
     Column("rollout_log_probs", ("B", "R"), "float32", "log-probs of sampled tokens, by the rollout engine", _ROLLOUT),
+    Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts of the rollout, by token and layer", _ROLLOUT),
     Column("policy_version", ("B",), "int64", "the weight update after which the answer was sampled", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "stop, length or abort", _ROLLOUT),
     Column("token_level_scores", ("B", "R"), "float32", "the reward, on the last token of the answer", _REWARD),

@@ -52,7 +52,8 @@ def actor_loss(
         construction.
     outputs: log_probs (b, R) with gradient; entropys (b, R) where asked for; kl (b, R) with gradient where the policy
         knows its KL to the reference in closed form, which is then not estimated from ref_log_prob; router_aux_loss
-        (b,) with gradient where its coefficient is set, of which the loss takes the mean over sequences.
+        (b,) with gradient where its coefficient is set, of which the loss takes the mean over sequences; router_replay
+        (b, 2) to report.
     data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any); without
         them data is taken for the whole mini-batch.
     correction: with its bypass_mode old_log_probs are the rollout's, and the policy loss is corrected here.
@@ -73,6 +74,9 @@ def actor_loss(
         count = int(mask.any(-1).sum()) if sequences is None else sequences
         parts["router_aux_loss"] = outputs["router_aux_loss"].sum() / max(1, count)
         loss = loss + config.router_aux_loss_coef * parts["router_aux_loss"]
+    if "router_replay" in outputs:
+        changed, pairs = outputs["router_replay"].sum(0).tolist()
+        metrics["router_replay_changed"] = Metric.mean(changed, pairs)
     if "entropys" in outputs:
         token_values["entropy"] = outputs["entropys"]
         parts["entropy_loss"] = aggregate(outputs["entropys"])

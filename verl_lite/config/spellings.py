@@ -37,6 +37,8 @@ RENAMED: dict[str, str] = {
     **{f"{role}.fsdp_config.dtype": f"{role}.fsdp_config.mixed_precision.param_dtype" for role in _ROLES},
     **{f"{role}.grad_clip": f"{role}.optim.clip_grad" for role in ("actor", "critic")},
     **{f"{role}.optim.warmup_style": f"{role}.optim.lr_scheduler_type" for role in ("actor", "critic")},
+    "actor.router_replay.mode": "rollout.router_replay",
+    "rollout.enable_rollout_routing_replay": "rollout.router_replay",
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "rollout.update_weights_bucket_megabytes",
     f"{_CORRECTION}.bypass_old_logprob_for_rollout": f"{_CORRECTION}.bypass_mode",
     **{name: f"{_CORRECTION}.loss_type" for name in _POLICY_GRADIENT},
@@ -179,7 +181,7 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "reward_model.max_length")),
     ("it is not here", (False, 0), (
         "*.qat *.fsdp_config.qat model.mtp.enable rollout.quantization rollout.quantization_config_file "
-        "rollout.use_fire_sampling rollout.skip_rollout rollout.skip.enable rollout.enable_rollout_routing_replay "
+        "rollout.use_fire_sampling rollout.skip_rollout rollout.skip.enable "
         "trainer.del_local_ckpt_after_load distillation.enabled rollout.over_sample_rate trainer.esi_redundant_time")),
     ("sequence, expert and pipeline parallelism are not here", (1,), (
         "*.ulysses_sequence_parallel_size *.fsdp_config.ulysses_sequence_parallel_size rollout.data_parallel_size "
@@ -192,7 +194,7 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"Megatron is not here; {_FSDP2}", (), "*.megatron *.veomni"),
     ("weights are held in fp32; mixed_precision.param_dtype is the dtype of computation", ("fp32", "float32"),
      "*.fsdp_config.model_dtype"),
-    ("router replay is not here", ("disabled",), "*.router_replay.mode"),
+    ("say rollout.router_replay=true, which is R3", ("disabled",), "*.router_replay.mode"),
     ("the optimizer is torch's AdamW; betas, eps and weight_decay stand beside lr", ("AdamW", "torch.optim", {}),
      "*.optim.optimizer *.optim.optimizer_impl *.optim.override_optimizer_config"),
     ("an adapter (LoRA) is for the policy alone: say model.lora_rank, and model.lora_alpha with it", (0,),
@@ -262,6 +264,7 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 VALUES: dict[str, dict[Any, Any]] = {
     "data.reward_fn_key": {"data_source": None},
     "actor.tis_imp_ratio_cap": {-1: None, 0: None},
+    "actor.router_replay.mode": {"disabled": None, "R3": True},
     **{name: _if_true(1) for name in _REMOVE_PREVIOUS},
     **{name: _if_true("reinforce") for name in _POLICY_GRADIENT},
     "algorithm.rollout_is": _if_true("token"),

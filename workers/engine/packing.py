@@ -60,6 +60,8 @@ class ModelInputs:
     rows, columns: (N,) their places in the (b, R) response matrix of shape `response_shape`.
     token_index: (b, P+R) where each token of the columns lies in the flattened input; -1 for those that influence no
     prediction. Rows with a shared prompt have the same places there.
+    routed_experts: (T, layers, k) of each token of the flattened input, -1 = not recorded; set by
+        `workers.policy.router.with_recorded_routes`.
     num_active: how many of the N entries count. It is N, or 0 for a stand-in: a micro-batch with nothing to train still
     runs forward and backward on one predicted token, with weight zero, because ranks must take part in collectives
     alike.
@@ -76,6 +78,7 @@ class ModelInputs:
     token_index: torch.Tensor
     response_shape: tuple[int, int]
     num_active: int
+    routed_experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInputs:
         """The same on `device`."""

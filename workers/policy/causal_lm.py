@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
 from workers.policy.guarded import told_as
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
-from workers.policy.router import Routers, load_balancing_loss
+from workers.policy.router import Routers, load_balancing_loss, replay_counts, with_recorded_routes
 
 # Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
 KEPT_LOGITS_BYTES = 32 << 20
@@ -76,17 +77,20 @@ class CausalLMPolicy(Policy):
         calculate_entropy: bool,
         calculate_sum_pi_squared: bool = False,
         calculate_router_aux_loss: bool = False,
+        count_router_replay: bool = False,
     ) -> dict[str, torch.Tensor]:
         """log_probs (b, R), and where asked for entropys and sum_pi_squared (b, R): see `TokenStatistics`; 0 elsewhere.
-        Where asked for, router_aux_loss (b,): see `load_balancing_loss`."""
+        Where asked for, router_aux_loss (b,) and router_replay (b, 2): see `load_balancing_loss`, `replay_counts`."""
         outputs = {}
-        if calculate_router_aux_loss:
-            assert self.routers is not None
-            with self.routers.watched() as routes:
-                hidden = self.hidden_states(inputs)
-            outputs["router_aux_loss"] = load_balancing_loss(routes, inputs.token_index)
-        else:
+        if self.routers is None:
             hidden = self.hidden_states(inputs)
+        else:
+            with self.routers.watched(inputs.routed_experts) as routes:
+                hidden = self.hidden_states(inputs)
+            if calculate_router_aux_loss:
+                outputs["router_aux_loss"] = load_balancing_loss(routes, inputs.token_index)
+            if count_router_replay:
+                outputs["router_replay"] = replay_counts(routes, inputs.token_index)
         hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)
         head = self.model.get_output_embeddings()
         statistics = token_log_probs(
@@ -102,6 +106,13 @@ class CausalLMPolicy(Policy):
         )
         named = statistics._asdict().items()
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
+
+    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
+        """As every policy's, with the experts of the rollout where the batch has them."""
+        inputs, is_counting = super().arrange(micro_batch, torch.device("cpu"))
+        if "routed_experts" in micro_batch.batch.keys():
+            inputs = with_recorded_routes(inputs, micro_batch.batch["routed_experts"])
+        return inputs.to(device), is_counting
 
 
 def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:

@@ -3,13 +3,16 @@
 Families differ in how a router scores its experts (softmax, sigmoid, biases, groups) and weighs the chosen ones, but
 all choose by one `torch.topk` over the experts. That call is watched from outside while its own code runs, so
 that nothing of a family is written down here a second time. Families that choose otherwise are refused by name.
+
+Routing replay gives that call another result: the experts that the rollout chose, with the scores that they have now.
+Router and experts learn as ever, and a token is trained by the experts that it was sampled with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
+from workers.engine.packing import ModelInputs
 from workers.policy.loading import empty_network
 
 ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "HunYuanMoEV1Gate")  # how names of their classes end
@@ -28,11 +32,13 @@ OTHERWISE = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  #
 @dataclass(frozen=True)
 class Routes:
     """What one router gave T tokens. scores: (T, E), probabilities or other positive weights of the experts; logits
-    where is_logits. experts: (T, k), those that were chosen."""
+    where is_logits. experts: (T, k), those that were chosen. changed: (T,) bool, where they were given and the router
+    would have chosen others."""
 
     scores: torch.Tensor
     is_logits: bool
     experts: torch.Tensor
+    changed: torch.Tensor | None = None
 
 
 class Routers:
@@ -40,25 +46,31 @@ class Routers:
 
     def __init__(self, network: nn.Module) -> None:
         self._seen: list[Routes] | None = None
-        for router in find_routers(network):
+        self._given: torch.Tensor | None = None
+        self.count = 0
+        for layer, router in enumerate(find_routers(network)):
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
             top_k: Any = router.top_k
-            vars(router)["forward"] = partial(self._route, router.forward, top_k, matrix.shape[0])
+            vars(router)["forward"] = partial(self._route, router.forward, layer, top_k, matrix.shape[0])
+            self.count, self.top_k = layer + 1, top_k
 
     @contextmanager
-    def watched(self) -> Iterator[list[Routes]]:
-        """The routes of the forward that runs inside, one entry for each router. What is computed again for the
-        backward pass comes later and is not seen."""
+    def watched(self, given: torch.Tensor | None = None) -> Iterator[list[Routes]]:
+        """The routes of the forward that runs inside, one entry for each router. given: (T, layers, k), experts to
+        take, where they are not -1; its backward pass, which may compute parts of it again, takes them too, and is
+        not seen."""
         seen: list[Routes] = []
-        self._seen = seen
+        self._seen, self._given = seen, given
         try:
             yield seen
         finally:
             self._seen = None
 
-    def _route(self, forward: Callable[..., Any], top_k: int, num_experts: int, *args: Any, **kwargs: Any) -> Any:
+    def _route(
+        self, forward: Callable[..., Any], layer: int, top_k: int, num_experts: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """In place of a router's forward."""
-        watch = _Watch(top_k, num_experts)
+        watch = _Watch(top_k, num_experts, None if self._given is None else self._given[:, layer])
         with watch:
             result = forward(*args, **kwargs)
         if self._seen is not None:
@@ -68,14 +80,15 @@ class Routers:
 
 class _Watch(TorchFunctionMode):
     """Sees how a router scores `num_experts` experts and chooses `top_k` of them. Of several choices the last counts:
-    families with groups of experts choose among those first."""
+    families with groups of experts choose among those first. given: (T, k) to choose instead, where it is not -1."""
 
-    def __init__(self, top_k: int, num_experts: int) -> None:
+    def __init__(self, top_k: int, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
-        self.top_k, self.num_experts = top_k, num_experts
+        self.top_k, self.num_experts, self.given = top_k, num_experts, given
         self.scores: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.experts: torch.Tensor | None = None
+        self.changed: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -85,13 +98,21 @@ class _Watch(TorchFunctionMode):
             self.scores = result
         elif name == "topk" and (args[0].shape[-1], result.indices.shape[-1]) == (self.num_experts, self.top_k):
             self.logits, self.experts = args[0], result.indices
+            if self.given is not None:
+                given = self.given.view(self.experts.shape)
+                chosen = torch.where(given >= 0, given, self.experts)
+                self.changed = (chosen.sort(-1).values != self.experts.sort(-1).values).any(-1).flatten()
+                scores = args[0] if self.scores is None else self.scores.view(args[0].shape)  # whole, if groups are cut
+                self.experts = chosen
+                return torch.return_types.topk((scores.gather(-1, chosen).to(result.values.dtype), chosen))
         return result
 
     def routes(self) -> Routes:
         """What was seen."""
         scores = self.logits if self.scores is None else self.scores
         assert scores is not None and self.experts is not None, "a router of another form: add it to OTHERWISE"
-        return Routes(scores.view(-1, self.num_experts), self.scores is None, self.experts.view(-1, self.top_k))
+        experts = self.experts.view(-1, self.top_k)
+        return Routes(scores.view(-1, self.num_experts), self.scores is None, experts, self.changed)
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
@@ -121,6 +142,31 @@ def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
             find_routers(empty_network(model))
         except UserError as error:
             raise UserError(f"{option} with model.path={model.path!r}: {error}; leave the option out") from error
+
+
+def with_recorded_routes(inputs: ModelInputs, routed_experts: torch.Tensor) -> ModelInputs:
+    """The inputs with the experts of each token, from routed_experts (b, P+R, layers, k). Of a shared prompt those
+    of its first row. Raises ValueError where a token that counts has none."""
+    places = inputs.token_index.flatten()
+    rows = (places >= 0).nonzero().squeeze(1)
+    if (routed_experts.flatten(0, 1)[rows] < 0).any():
+        raise ValueError("rollout.router_replay: the batch has tokens without experts; its column is routed_experts")
+    first = torch.full((inputs.input_ids.numel(),), len(places)).scatter_reduce(0, places[rows], rows, "amin")
+    known = first < len(places)
+    routes = torch.full((len(first), *routed_experts.shape[2:]), -1)
+    routes[known] = routed_experts.flatten(0, 1)[first[known]].long()
+    return replace(inputs, routed_experts=routes)
+
+
+def replay_counts(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:
+    """(b, 2) of each sequence: pairs of token and layer whose router would have chosen other experts, and all."""
+    found = token_index >= 0
+    counts = torch.zeros(*token_index.shape, 2, device=token_index.device)
+    for layer in routes:
+        assert layer.changed is not None
+        counts[..., 0] += layer.changed[token_index.clamp(min=0)] & found
+        counts[..., 1] += found
+    return counts.sum(1)
 
 
 def load_balancing_loss(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:

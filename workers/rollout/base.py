@@ -64,7 +64,8 @@ class Completion:
 
     token_ids, log_probs: of the response, equally long, the stop token included. finish_reason: "stop" (a stop token),
     "length" (max_tokens or the context), "abort" (partial; may be empty). policy_version: of the weights that were
-    loaded when the request was submitted, i.e. the oldest that any of its tokens came from.
+    loaded when the request was submitted, i.e. the oldest that any of its tokens came from. routed_experts: with
+    rollout.router_replay (n, layers, k) int16, of prompt and response but for their last token, which no forward read.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class Completion:
     log_probs: list[float]
     finish_reason: FinishReason
     policy_version: int
+    routed_experts: torch.Tensor | None = None
 
 
 class RolloutEngine(Protocol):

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from verl_lite.config import RolloutConfig
+from workers.policy.router import Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
     Completion,
@@ -93,6 +94,8 @@ class HFEngine:
         self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
         self._names = parameter_names(self._model)
+        self._routers = Routers(self._model) if config.router_replay else None
+        self.routes_shape = None if self._routers is None else (self._routers.count, self._routers.top_k)
         self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
         self._waiting: deque[_Sequence] = deque()
@@ -153,13 +156,23 @@ class HFEngine:
         """One forward of the running sequences, all (n,). Returns logits (n, V)."""
         assert self._cache is not None
         mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
-        return self._model(
+        return self._forward(
+            self._model,
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
         ).logits[:, -1]
+
+    def _forward(self, network: torch.nn.Module, **inputs: Any) -> Any:
+        """Over the cache; keeps the experts where they are asked for."""
+        inputs |= {"past_key_values": self._cache, "use_cache": True}
+        if self._routers is None:
+            return network(**inputs)
+        assert self._cache is not None
+        with self._routers.watched() as routes:
+            outputs = network(**inputs)
+        self._cache.store_routes(torch.stack([layer.experts for layer in routes], dim=1))
+        return outputs
 
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
         """Appends the new tokens and takes out what ended."""
@@ -169,6 +182,8 @@ class HFEngine:
             row.log_probs.append(log_prob)
             if token in row.stops or len(row.token_ids) >= row.limit:
                 ended[slot] = row.finish("stop" if token in row.stops else "length")
+                if self._cache is not None and self._cache.routes is not None:
+                    ended[slot].routed_experts = self._cache.routes[slot, : row.length - 1].to("cpu", copy=True)
         self._remove(list(ended))
         return list(ended.values())
 
@@ -253,12 +268,11 @@ class HFEngine:
             length = int(positions.max()) + 1
             positions = positions.to(self._device)
             mask = self._cache.begin_decode(positions, length, torch.tensor(slots, device=self._device))
-            self._model.base_model(
+            self._forward(
+                self._model.base_model,
                 input_ids=ids.to(self._device),
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=self._cache,
-                use_cache=True,
             )
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
@@ -276,11 +290,10 @@ class HFEngine:
             copies = torch.tensor([len(slots_of[prompt]) for prompt in prompts])
             sources = torch.arange(len(prompts)).repeat_interleave(copies).to(self._device)
             self._cache.begin_prefill(slots, sources)
-            self._model.base_model(
+            self._forward(
+                self._model.base_model,
                 input_ids=ids,
                 position_ids=torch.arange(ids.shape[1], device=self._device).expand(len(prompts), -1),
-                past_key_values=self._cache,
-                use_cache=True,
             )
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:

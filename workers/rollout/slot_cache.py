@@ -40,6 +40,8 @@ class SlotCache(Cache):
         self._rows: torch.Tensor | slice = slice(0, 0)
         self._length = 0
         self._index = torch.empty(0, dtype=torch.long)
+        self._positions = torch.empty(0, 0, dtype=torch.long)
+        self.routes: torch.Tensor | None = None  # (slots, max_length, layers, k), the experts of a mixture
 
     def begin_prefill(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
         """The next forward encodes prompts from position 0; slot `slots[i]` gets those of batch row `sources[i]`."""
@@ -54,7 +56,7 @@ class SlotCache(Cache):
         """
         rows: torch.Tensor | slice = slice(0, len(positions)) if slots is None else slots
         last = rows.stop if isinstance(rows, slice) else int(rows.max()) + 1
-        self._prefill, self._rows, self._length = None, rows, length
+        self._prefill, self._rows, self._length, self._positions = None, rows, length, positions
         self._dirty_slots, self._dirty_length = max(self._dirty_slots, last), max(self._dirty_length, length)
         heads = self._slot_offsets[rows, None] + self._head_offsets
         self._index = (heads[:, :, None] + positions[:, None]).flatten()
@@ -78,16 +80,34 @@ class SlotCache(Cache):
         self._flat[1, layer_idx].index_copy_(0, self._index, value_states.reshape(-1, head_dim))
         return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
+    def store_routes(self, experts: torch.Tensor) -> None:
+        """Keeps the experts (B * T, layers, k) of the forward's tokens beside their keys and values."""
+        experts = experts.short()
+        if self.routes is None:
+            self.routes = experts.new_full((*self._storage.shape[2:5:2], *experts.shape[1:]), -1)
+        if self._prefill is not None:
+            slots, sources = self._prefill
+            experts = experts.view(int(sources.max()) + 1, -1, *experts.shape[1:])
+            self.routes[slots, : experts.shape[1]] = experts[sources]
+        else:
+            rows = torch.arange(len(self.routes), device=experts.device)[self._rows]
+            self.routes[rows[:, None], self._positions] = experts.view(*self._positions.shape, *experts.shape[1:])
+
     def move(self, destination: int, source: int, length: int) -> None:
         """Copies the first `length` positions of a slot to another."""
         self._storage[:, :, destination, :, :length] = self._storage[:, :, source, :, :length]
+        if self.routes is not None:
+            self.routes[destination, :length] = self.routes[source, :length]
         self._dirty_slots = max(self._dirty_slots, destination + 1)
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchanges the first `length` positions of two slots."""
         kept = self._storage[:, :, one, :, :length].clone()
+        routes = None if self.routes is None else self.routes[one, :length].clone()
         self.move(one, other, length)
         self._storage[:, :, other, :, :length] = kept
+        if self.routes is not None and routes is not None:
+            self.routes[other, :length] = routes
         self._dirty_slots = max(self._dirty_slots, one + 1, other + 1)
         self._dirty_length = max(self._dirty_length, length)
 
