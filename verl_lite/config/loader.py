@@ -44,6 +44,7 @@ _PARSER.add_argument("--print-config", action="store_true")
 _PARSER.add_argument("--quiet", dest="verbosity", action="store_const", const="quiet", default="normal")
 _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const="verbose")
 _OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Keys whose values are paths: a leading ~/ is the home folder, as the shell leaves it in `key=~/data`."""
 
@@ -110,6 +111,7 @@ def load_schema(
     if not wants_help:
         sources = [merge.read_file(name) for name in options.config]
         sources.append([one for word in words for one in merge.parse_word(word)])
+        merge.together = spellings.together({".".join(one.path): one.value for one in sum(sources, [])})
         translated = [merge.translate(source) for source in sources]
         for one in [*merge.recipe(sum(translated, []), recipe_loader, default_recipe), *sum(translated, [])]:
             merge.assign(one)
@@ -167,6 +169,8 @@ class _Merge:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)  # sentence -> what it is said of
+    together: dict[str, spellings.Verdict] = field(default_factory=dict)
+    variables: set[str] = field(default_factory=set)  # of files: what is there to be referred to
 
     def __post_init__(self) -> None:
         self.speaks_verl = self.schema.root is PPOConfig
@@ -218,12 +222,37 @@ class _Merge:
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
             if not isinstance(content, dict):
                 raise ValueError("it is a list; a mapping of keys to values is expected")
-            return list(self.flatten(content, (), f"file:{name}"))
+            return list(self.flatten(self.follow(content, content), (), f"file:{name}"))
         except FileNotFoundError:
             self.problems.append(f"--config: there is no file {path}")
         except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
             self.problems.append(f"--config: {path} cannot be read: {error}")
         return []
+
+    def follow(self, value: Any, content: Mapping[Any, Any]) -> Any:
+        """A file's value with what it refers to in its place, where that is no key: the file's own variables, keys by
+        other names. References to keys stay, since what comes later may set them."""
+        if isinstance(value, dict):
+            return {name: self.follow(entry, content) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [self.follow(entry, content) for entry in value]
+        if not is_interpolation(value):
+            return value
+
+        def found(reference: re.Match[str]) -> Any:
+            path = _without_prefix(tuple(reference[1].split(".")))
+            if self._exists(".".join(path)):
+                return reference[0]
+            there: Any = content
+            for part in path:
+                there = there.get(part) if isinstance(there, Mapping) else None
+            if there is None:
+                return reference[0]
+            self.variables |= set() if self._exists(path[0]) else {path[0]}
+            return self.follow(there, {**content, path[0]: None})  # a circle ends, and is reported where it is read
+
+        whole = _REFERENCE.fullmatch(value)
+        return found(whole) if whole else _REFERENCE.sub(lambda reference: str(found(reference)), value)
 
     def flatten(self, mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
         """The leaves of nested mappings; a key with dots is a path, except below a free dictionary. An empty mapping
@@ -266,8 +295,12 @@ class _Merge:
         renamed: list[Assignment] = []
         for one in source:
             one, name = replace(one, value=_strip_prefix(one.value)), ".".join(one.path)
-            verdict = spellings.translate(name, one.value) if self.speaks_verl and not self._exists(name) else None
+            verdict = None
+            if self.speaks_verl and not self._exists(name):
+                verdict = self.together.get(name) or spellings.translate(name, one.value)
             if one.value == "???":  # verl's mark for "to be given"
+                continue
+            if verdict is None and one.path[0] in self.variables:
                 continue
             if verdict is None or one.reset:
                 own.append(one)

@@ -3,14 +3,17 @@
 Keys stand without verl's prefix `actor_rollout_ref.`; an entry holds for all below it, and `*` stands for any role
 (actor, ref, critic, reward_model). A key that ignoring would leave the results unchanged is accepted with a note; one
 that would change them is refused at any value but null and those that are listed. When an option of the same name is
-added here, its line goes.
+added here, its line goes. `together` judges the keys of ROLL that mean something only with others.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl_lite.config.rollout_correction import WEIGHT_LEVELS
 from verl_lite.config.schema import is_interpolation
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -61,7 +64,8 @@ RENAMED: dict[str, str] = {
         "custom_envs train_env_manager val_env_manager rollout_batch_size val_batch_size async_generation_ratio "
         "reward_normalization episode_reward_weight step_reward_weight step_reward_gamma logging_steps").split()},
     **{name: f"algorithm.{name}" for name in (
-        "adv_estimator gamma reward_clip advantage_clip whiten_rewards whiten_advantages kl_penalty").split()},
+        "adv_estimator gamma norm_mean_type norm_std_type reward_clip advantage_clip whiten_rewards whiten_advantages "
+        "kl_penalty").split()},
     **{name: f"actor.{name}" for name in (
         "ppo_epochs ratio_type loss_agg_mode use_kl_loss kl_loss_coef").split()},
     "exp_name": "trainer.experiment_name",
@@ -74,6 +78,8 @@ RENAMED: dict[str, str] = {
     "eval_steps": "trainer.test_freq",
     "critic_warmup": "trainer.critic_warmup",
     "pretrain": "model.path",
+    "reward_pretrain": "critic.model.path",
+    "num_return_sequences_in_group": "rollout.n",
     **{f"{part}_length": f"data.max_{part}_length" for part in ("prompt", "response")},
     "lambd": "algorithm.lam",
     "add_token_level_kl": "algorithm.use_kl_in_reward",
@@ -81,19 +87,27 @@ RENAMED: dict[str, str] = {
     "kl_horizon": "algorithm.kl_ctrl.horizon",
     "target_kl": "algorithm.kl_ctrl.target_kl",
     **{f"pg_clip{side}": f"actor.clip_ratio{side}" for side in ("", "_low", "_high")},
-    "dual_clip_loss": "actor.clip_ratio_c",
+    **dict.fromkeys(("pg_variant", "actor_train.pg_variant"), "actor.policy_loss.loss_mode"),
     "entropy_loss_coef": "actor.entropy_coeff",
     "max_grad_norm": "actor.optim.clip_grad",
     "value_clip": "critic.cliprange_value",
     "actor_train.model_update_frequency": "agentic.model_update_frequency",
     "actor_train.model_args.dtype": "actor.fsdp_config.mixed_precision.param_dtype",
-    "actor_train.training_args.learning_rate": "actor.optim.lr",
-    "actor_train.training_args.weight_decay": "actor.optim.weight_decay",
-    "actor_train.training_args.warmup_steps": "actor.optim.lr_warmup_steps",
-    "actor_train.training_args.lr_scheduler_type": "actor.optim.lr_scheduler_type",
-    "actor_train.training_args.per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
-    "critic.training_args.learning_rate": "critic.optim.lr",
-    **{f"actor_infer.generating_args.{name}": f"rollout.{name}" for name in ("temperature", "top_p", "top_k")},
+    "actor_train.model_args.disable_gradient_checkpointing": "model.enable_gradient_checkpointing",
+    "actor_train.model_args.lora_target": "model.target_modules",
+    **{f"actor_train.model_args.{name}": f"model.{name}" for name in ("lora_rank", "lora_alpha")},
+    "actor_train.data_args.file_name": "data.train_files",
+    "actor_train.data_args.messages": "data.prompt_key",
+    "actor_train.training_args.num_train_epochs": "trainer.total_epochs",
+    "critic.model_args.dtype": "critic.fsdp_config.mixed_precision.param_dtype",
+    **{f"{theirs}.training_args.{name}": f"{ours}.{to}" for theirs, ours in (("actor_train", "actor"), ("critic",) * 2)
+       for name, to in (("learning_rate", "optim.lr"), ("weight_decay", "optim.weight_decay"),
+                        ("warmup_steps", "optim.lr_warmup_steps"), ("lr_scheduler_type", "optim.lr_scheduler_type"),
+                        ("per_device_train_batch_size", "ppo_micro_batch_size_per_gpu"))},
+    "validation.data_args.file_name": "data.val_files",
+    "validation.generating_args.num_return_sequences": "rollout.val_kwargs.n",
+    **{f"{theirs}.generating_args.{name}": f"{ours}.{name}" for name in ("temperature", "top_p", "top_k")
+       for theirs, ours in (("actor_infer", "rollout"), ("validation", "rollout.val_kwargs"))},
     "actor_infer.strategy_args.strategy_name": "rollout.name",
     "actor_infer.strategy_args.strategy_config.gpu_memory_utilization": "rollout.gpu_memory_utilization",
 }  # fmt: skip
@@ -105,6 +119,7 @@ EQUAL = [name for name in RENAMED if name.endswith(".max_resp_len")]
 BESIDE: dict[str, dict[str, Any]] = {
     "actor.tis_imp_ratio_cap": {f"{_CORRECTION}.rollout_is": "token"},
     "target_kl": {"algorithm.kl_ctrl.type": "adaptive"},
+    "validation.generating_args.temperature": {"rollout.val_kwargs.do_sample": True},
 }
 """What a renamed key sets besides."""
 
@@ -124,7 +139,11 @@ NO_EFFECT: dict[str, str] = {
         "trainer.npu_profile trainer.controller_nsight_options trainer.worker_nsight_options env_monitor "
         "ray_init.timeline_json_file ray_kwargs.timeline_json_file reward.reward_model.profiler "
         "train_env_manager.max_env_num_per_worker val_env_manager.max_env_num_per_worker "
-        "train_env_manager.world_size val_env_manager.world_size"
+        "train_env_manager.world_size val_env_manager.world_size rpc_timeout is_use_additional_prompts "
+        "max_running_requests max_additional_running_prompts is_num_return_sequences_expand"
+    ),
+    "it belongs to another key, which is off": (
+        "difficulty_low_threshold difficulty_high_threshold error_max_len_threshold infer_catastrophic_threshold"
     ),
     "episodes are kept as samples of text: python -m trainer.inspect RUN": "render_save_dir",
     "only text models are trained here": (
@@ -142,6 +161,7 @@ NO_EFFECT: dict[str, str] = {
         "*.engine rollout.n_gpus_per_node reward.reward_model reward_model.n_gpus_per_node reward_model.nnodes "
         "actor_train.strategy_args actor_train.device_mapping actor_train.infer_batch_size actor_infer.strategy_args "
         "actor_infer.device_mapping actor_infer.infer_batch_size critic.strategy_args critic.device_mapping "
+        "actor_infer.num_gpus_per_worker actor_train.worker_cls actor_infer.worker_cls critic.worker_cls "
         "critic.infer_batch_size rollout.load_format rollout.layered_summon rollout.checkpoint_engine"
     ),
     "an adapter (LoRA) is said by model.lora_rank, lora_alpha, target_modules and exclude_modules, for the policy": (
@@ -161,7 +181,7 @@ NO_EFFECT: dict[str, str] = {
         "ray_kwargs.ray_init.runtime_env use_pg_clip_range enable_reference reference batch_adjust_mode "
         "agentic.batch_adjust_mode train_env_manager.llm_proxy val_env_manager.llm_proxy actor_train.model_args "
         "actor_train.data_args actor_train.training_args actor_infer.model_args actor_infer.data_args "
-        "actor_infer.generating_args"
+        "actor_infer.generating_args critic.model_args critic.data_args critic.training_args validation"
     ),
 }
 """By sentence the keys that are accepted and dropped at any value, because results do not depend on them here."""
@@ -177,7 +197,7 @@ _FSDP2 = "the training engine here is FSDP2 (actor.fsdp_config.*)"
 _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # without a word on what to say instead
     ("it is not here", (), (
-        "data.datagen trainer.default_hdfs_dir *.model.external_lib model.lora_adapter_path ref.model defaults "
+        "data.datagen trainer.default_hdfs_dir *.model.external_lib model.lora_adapter_path ref.model "
         "reward_model.max_length")),
     ("it is not here", (False, 0), (
         "*.qat *.fsdp_config.qat model.mtp.enable rollout.quantization rollout.quantization_config_file "
@@ -223,11 +243,25 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # correction and rewards
     ("a limit of memory is the reward's or environment's own: resource.setrlimit(resource.RLIMIT_AS, ...) in its file",
      (), "reward.max_memory_mb agentic.env_pool.max_memory_mb"),
+    (_VETO, (False,), "enable_catastrophic_reject"),
     (_VETO, (), f"{_CORRECTION}.rollout_token_veto_threshold algorithm.rollout_is_veto_threshold"),
     (_LOW_HIGH, ("token", "truncate"), "algorithm.rollout_is_level algorithm.rollout_is_mode"),
     (_LOW_HIGH, (), (
         f"{_CORRECTION}.rollout_rs_threshold_lower algorithm.rollout_is_threshold_lower train_infer_correction")),
+    ("weights have no gradient", (True,), "train_infer_correction.is_weight.detach"),
+    ("say actor.clip_ratio_c = 1 + 2 pg_clip, which is no number here", (), "dual_clip_loss"),
+    ("weights are bounded from above alone", (0,), "infer_is_threshold_min"),
     (f"they are computed where read; say {_CORRECTION}.bypass_mode=true", (True,), "enable_old_logprobs_recompute"),
+    ("one ratio for each answer is actor.policy_loss.loss_mode=gspo", ("token",), "importance_sampling"),
+    ("answers are not masked or weighed so; algorithm.filter_groups replaces prompts of equal answers", (False,), (
+        "max_len_mask difficulty_mask error_max_len_clip difficulty_loss_weight length_loss_weight query_filter_config"
+    )),
+    ("reward_norm is norm_mean_type and norm_std_type, reward_shift the first alone, reward_scale the second", (False,),
+     "reward_norm reward_shift reward_scale"),
+    ("say what scores: reward.functions or reward.custom_reward_function: verl_lite/rewards/README.md", (), "rewards"),
+    ("say data.sources.NAME.weight, by data_source", (1,), "actor_train.data_args.domain_interleave_probs"),
+    ("an answer ends at a stop token of the model or at the longest length", (),
+     "actor_infer.generating_args.stop_strings"),
     ("code runs in a sandbox beside the reward process; memory_mb among the kwargs of the reward code limits it",
      (1024,), " ".join(f"{section}.{name}" for name in ("url", "memory_limit_mb")
                        for section in ("reward.sandbox_fusion", "sandbox_fusion", "reward_model.sandbox_fusion"))),
@@ -236,13 +270,13 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
      "reward.reward_manager reward_model.reward_manager"),
     ("only the calls per minute are limited, by reward.max_rpm", (), "reward.max_tpm reward_model.max_tpm"),
     # the run
-    ("say --config several times: what a later file says wins", (), "base"),
+    ("say --config several times: what a later file says wins", (), "base defaults"),
     ("keep all, and choose by `trainer.main_eval RUN --all-checkpoints`", (0,),
      "trainer.max_best_ckpt_to_keep trainer.best_ckpt_metric trainer.best_ckpt_mode"),
     ("validate on fewer prompts with data.val_max_samples", (), "trainer.val_time_budget_s"),
     ("asynchronous training is not here; leave it at sync", ("sync",), "trainer.v1.trainer_mode"),
     ("workers have the driver's environment: export the variable before the command", ({},),
-     "ray_kwargs.ray_init.runtime_env.env_vars"),
+     "ray_kwargs.ray_init.runtime_env.env_vars system_envs"),
     ("say max_tokens_per_step of an entry in agentic.custom_envs", (), "actor_infer.generating_args.max_new_tokens"),
     ("say agentic.train_env_manager.group_size", (1,), "actor_infer.generating_args.num_return_sequences"),
     ("say actor.ppo_mini_batch_size: the size per device x this x devices", (),
@@ -269,8 +303,9 @@ VALUES: dict[str, dict[Any, Any]] = {
     **{name: _if_true(1) for name in _REMOVE_PREVIOUS},
     **{name: _if_true("reinforce") for name in _POLICY_GRADIENT},
     "algorithm.rollout_is": _if_true("token"),
-    "actor_infer.generating_args.top_k": {0: -1},
-    "dual_clip_loss": {True: 1.4, False: 1e9},  # 1 + 2 pg_clip, at ROLL's 0.2
+    **{f"{part}.generating_args.top_k": {0: -1} for part in ("actor_infer", "validation")},
+    "actor_train.model_args.disable_gradient_checkpointing": {True: False, False: True},
+    **dict.fromkeys(("pg_variant", "actor_train.pg_variant"), {"ppo": "vanilla", "vanilla": "gpg"}),
     f"{_CORRECTION}.rollout_rs": {
         "token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1", "k3": "seq_mean_k3",
     },
@@ -312,6 +347,68 @@ def translate(name: str, value: Any) -> Verdict | None:
     return None
 
 
+_OF_PROMPTS = {
+    **{f"{name}_batch_size": f"data.{to}_batch_size" for name, to in (("rollout", "train"), ("val", "val"))},
+    "actor_infer.generating_args.num_return_sequences": "rollout.n",
+    "actor_infer.generating_args.max_new_tokens": "data.max_response_length",
+}
+"""What these are called where prompts are answered; else they are about episodes."""
+
+
+def together(given: Mapping[str, Any]) -> dict[str, Verdict]:
+    """Verdicts, by name, on the keys of ROLL that mean something only with others. given: all that the user says."""
+    found: dict[str, Verdict] = {}
+    if not given.get("use_pg_clip_range"):
+        for name in ("pg_clip_low", "pg_clip_high"):
+            found[name] = Verdict(note=f"{name} has no effect: use_pg_clip_range is not true")
+    clip = given.get("actor.clip_ratio", given.get("pg_clip", 0.2))
+    if not given.get("dual_clip_loss") or isinstance(clip, int | float):
+        bound = 1 + 2 * clip if given.get("dual_clip_loss") else None
+        found["dual_clip_loss"] = _called("dual_clip_loss", {"actor.clip_ratio_c": bound})
+    key = "infer_correction" if given.get("infer_correction") else "train_infer_correction"
+    parts = ("infer_", "enable_token_reject", "enable_seq_reject", "train_infer_correction.")
+    for name in given:
+        if name.startswith(parts) and name not in REFUSED and name not in _IDLE:
+            found[name] = _called(key, _correction_of_roll(given))
+    sections = {name.partition(".")[0] for name in given}
+    if sections & {"validation", "rewards", "num_return_sequences_in_group"} and "train_env_manager" not in sections:
+        found |= {name: _called(name, {to: given[name]}) for name, to in _OF_PROMPTS.items() if name in given}
+    return found
+
+
+def _correction_of_roll(given: Mapping[str, Any]) -> dict[str, Any]:
+    """algorithm.rollout_correction as train_infer_correction says it, or its older form, infer_correction."""
+    defaults = {"enabled": False, "weight_type": "token", "upper_bound": 1.2}
+    is_on, by, bound = (given.get(f"train_infer_correction.is_weight.{name}", one) for name, one in defaults.items())
+    filters: list[Mapping[str, Any]] = given.get("train_infer_correction.filters") or []
+    if given.get("infer_correction"):
+        by, bound = given.get("infer_is_mode", "token"), given.get("infer_is_threshold_max", 2.0)
+        is_on, rows = by not in (None, "none"), given.get("enable_seq_reject")
+        filters = [
+            {"enabled": level not in (None, False, "None"), "agg_type": level, "ratio_low": low, "ratio_high": high}
+            | {f"ratio_{to}": given[name] for end, to in (("min", "low"), ("max", "high"))
+               if (name := f"infer_{of}_mask_threshold_{end}") in given}
+            for of, level, low, high in (
+                ("token", "token" if given.get("enable_token_reject") else None, 0.0, 2.0), ("seq", rows, 0.1, 10.0))
+        ]  # fmt: skip
+    bounds: dict[str, str] = {}
+    for one in (one for one in filters if one.get("enabled")):
+        level = WEIGHT_LEVELS.get(one.get("agg_type", "token"), one.get("agg_type"))
+        for measure, default, low, high in (("ratio", True, 0.8, 1.2), ("diff", False, -0.2, 0.2)):
+            if one.get(f"{measure}_enabled", default):
+                ends = one.get(f"{measure}_low", low), one.get(f"{measure}_high", high)
+                bounds[f"{level}_{measure}"] = "_".join(map(str, ends))
+    settings = {"rollout_is": by, "rollout_is_threshold": str(math.inf if bound is None else bound)} if is_on else {}
+    if bounds:
+        settings |= {"rollout_rs": ",".join(bounds), "rollout_rs_threshold": ",".join(bounds.values())}
+    return {f"{_CORRECTION}.{name}": value for name, value in settings.items()}
+
+
+def _called(name: str, settings: Mapping[str, Any]) -> Verdict:
+    shown = ", with ".join(f"{to}={'null' if new is None else new}" for to, new in settings.items())
+    return Verdict(dict(settings), f"{name} is called {shown} here" if settings else f"{name} asks for nothing")
+
+
 def _refused(name: str, value: Any, sentence: str, harmless: tuple[Any, ...]) -> Verdict:
     if value is None or is_interpolation(value) or value in harmless:  # a reference is to a key judged by itself
         return Verdict(note=None if value is None else f"{name}={value} has no effect here: {sentence}")
@@ -328,8 +425,9 @@ def _renamed(name: str, value: Any, target: str, entry: str) -> Verdict:
         return Verdict()
     if (further := translate(target, value)) is not None:
         return replace(further, note=further.note and further.note.replace(target, name, 1))
-    settings = {target: value} | BESIDE.get(entry, {})
-    return Verdict(settings, f"{name} is called {', with '.join(f'{to}={new}' for to, new in settings.items())} here")
+    if entry.endswith(".lora_target") and isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    return _called(name, {target: value} | BESIDE.get(entry, {}))
 
 
 def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:

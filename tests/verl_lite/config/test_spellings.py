@@ -412,65 +412,6 @@ def test_verls_whole_default_configuration_is_understood(tmp_path: Path) -> None
     assert not any("_target_" in note for note in loaded.notes)
 
 
-# ROLL's spelling of an agentic run, shortened.
-ROLL_AGENTIC = """
-exp_name: lake
-seed: 42
-max_steps: 100
-save_steps: 50
-eval_steps: 10
-logging_steps: 5
-rollout_batch_size: 32
-val_batch_size: 16
-prompt_length: 256
-response_length: 512
-pretrain: MODEL
-adv_estimator: gigpo
-ppo_epochs: 1
-pg_clip: 0.2
-dual_clip_loss: true
-init_kl_coef: 0.0
-advantage_clip: 0.2
-async_generation_ratio: 1
-reward_normalization: {grouping: traj_group_id, method: mean_std}
-actor_train:
-  model_args: {dtype: bf16, disable_gradient_checkpointing: false}
-  training_args: {learning_rate: 1.0e-6, weight_decay: 0, warmup_steps: 10, lr_scheduler_type: cosine}
-  strategy_args: {strategy_name: fsdp2_train}
-  device_mapping: list(range(0,8))
-actor_infer:
-  generating_args: {temperature: 0.99, top_p: 1, num_return_sequences: 1}
-  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.8}}
-train_env_manager: {max_env_num_per_worker: 16, num_env_groups: 8, group_size: 4, tags: [FrozenLake]}
-custom_envs:
-  FrozenLake:
-    env_type: frozen_lake
-    max_steps: 10
-    env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager
-    env_config: {is_slippery: false}
-"""
-
-
-def test_an_agentic_run_of_roll_is_understood(tmp_path: Path) -> None:
-    file = tmp_path / "roll.yaml"
-    file.write_text(ROLL_AGENTIC)
-    loaded = load_config(["--config", str(file)])
-    config, agentic = loaded.config, loaded.config.agentic
-    assert (config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq) == (100, 10, 50)
-    assert (config.actor.clip_ratio, config.actor.clip_ratio_c, config.actor.optim.lr) == (0.2, 1.4, 1e-6)
-    assert (config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef) == ("gigpo", 0.0)
-    assert (config.rollout.name, config.rollout.temperature, config.rollout.gpu_memory_utilization) == (
-        "vllm", 0.99, 0.8,
-    )  # fmt: skip
-    assert (agentic.rollout_batch_size, agentic.async_generation_ratio, agentic.logging_steps) == (32, 1, 5)
-    assert (agentic.train_env_manager.group_size, agentic.train_env_manager.tags) == (4, ["FrozenLake"])
-    assert agentic.reward_normalization.grouping == "traj_group_id"
-    assert agentic.custom_envs["FrozenLake"]["env_config"] == {"is_slippery": False}
-    assert any("max_env_num_per_worker=16 has no effect here" in note for note in loaded.notes)
-    with pytest.raises(ConfigError, match="sequence_length=8192 .*data.max_prompt_length and data.max_response_length"):
-        load_config(["--config", str(file), "sequence_length=8192"])
-
-
 # verl's DAPO scripts say these things in three ways, by year.
 @pytest.mark.parametrize(
     ("section", "length"),
