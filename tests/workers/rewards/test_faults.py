@@ -98,12 +98,12 @@ def test_a_reward_can_end_what_it_starts_also_where_ray_hears_no_signals(make_po
 
 
 def test_a_limit_of_memory_in_the_rewards_own_file_fails_the_sample_that_asks_for_more(make_pool: MakePool) -> None:
-    limit = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-    code = (
-        f"{limit}def compute_score(data_source, solution_str, ground_truth): return len(solution_str * 2_000_000_000)"
-    )
+    code = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+    code += "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    code += "    return len(solution_str * 2_000_000_000)\n"
     results = score(make_pool(code), "", "x", "")
-    assert failed(results) == [1] and "MemoryError" in (results[1].error or "")
+    assert failed(results) == [1], results[0].error
+    assert "MemoryError" in (results[1].error or "")
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing_open(make_pool: MakePool) -> None:
