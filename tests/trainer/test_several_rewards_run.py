@@ -31,7 +31,7 @@ def test_parts_are_logged_saved_and_scored_again(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     functions = (
         f"{{right: {{weight: 2}}, judge: {{path: {tmp_path}/reward.py, name: judge, kwargs: {{scale: 3}}}}, "
-        "letters: {reward: regex, weight: 0.5, kwargs: {pattern: '[a-z]', mode: search}}}"
+        "letters: {reward: regex, weight: 0.5, kwargs: {pattern: '[a-z]'}}}"
     )
     lines = tiny_run.run(
         tmp_path, "run", "~reward.custom_reward_function", f"reward.functions={functions}", "~reward.num_workers",
