@@ -94,7 +94,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_moe": EXPERTS,
     "mixtral": LOCAL_EXPERTS,
-    "glm4_moe": {**DEEPSEEK},
+    "glm4_moe": {
+        name: DEEPSEEK[name] for name in DEEPSEEK if "rank" not in name and not name.startswith(("qk_", "v_"))
+    },
     "minimax_m2": {**LOCAL_EXPERTS, "rotary_dim": 8},
     "deepseek_v3": DEEPSEEK,
     "deepseek_v32": {**DEEPSEEK, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 16},

@@ -10,13 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 
 from tests.workers.engine_cases import PROMPT, RESPONSE, TEMPERATURE, Batch, ragged_batch
+from tests.workers.family_table import family_table
 from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
-from verl_lite.config import NetworkConfig
+from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import PACKED_ATTENTION, pack
+from workers.policy import token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
+from workers.rollout.base import Request, SamplingParams, build_rollout_engine
 from workers.rollout.hf_engine import check_layers
 
 Columns = dict[str, torch.Tensor]
@@ -113,6 +116,40 @@ def test_the_hf_engine_refuses_layers_that_its_cache_does_not_compute(family: st
     check_layers(tiny_network("qwen3_moe"))
     with pytest.raises(ValueError, match=f"{layer}.* set rollout.name=vllm"):
         check_layers(tiny_network(family))
+
+
+def test_the_readme_has_the_table_of_what_is_found() -> None:
+    readme = Path(token_mixing.__file__).parent / "README.md"
+    assert family_table() in readme.read_text(), "python -m tests.workers.family_table prints the table"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_hf_engine_samples_with_the_log_probs_of_training(family: str, tmp_path: Path) -> None:
+    """Or it refuses the family. Weights are named as in training."""
+    network = tiny_network(family)
+    network.save_pretrained(tmp_path)
+    config = RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=4)
+    options = {"max_model_len": 16, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
+    try:
+        engine = build_rollout_engine("hf", str(tmp_path), config, **options)
+    except ValueError as refusal:
+        assert "set rollout.name=vllm" in str(refusal)
+        return
+    engine.load_weights(iter(network.named_parameters()), 1)
+    prompts = {str(length): tuple(range(3, 3 + length)) for length in (2, 5, 7)}
+    for name, ids in prompts.items():
+        engine.submit(Request(name, ids, SamplingParams(max_tokens=8)))
+    done = {}
+    while engine.unfinished:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    engine.close()
+    for name, ids in prompts.items():
+        found = done[name]
+        with torch.no_grad():
+            logits = network(torch.tensor([[*ids, *found.token_ids]]), use_cache=False).logits[0, len(ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found.log_probs), expected, rtol=0, atol=1e-4)
 
 
 def test_a_layer_with_a_state_that_is_not_told_of_borders_is_no_silent_leak() -> None:

@@ -70,7 +70,8 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
     layer_types = getattr(config, "layer_types", None) or ()
     # chunks and the like are in masks alone, which a packed row has not
     unknown = {name: None for name in layer_types if "attention" in name and name not in KNOWN_LAYER_TYPES}
-    has_window = "sliding_attention" in layer_types or getattr(config, "sliding_window", None) is not None
+    window = None if layer_types else getattr(config, "sliding_window", None)
+    has_window = "sliding_attention" in layer_types or window is not None
     # to attention, what the decoder is called with
     hands_down = model._supports_attention_backend or bool(state_layers(model))
     waiting: list[tuple[nn.Module, bool]] = [(decoder, True)]
