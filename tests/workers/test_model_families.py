@@ -136,7 +136,7 @@ def test_the_hf_engine_samples_with_the_log_probs_of_training(family: str, tmp_p
     except ValueError as refusal:
         assert "set rollout.name=vllm" in str(refusal)
         return
-    engine.load_weights(iter(network.named_parameters()), 1)
+    engine.load_weights(iter(network.state_dict().items()), 1)
     prompts = {str(length): tuple(range(3, 3 + length)) for length in (2, 5, 7)}
     for name, ids in prompts.items():
         engine.submit(Request(name, ids, SamplingParams(max_tokens=8)))
