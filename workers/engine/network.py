@@ -9,6 +9,7 @@ theirs in `workers.policy`, diffusion models in `workers.diffusion`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,5 +72,13 @@ NetworkBuilder = Callable[[BuildArguments], EngineNetwork]
 
 
 def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
-    """Modules of these classes, in their order."""
-    return [module for module in network.modules() if type(module).__name__ in class_names]
+    """Modules of these classes, in their order: of nested ones the outermost, and none that shares a parameter with
+    another, which could not be sharded apart from it."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in network.modules():  # a module comes before those that it holds
+        if type(module).__name__ in class_names and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    users = Counter(parameter for block in found for parameter in block.parameters())
+    return [block for block in found if all(users[parameter] == 1 for parameter in block.parameters())]

@@ -8,6 +8,7 @@ where it is used: it takes two seconds, and most runs have no adapter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,14 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.errors import UserError
+from workers.policy.guarded import told_as
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
+CHOOSERS = ("Indexer",)  # classes of modules that choose tokens, as in DeepSeek's sparse attention
+STATE_SPACE = re.compile("Mamba|Mixer$")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 _IN_NETWORK = ".default."  # peft's name of the one adapter, in the parameters' names but not in its files
 
@@ -51,6 +55,8 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         # where peft sees a model of transformers, it takes names of layers for those of experts, as these once were
         place = nn.ModuleDict({"network": network})
         targets = linear_layers(network) if targets == [ALL_LINEAR] else targets
+    if model.target_modules == [ALL_LINEAR] and (unreached := _unreached_layers(network)):
+        targets = [name for name in linear_layers(network) if name not in unreached]
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -61,7 +67,8 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(model.path),
     )
-    inject_adapter_in_model(config, place)
+    with told_as(f"model.target_modules={targets}", "peft has no adapter for these layers; name others"):
+        inject_adapter_in_model(config, place)
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             raise UserError(f"model.target_modules: {name} is no torch.nn.Linear, and only such layers can be adapted")
@@ -75,6 +82,29 @@ def linear_layers(network: PreTrainedModel) -> list[str]:
     """Names of the layers that can have an adapter: all linear ones but the output layer."""
     head = network.get_output_embeddings()
     return [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head]
+
+
+def _unreached_layers(network: PreTrainedModel) -> set[str]:
+    """Linear layers whose adapter would do nothing: kernels of state-space layers take these weights past the module,
+    and what chooses tokens gets no gradient."""
+    unreached: set[str] = set()
+    for name, module in network.named_modules():
+        kind = type(module).__name__
+        ends = ("",) if kind.endswith(CHOOSERS) else ("out_proj", "dt_proj") if STATE_SPACE.search(kind) else ()
+        if ends:
+            unreached |= {f"{name}.{each}" for each, _ in module.named_modules() if each.endswith(ends)}
+    return unreached
+
+
+def refuse_to_train_choosers(network: PreTrainedModel) -> None:
+    """Raises UserError if parameters would be trained that no gradient of a policy reaches."""
+    for name, module in network.named_modules():
+        kind = type(module).__name__
+        if kind.endswith(CHOOSERS) and any(parameter.requires_grad for parameter in module.parameters()):
+            raise UserError(
+                f"model.path: in a {type(network).__name__} {name} ({kind}) chooses tokens, and no gradient of the "
+                "policy reaches it: train an adapter, model.lora_rank=32, beside the other layers"
+            )
 
 
 def _require_linear_layers(network: PreTrainedModel, key: str, given: list[str]) -> None:

@@ -23,7 +23,7 @@ from verl_lite.protocol import DataProto
 from workers.engine.checkpoint import save_model_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
-from workers.policy.adapter import count_trained_parameters, has_adapter
+from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
 from workers.policy.guarded import told_as
 from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers
 
@@ -107,6 +107,8 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
         )
         policy = build_policy(spec)
         policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
+        if arguments.trains:
+            refuse_to_train_choosers(policy.model)
         if arguments.trains and model.enable_gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         return policy
@@ -200,7 +202,7 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for noise in ("attention_dropout", "jitter_noise"):  # the latter before routers
-            if getattr(module, noise, 0.0):
+            if isinstance(getattr(module, noise, None), float):
                 vars(module)[noise] = 0.0
     return network
 
