@@ -140,6 +140,7 @@ NO_EFFECT: dict[str, str] = {
         "ray_init.timeline_json_file ray_kwargs.timeline_json_file reward.reward_model.profiler "
         "train_env_manager.max_env_num_per_worker val_env_manager.max_env_num_per_worker "
         "train_env_manager.world_size val_env_manager.world_size rpc_timeout is_use_additional_prompts "
+        "use_additional_prompts critic.offload_nccl actor_train.offload_nccl actor_infer.offload_nccl "
         "max_running_requests max_additional_running_prompts is_num_return_sequences_expand"
     ),
     "it belongs to another key, which is off": (
@@ -252,6 +253,12 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("say actor.clip_ratio_c = 1 + 2 pg_clip, which is no number here", (), "dual_clip_loss"),
     ("weights are bounded from above alone", (0,), "infer_is_threshold_min"),
     (f"they are computed where read; say {_CORRECTION}.bypass_mode=true", (True,), "enable_old_logprobs_recompute"),
+    (f"they are computed where read; say {_CORRECTION}.bypass_mode=true", (False,),
+     "force_disable_old_logprobs_recompute"),
+    ("the policy loss counts 1: divide the other coefficients by it", (1,), "rl_loss_coef"),
+    ("a bonus for length is a part of your reward", (False,), "add_length_bonus"),
+    ("say algorithm.norm_mean_type and algorithm.norm_std_type", (), "divide_std"),
+    ("environments are entries of agentic.custom_envs, by their tags", (), "custom_env"),
     ("one ratio for each answer is actor.policy_loss.loss_mode=gspo", ("token",), "importance_sampling"),
     ("answers are not masked or weighed so; algorithm.filter_groups replaces prompts of equal answers", (False,), (
         "max_len_mask difficulty_mask error_max_len_clip difficulty_loss_weight length_loss_weight query_filter_config"

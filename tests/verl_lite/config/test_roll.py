@@ -194,3 +194,32 @@ def test_references_within_a_file_are_followed_and_circles_end(tmp_path: Path) -
         load(tmp_path, {"pretrain": "m", "data": {"home": "/x", "train_files": "${data.home}/a.parquet"}})
     with pytest.raises(ConfigError, match="cannot be resolved"):
         load(tmp_path, {"pretrain": "${a}", "a": "${b}", "b": "${a}"})
+
+
+def test_keys_of_older_files_are_named(tmp_path: Path) -> None:
+    """Harmless values are accepted with a sentence, others refused with one."""
+    harmless = {
+        "force_disable_old_logprobs_recompute": False,
+        "rl_loss_coef": 1.0,
+        "add_length_bonus": False,
+        "use_additional_prompts": True,
+        "actor_train": {"offload_nccl": True},
+    }
+    notes = " ".join(loaded(tmp_path, harmless).notes)
+    assert all(name in notes for name in (*list(harmless)[:4], "actor_train.offload_nccl"))
+    others = {
+        "force_disable_old_logprobs_recompute": (True, "bypass_mode"),
+        "rl_loss_coef": (0.5, "divide the other coefficients"),
+        "add_length_bonus": (True, "your reward"),
+        "divide_std": (True, "algorithm.norm_std_type"),
+        "custom_env": ({"FrozenLake": {}}, "agentic.custom_envs"),
+    }
+    for name, (value, remedy) in others.items():
+        with pytest.raises(ConfigError, match=remedy):
+            loaded(tmp_path, {name: value})
+
+
+def loaded(folder: Path, settings: Mapping[str, Any]) -> LoadedConfig[Any]:
+    """A file with these settings, read."""
+    (folder / "roll.yaml").write_text(yaml.safe_dump(dict(settings)))
+    return load_config(["--config", str(folder / "roll.yaml")])
