@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
+from workers.policy.token_mixing import state_layers
 from workers.rollout.base import (
     Completion,
     Request,
@@ -75,6 +76,8 @@ class VLLMEngine:
             "trust_remote_code": trust_remote_code,
             "seed": seed,
         }
+        if device.type == "cpu" and state_layers(self._model):  # states of prefixes are kept with chunked prefill alone
+            arguments["enable_prefix_caching"] = False
         with _shared_memory_names(config.tensor_model_parallel_size) as executor:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
