@@ -92,13 +92,13 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     return Gpu(index, uuid, name, int(memory.total), int(memory.free), found)
 
 
-def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> list[VisibleGpu]:
+def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = None) -> list[VisibleGpu]:
     """Those of `gpus` that CUDA_VISIBLE_DEVICES leaves to this process, in its order; all of them where it is not set.
 
     It may hold numbers, UUIDs (GPU-..., MIG-..., or the beginnings of these), or nothing; -1 ends the list, as in CUDA.
     Raises UserError for a word that names no device or a device named twice, where CUDA would silently see fewer.
     """
-    setting = environment.get(_VARIABLE)
+    setting = (os.environ if environment is None else environment).get(_VARIABLE)
     if setting is None:  # of a divided device CUDA shows only the first part
         first = {gpu.index: gpu for gpu in reversed(gpus)}
         return [VisibleGpu(str(gpu.index), gpu) for gpu in reversed(first.values())]
