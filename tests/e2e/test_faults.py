@@ -82,7 +82,7 @@ def test_an_exception_on_one_rank_is_told_with_its_traceback(task: TinyTask) -> 
     )
 
 
-@pytest.mark.long  # the same after a lost machine and a lost control store: test_several_machines, test_exact_resume_ray
+@pytest.mark.long  # a lost machine (test_several_machines) and a lost store (test_exact_resume_ray) are in make test
 def test_a_lost_worker_costs_nothing_but_time_where_retries_are_allowed(tmp_path: Path) -> None:
     """Once; the second time the command ends soon and leaves nothing. That the steps are those of a run without loss is
     shown by the resumed runs of `test_exact_resume_ray`."""
