@@ -46,6 +46,7 @@ def reward_by_length(data_source: str, solution_str: str, ground_truth: str, ext
 
 
 def main_in_child(module: str, argv: list[str], folder: str, log: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     os.chdir(folder)
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)

@@ -130,7 +130,7 @@ def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(number: signal.Signals, tmp_path: Path) -> None:
-    steps = 40  # more than are done until the signal is heard
+    steps = 12  # more than are done until the signal is heard
     runs = Runs(tmp_path, 12, 4, [f"trainer.total_training_steps={steps}", "trainer.save_freq=-1"])
     whole = runs.finish("whole")
     process, stopped, log = runs.start("stopped")
