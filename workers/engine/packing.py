@@ -14,9 +14,9 @@ shared prompt once per sample; all other layers see it once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -48,6 +48,27 @@ class PackedSequences:
     def to(self, device: torch.device) -> PackedSequences:
         """The same on `device`."""
         return _moved(self, device)
+
+    @cached_property
+    def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Neighbouring sequences, which are sorted by length: (n, longest) the place of each token in the packed row,
+        the last one's again where a sequence is shorter, and (sum of lengths,) which of these n * longest are no
+        padding. Made once for all layers, without a wait for the device."""
+        lengths = torch.tensor([length for count, length in self.runs for _ in range(count)])
+        groups, start, device = [], 0, self.cu_seqlens.device
+        while start < len(lengths):
+            end = start + 1
+            while (
+                end < len(lengths) and (end + 1 - start) * lengths[end] <= MOST_PADDING * lengths[start : end + 1].sum()
+            ):
+                end += 1
+            length, column = lengths[start:end].unsqueeze(1), torch.arange(int(lengths[end - 1]))
+            first = lengths[:start].sum() + length.cumsum(0) - length
+            index = (first + torch.minimum(column, length - 1)).to(device)
+            real = (column < length).flatten().nonzero().squeeze(1).to(device)
+            groups.append((index if self.expand is None else self.expand[index], real))
+            start = end
+        return groups
 
 
 @dataclass(frozen=True)
@@ -305,7 +326,8 @@ def by_sequences(
     groups of sequences of about the same length, each in a row of its own; padding repeats the last token. Returns what
     the layer returns, of a tuple its first entry, the others None.
     """
-    total = sequences.cu_seqlens[-1].item() if sequences.collapse is None else len(sequences.collapse)
+    whole = sum(count * length for count, length in sequences.runs)
+    total = whole if sequences.collapse is None else len(sequences.collapse)
     outputs = []
 
     def rows(value: Any, index: torch.Tensor) -> Any:
@@ -315,31 +337,13 @@ def by_sequences(
             return value[0].index_select(0, index.flatten()).unflatten(0, index.shape)
         return value
 
-    for index, real in _groups(sequences):
+    for index, real in sequences.groups:
         result = forward(*rows(args, index), **{name: rows(value, index) for name, value in kwargs.items()})
         output = result[0] if isinstance(result, tuple) else result
         outputs.append(output.flatten(0, 1).index_select(0, real))
     expanded = torch.cat(outputs)
     output = expanded if sequences.collapse is None else expanded.index_select(0, sequences.collapse)
     return (output.unsqueeze(0), *[None] * (len(result) - 1)) if isinstance(result, tuple) else output.unsqueeze(0)
-
-
-def _groups(sequences: PackedSequences) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Neighbouring sequences, which are sorted by length: (n, longest) the place of each token in the packed row, and
-    (sum of lengths,) which of these n * longest are no padding."""
-    device, start = sequences.cu_seqlens.device, 0
-    lengths = [length for count, length in sequences.runs for _ in range(count)]
-    while start < len(lengths):
-        end = start + 1
-        while end < len(lengths) and (end + 1 - start) * lengths[end] <= MOST_PADDING * sum(lengths[start : end + 1]):
-            end += 1
-        longest = lengths[end - 1]
-        length = torch.tensor(lengths[start:end], device=device).unsqueeze(1)
-        column = torch.arange(longest, device=device)
-        index = sequences.cu_seqlens[start:end].unsqueeze(1) + torch.minimum(column, length - 1)
-        index = index.long() if sequences.expand is None else sequences.expand[index]
-        yield index, (column < length).flatten().nonzero().squeeze(1)
-        start = end
 
 
 class Scores(NamedTuple):

@@ -118,7 +118,8 @@ def _is_attention(module: nn.Module) -> bool:
 def _looks_at_one_token(kind: type[nn.Module]) -> bool:
     if ONE_TOKEN_PACKAGES.fullmatch(kind.__module__):
         return kind is not nn.MultiheadAttention
-    return ONE_TOKEN_CLASSES.fullmatch(kind.__name__) is not None
+    # names of classes mean what they say in transformers alone: code that comes with a model may call things otherwise
+    return kind.__module__.startswith("transformers.models.") and ONE_TOKEN_CLASSES.fullmatch(kind.__name__) is not None
 
 
 def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangement:
