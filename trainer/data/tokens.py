@@ -1,25 +1,35 @@
-"""Prompts as token ids: the chat template applied, and tokenised.
+"""Prompts as token ids: the chat template applied, tokenised, and kept on disk for the next run.
 
-What comes out is what the rollout engine samples from, so lengths are measured on the very same tokens.
+What comes out is what the rollout engine samples from, so lengths are measured on the very same tokens. Tokens are kept
+by `datasets.map` under VERL_LITE_CACHE (or ~/.cache/verl_lite) in `tokens/`, in a file named after all that they depend
+on: nothing needs to be told when that changes, and any file may be deleted at any time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import logging
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
-PARALLEL_FROM = 5_000
-"""Prompts that several processes tokenise: fewer take less than two seconds of one core (recipes/LOG.md)."""
+CACHED_FROM = 5_000
+"""Prompts from which tokens are kept on disk: fewer are made in less than two seconds of one core (recipes/LOG.md)."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,15 +55,14 @@ def encode_prompts(
             raise UserError(NO_TEMPLATE.format("prompts of several messages or with tools"))
         kwargs["chat_template"] = plain_template(tokenizer)
     _check_shown(prompts, tokenizer, config, kwargs)
-    workers = config.filter_overlong_prompts_workers
-    alone = workers == 1 or len(prompts) < PARALLEL_FROM
-    found = _encode(prompts, tokenizer, kwargs) if alone else _encode_in_processes(prompts, tokenizer, kwargs, workers)
-    return [np.array(tokens, dtype=np.int32) for tokens in found]
+    if len(prompts) < CACHED_FROM:
+        return [np.array(tokens, dtype=np.int32) for tokens in _encode(prompts, tokenizer, kwargs)]
+    return _encode_with_cache(prompts, tokenizer, kwargs, config.filter_overlong_prompts_workers)
 
 
-def _encode_in_processes(
+def _encode_with_cache(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], workers: int
-) -> list[list[int]]:
+) -> list[np.ndarray]:
     import datasets
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
@@ -64,11 +73,49 @@ def _encode_in_processes(
         "messages": [json.dumps(prompt.messages, default=str) for prompt in prompts],
         "tools": [prompt.tools for prompt in prompts],
     }
+    content = json.dumps([_identity(tokenizer, kwargs), columns])
+    name = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    folder = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute() / "tokens"
     texts = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
     rows = datasets.Dataset.from_dict(columns, features=texts)
+    tokens = datasets.Features({"tokens": datasets.List(datasets.Value("int32"))})
+    options: dict[str, Any] = {"batched": True, "remove_columns": list(columns), "features": tokens}
     datasets.disable_progress_bars()
-    options: dict[str, Any] = {"batched": True, "remove_columns": list(columns), "keep_in_memory": True}
-    return rows.map(encode, num_proc=workers, new_fingerprint="prompts", **options)["tokens"][:]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, processes = str(folder / f"{name}.arrow"), workers if workers > 1 else None
+        kept = rows.map(encode, cache_file_name=file, num_proc=processes, new_fingerprint=name, **options)
+        return _arrays(kept)
+    except (OSError, pyarrow.ArrowInvalid) as error:  # a damaged file, or a folder that cannot be written
+        logger.warning("the tokens of the prompts are not kept in %s (%s): they are made again", folder, error)
+        for damaged in folder.glob(f"{name}*") if folder.is_dir() else ():
+            damaged.unlink(missing_ok=True)
+        return _arrays(rows.map(encode, keep_in_memory=True, new_fingerprint=name, **options))
+
+
+def _arrays(rows: Any) -> list[np.ndarray]:
+    """The tokens of each row, as views of the dataset's own memory."""
+    found: list[np.ndarray] = []
+    for chunk in rows.data.column("tokens").chunks:
+        ends = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
+        found += np.split(chunk.flatten().to_numpy(), ends[1:-1])
+    return found
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[str]:
+    """Everything besides the prompts that the tokens depend on, as text.
+
+    A template that writes the date of today gives other prompts tomorrow.
+    """
+    import tokenizers
+    import transformers
+
+    template, backend = str(tokenizer.chat_template), getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    settings = json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str)
+    day = time.strftime("%Y-%m-%d") if "strftime_now" in template else ""
+    versions = [transformers.__version__, tokenizers.__version__]
+    return [type(tokenizer).__qualname__, content, template, settings, day, *versions]
 
 
 def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from tests.trainer.prompt_rows import contents, load, make_row, truths, write
 from trainer.data.order import MixtureBatches, build_order
 from trainer.data.schema import EXAMPLE_ROW, PromptRow
 from trainer.data.sources import SPLITS
-from trainer.data.tokens import PARALLEL_FROM
+from trainer.data.tokens import CACHED_FROM
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import default_compute_score
@@ -51,7 +51,7 @@ def test_splits_and_bounds_are_those_of_the_page() -> None:
     assert sentence is not None
     named = re.findall(r"`(\w+)`", sentence[0])
     assert named == [*SPLITS["train"], *SPLITS["val"][:6]]
-    assert f"The tokens of {PARALLEL_FROM:,} prompts and more" in PAGE
+    assert f"The tokens of {CACHED_FROM:,} prompts and more" in PAGE
 
 
 def test_the_class_of_rows_runs(tmp_path: Path) -> None:
