@@ -75,7 +75,7 @@ def actor_loss(
         parts["router_aux_loss"] = outputs["router_aux_loss"].sum() / max(1, count)
         loss = loss + config.router_aux_loss_coef * parts["router_aux_loss"]
     if "router_replay" in outputs:
-        changed, pairs = outputs["router_replay"].sum(0).tolist()
+        changed, pairs = outputs["router_replay"].sum(0)
         metrics["router_replay_changed"] = Metric.mean(changed, pairs)
     if "entropys" in outputs:
         token_values["entropy"] = outputs["entropys"]

@@ -85,8 +85,9 @@ def test_no_policy_loss_waits_for_the_device(loss_mode: str, monkeypatch: pytest
     more = [name for name in ("selected", "scores") if takes(loss_fn, name)]
     data = columns("old_log_probs", "rollout_log_probs", "ref_log_prob", *more)
     options = PolicyLossConfig(loss_mode=loss_mode, dro_beta=0.5)
-    config = ActorConfig(use_kl_loss=True, entropy_coeff=0.01, policy_loss=options)
+    config = ActorConfig(use_kl_loss=True, entropy_coeff=0.01, router_aux_loss_coef=0.01, policy_loss=options)
     outputs = {name: (-torch.rand(ROWS, WIDTH)).requires_grad_() for name in ("log_probs", "entropys")}
+    outputs |= {"router_aux_loss": torch.rand(ROWS).requires_grad_(), "router_replay": torch.ones(ROWS, 2)}
     with host_syncs(monkeypatch) as lines:
         loss, _ = actor_loss(data, outputs, config)
         loss.backward()
