@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from tests.workers.model_families import FAMILIES, tiny_network
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.hf_engine import check_layers
 
-HEAD = "| family | forward of training | shared prompts | hf engine |\n|---|---|---|---|"
+HEAD = "| family | forward of training | shared prompts | hf engine | critic, reward model |\n|---|---|---|---|---|"
+HEADS = (AutoModelForTokenClassification, AutoModelForSequenceClassification)
 
 
 def family_table() -> str:
@@ -21,7 +22,8 @@ def _line(family: str, network: PreTrainedModel) -> str:
     form = "packed; " + ", ".join(sorted(states)) + " by sequence" if states else "packed"
     if mixing:
         form = "rows of their own, for " + ", ".join(mixing)
-    return f"| {family} | {form} | {'no' if mixing else 'yes'} | {_hf_engine(network)} |"
+    heads = ", ".join("yes" if type(network.config) in kind._model_mapping else "no" for kind in HEADS)
+    return f"| {family} | {form} | {'no' if mixing else 'yes'} | {_hf_engine(network)} | {heads} |"
 
 
 def _hf_engine(network: PreTrainedModel) -> str:

@@ -1,9 +1,10 @@
-"""Every family beyond the plain policy: adapters, critics, and what is exported of them; those that need care are not
-left to `make test-long`."""
+"""Every family beyond the plain policy: adapters, critics, reward models, and what is exported of them; those that need
+care are not left to `make test-long`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.tiny_model import tiny_tokenizer
 from tests.workers.critic_cases import critic_batch, value_loss
 from tests.workers.engine_cases import PROMPT, Batch, Case, build_engine, loss_fn, planned, ragged_batch
-from tests.workers.model_families import FAMILIES, VOCAB, tiny_network
+from tests.workers.model_families import FAMILIES, VOCAB, tiny_config, tiny_network
+from trainer.supervised.reward_training import pair_loss
 from verl_lite.config import OptimConfig
 from verl_lite.errors import UserError
 from workers.engine.checkpoint import export
 from workers.engine.network import blocks_named
+from workers.policy.sequence_score import new_sequence_score, scored_rows, sequence_score
 from workers.policy.value_head import value_head
 
 QUICK = ("falcon_h1", "mamba", "zamba2", "bloom", "deepseek_v32")
-FAMILIES_HERE = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
+QUICK_HEADS = ("gemma2", "qwen3_next", "zamba2", "bloom", "mamba")
+
+
+def families(quick: tuple[str, ...]) -> Any:
+    """One case for each family, of which those are part of `make test`."""
+    return pytest.mark.parametrize(
+        "family", [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in FAMILIES]
+    )
+
+
 BATCH = Batch(rows=6, shared_prompts=3)
 OPTIM = OptimConfig(lr=1e-3)
 REFUSED = {
@@ -74,7 +86,7 @@ def of_engine(engine: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapter"])
-@pytest.mark.parametrize("family", FAMILIES_HERE)
+@families(QUICK)
 def test_what_was_trained_and_exported_is_what_is_loaded(family: str, lora_rank: int, tmp_path: Path) -> None:
     path = saved(family, tmp_path / "base")
     model = {"lora_rank": lora_rank, "lora_alpha": 4, "target_modules": ["all-linear"]} if lora_rank else {}
@@ -97,14 +109,14 @@ def test_what_was_trained_and_exported_is_what_is_loaded(family: str, lora_rank:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES_HERE)
+@families(QUICK_HEADS)
 def test_a_critic_s_values_are_those_of_transformers_or_it_is_refused(family: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path / "base")
-    try:
-        engine = build_engine(path, Case(), OPTIM, value_head)
-    except UserError:
-        assert type(tiny_network(family).config) not in AutoModelForTokenClassification._model_mapping
+    if type(tiny_config(family)) not in AutoModelForTokenClassification._model_mapping:
+        with pytest.raises(UserError, match=f"no ForTokenClassification network of the family {family}"):
+            build_engine(path, Case(), OPTIM, value_head)
         return
+    engine = build_engine(path, Case(), OPTIM, value_head)
     data, plan = planned(critic_batch(BATCH), Case())
     assert not engine.infer(data)["values"].any()
     for _ in range(2):
@@ -123,6 +135,36 @@ def test_a_critic_s_values_are_those_of_transformers_or_it_is_refused(family: st
         at_width[real.nonzero()[1:, 0]] = values[:-1]
         expected = at_width[PROMPT:] * columns["response_mask"][row]
         torch.testing.assert_close(found[place], expected, rtol=0, atol=5e-5)
+
+
+@families(QUICK_HEADS)
+def test_a_reward_model_s_scores_are_those_of_transformers_or_it_is_refused(family: str, tmp_path: Path) -> None:
+    path = saved(family, tmp_path / "base")
+    if type(tiny_config(family)) not in AutoModelForSequenceClassification._model_mapping:
+        with pytest.raises(UserError, match=f"no ForSequenceClassification network of the family {family}"):
+            build_engine(path, Case(), OPTIM, new_sequence_score)
+        return
+    engine = build_engine(path, Case(), OptimConfig(lr=1e-2), new_sequence_score)
+    data, plan = planned(ragged_batch(BATCH), Case())
+    data.batch.update(scored_rows(data.batch, pad_token_id=0))
+    assert not engine.infer(data)["scores"].any(), "a new head is zeros"
+    for _ in range(2):  # the backbone learns from the second step on, when the head has left 0
+        engine.train(data, partial(pair_loss, center_coefficient=0.1), epochs=1)
+    found = engine.infer(data)["scores"].sum(1)
+    engine.save(str(tmp_path / "saved"))
+    export(str(tmp_path / "saved"), str(tmp_path / "hf"))
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    columns = ragged_batch(BATCH).batch
+    expected = torch.zeros(BATCH.rows)
+    for place, row in enumerate(plan.order):
+        if columns["response_mask"][row].any():
+            ids = columns["input_ids"][row][columns["attention_mask"][row].bool()]
+            with torch.no_grad():
+                expected[place] = network(ids.unsqueeze(0)).logits[0, 0]
+    assert found.abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+    judge = build_engine(str(tmp_path / "hf"), Case(), None, sequence_score)
+    torch.testing.assert_close(judge.infer(data)["scores"].sum(1), expected, rtol=0, atol=5e-5)
 
 
 class Block(nn.Module):

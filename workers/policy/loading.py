@@ -210,8 +210,15 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
 def build_with_label(auto_class: Any, kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
     """A network with one label, from a causal language model, whose head then starts as zeros, or from a saved one.
 
-    kind: what the names of such networks contain. Raises UserError, `refusal`, for a saved one with several labels.
+    kind: what the names of such networks contain. Raises UserError for a family of which transformers has no such
+    network, and, `refusal`, for a saved one with several labels.
     """
+    with_code = getattr(spec.config, "auto_map", None) or {}  # that comes with the model
+    if type(spec.config) not in auto_class._model_mapping and auto_class.__name__ not in with_code:
+        raise UserError(
+            f"{shown(spec.model)}: transformers has no {auto_class.__name__.removeprefix('AutoModel')} network of the "
+            f"family {spec.config.model_type}; choose one of those in workers/policy/README.md"
+        )
     has_head = any(kind in name for name in spec.config.architectures or ())
     if has_head and spec.config.num_labels != 1:
         raise UserError(refusal.format(path=spec.model.path, labels=spec.config.num_labels))
