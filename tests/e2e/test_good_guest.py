@@ -123,6 +123,7 @@ def test_two_runs_at_once_beside_somebody_elses_ray_and_a_closed_terminal(task: 
         foreign.close()
 
 
+@pytest.mark.long
 def test_kill_9_of_the_driver_leaves_nothing(task: TinyTask, runs: list[TinyRun]) -> None:
     run = task.start("killed", steps=FOREVER)
     runs.append(run)

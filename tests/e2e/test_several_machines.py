@@ -135,6 +135,7 @@ def test_kill_9_of_the_driver_leaves_no_worker(site: Site, runs: list[TinyRun]) 
     run.leaves_nothing(within_s=SOON_S)
 
 
+@pytest.mark.long
 def test_without_a_machine_to_take_its_place_the_run_ends_goes_on_with_fewer_and_tells_of_a_dead_cluster(
     site: Site, runs: list[TinyRun]
 ) -> None:

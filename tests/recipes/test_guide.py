@@ -125,13 +125,13 @@ def test_the_environment_can_be_played(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_recipe_runs(folder: Path, tmp_path: Path) -> None:
-    """One step on an untrained model, on two ranks under Ray: each worker knows the registered loss."""
+    """One step on an untrained model, under Ray: the worker knows the registered loss."""
     START.write_random_model(tmp_path / "model")
     write_data(tmp_path / "data", seed=1)
     command = [
         *(sys.executable, "-m", "trainer.main_ppo", "recipe=./my_recipe", f"model.path={tmp_path / 'model'}"),
         *(f"data.train_files=[{tmp_path / 'data' / 'train.parquet'}]", "data.val_files=[]", "rollout.name=hf"),
-        *("trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=1", "rollout.n=2"),
+        *("trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1", "rollout.n=2"),
         *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.logger=[jsonl]", "reward.num_workers=1"),
         *("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", f"trainer.default_local_dir={tmp_path / 'run'}"),
     ]

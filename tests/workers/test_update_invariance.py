@@ -76,7 +76,8 @@ def test_fewer_rows_than_ranks(path: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [3, 4])
 def test_more_ranks_equal_plain_transformers(path: str, ranks: Ranks, world: int) -> None:
     for batch in (Batch(), Batch(rows=2, seed=3), Batch(rows=13, shared_prompts=4, seed=4, failed_rows=(1, 2, 3))):
         expected = plain_gradient(path, batch)

@@ -168,6 +168,7 @@ def test_failures_by_cause_a_clean_environment_and_the_table(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_training_stopped_with_its_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """One trial, so that there is one training to start again."""
     task, folder, metric = TinyTask(tmp_path), tmp_path / "study", "critic/score/mean"
@@ -231,6 +232,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayMachines]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_on_a_cluster_it_loses_a_machine_then_the_head(tmp_path: Path, machines: RayMachines) -> None:
     folder, output = tmp_path / "s", tmp_path / "s.out"
     words = ["x=1,2", "steps=400", "pause=0.1", "--metric", METRIC, "--ray-address", machines.address]
